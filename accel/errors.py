@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error tree: every error says what was expected, what came, where, and what to do.
+
+All errors derive from `AccelError`. The four answers are fields as well as text, so that a program can read what a
+person reads. `describe` and `rebuild` carry an error across ranks, so that all of them raise the same one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import msgspec
+
+
+class AccelError(Exception):
+    """Base of every error that `accel` raises on purpose.
+
+    Args:
+        problem: what is wrong, one clause without a full stop.
+        expected: what would have been right.
+        got: what came instead.
+        where: the field, leaf path, file or call that it was found at.
+        fix: what to do about it, one sentence.
+    """
+
+    def __init__(self, problem: str, *, expected: str = "", got: str = "", where: str = "", fix: str = "") -> None:
+        super().__init__(problem, expected, got, where, fix)
+        self.problem = problem
+        self.expected = expected
+        self.got = got
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        facts = [f"expected {self.expected}"] if self.expected else []
+        facts += [f"got {self.got}"] if self.got else []
+        text = f"{self.problem}: {', '.join(facts)}" if facts else self.problem
+        text += f" - at {self.where}" if self.where else ""
+        return f"{text}. {self.fix}" if self.fix else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return rebuild, (describe(self),)
+
+
+class EnvError(AccelError, ValueError):
+    """The environment contradicts itself, or a variable holds what it cannot mean."""
+
+
+class ConfigError(AccelError, ValueError):
+    """An argument is outside its range, or has no effect where it was given."""
+
+
+class TreeError(AccelError, TypeError):
+    """A nested value holds a container that cannot be taken apart and put together again."""
+
+
+class ContextClosedError(AccelError, RuntimeError):
+    """A context was used after the scope that opened it had ended."""
+
+
+class DeviceError(AccelError, RuntimeError):
+    """A device is missing, or a value lies on another device than the context's."""
+
+
+class PrepareError(AccelError, ValueError):
+    """Objects handed to `prepare` do not belong together."""
+
+
+class DataError(AccelError, ValueError):
+    """A loader, cursor or batch cannot be used as asked."""
+
+
+class StepError(AccelError, RuntimeError):
+    """The calls of a training step came in an order that would lose or double gradients."""
+
+
+class NonFiniteError(AccelError, FloatingPointError):
+    """A gradient holds inf or NaN; parameters have not been changed."""
+
+
+class CheckpointError(AccelError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or belongs to something else; nothing has been changed."""
+
+
+class CollectiveMismatch(AccelError, RuntimeError):  # noqa: N818 - the name users know from DESIGN and from the reports
+    """Ranks called different collectives, or the same one with values that do not fit together."""
+
+
+class PeerError(AccelError, RuntimeError):
+    """Another rank failed in a call that all ranks make together."""
+
+
+class LaunchError(AccelError, RuntimeError):
+    """A launch cannot start as asked."""
+
+
+class MissingExtraError(AccelError, ImportError):
+    """An optional package is needed for this call; the message has the install line."""
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """An error as plain values: the class's name and its fields."""
+
+    kind: str
+    problem: str
+    expected: str = ""
+    got: str = ""
+    where: str = ""
+    fix: str = ""
+
+
+def describe(error: BaseException) -> ErrorRecord:
+    """Turn an error into plain values; errors of other libraries become a `PeerError` that quotes them."""
+    if isinstance(error, AccelError):
+        return ErrorRecord(
+            type(error).__name__, error.problem, error.expected, error.got, error.where, error.fix
+        )
+    return ErrorRecord(PeerError.__name__, f"{type(error).__name__}: {error}")
+
+
+def rebuild(record: ErrorRecord) -> AccelError:
+    """Make the error again that `describe` took apart; an unknown class becomes an `AccelError`."""
+    classes = {cls.__name__: cls for cls in _subclasses(AccelError)}
+    cls = classes.get(record.kind, AccelError)
+    return cls(record.problem, expected=record.expected, got=record.got, where=record.where, fix=record.fix)
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return "Did you mean `x`?" for the valid name closest to `name`, or the list of valid names."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean `{close[0]}`?" if close else f"Choose one of {', '.join(names)}."
+
+
+def _subclasses(cls: type[AccelError]) -> list[type[AccelError]]:
+    return [cls, *(deeper for child in cls.__subclasses__() for deeper in _subclasses(child))]

@@ -113,9 +113,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 def describe(error: BaseException) -> ErrorRecord:
     """Turn an error into plain values; errors of other libraries become a `PeerError` that quotes them."""
     if isinstance(error, AccelError):
-        return ErrorRecord(
-            type(error).__name__, error.problem, error.expected, error.got, error.where, error.fix
-        )
+        return ErrorRecord(type(error).__name__, error.problem, error.expected, error.got, error.where, error.fix)
     return ErrorRecord(PeerError.__name__, f"{type(error).__name__}: {error}")
 
 

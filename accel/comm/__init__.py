@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only door to torch.distributed: groups and who owns them, one checked message per call, flat tensors."""
+
+from accel.comm._exchange import Call as Call
+from accel.comm._exchange import call_site as call_site
+from accel.comm._exchange import exchange as exchange
+from accel.comm._exchange import exchange_values as exchange_values
+from accel.comm._exchange import fail as fail
+from accel.comm._handle import Comm as Comm
+from accel.comm._handle import adopt as adopt
+from accel.comm._handle import alone as alone
+from accel.comm._handle import connect as connect
+from accel.comm._torch import all_gather_flat as all_gather_flat
+from accel.comm._torch import all_reduce_flat as all_reduce_flat

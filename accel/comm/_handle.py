@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups and who owns them: what `connect` opened, `close` destroys; what was adopted is never destroyed."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from accel.env import LaunchEnv
+from accel.errors import ConfigError, ContextClosedError, PeerError
+
+
+class Comm:
+    """A process group and how to use it. This is the one mutable thing behind a context: it can be closed, once.
+
+    Attributes:
+        rank, size: this process's place in the group.
+        control: the device that small control messages travel on; the CPU wherever the group can.
+        owned: whether `close` destroys the group.
+    """
+
+    __slots__ = ("_closed", "_group", "control", "owned", "rank", "size")
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, size: int, control: torch.device, *, owned: bool
+    ) -> None:
+        self._group = group
+        self._closed = False
+        self.rank = rank
+        self.size = size
+        self.control = control
+        self.owned = owned
+
+    def __repr__(self) -> str:
+        return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None for a single process.
+
+        Raises:
+            ContextClosedError: the scope that opened it has ended.
+        """
+        self.check_open()
+        return self._group
+
+    def check_open(self) -> None:
+        """Raise `ContextClosedError` if the scope that opened this has ended."""
+        if self._closed:
+            raise ContextClosedError(
+                "this context is closed",
+                expected="a call inside the `with accel.session() as ctx:` block that opened it",
+                got="a call after its end",
+                fix="Move the call into the block.",
+            )
+
+    def close(self) -> None:
+        """Drop the group, and destroy it if it was opened here. Later use raises; a second close does nothing."""
+        if self._closed:
+            return
+        owned = self.owned and self._group is not None
+        self._closed, self._group = True, None
+        if owned:
+            gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
+            dist.destroy_process_group()
+
+
+def alone() -> Comm:
+    """A handle for one process without a group."""
+    return Comm(None, 0, 1, torch.device("cpu"), owned=False)
+
+
+def connect(env: LaunchEnv, device: torch.device, backend: str, timeout_s: float) -> Comm:
+    """Open the default process group, or adopt the one that somebody has opened before. A collective.
+
+    Args:
+        env: this process's place, from `read_env`.
+        device: this rank's device.
+        backend: c10d backend for tensors on that device, such as "gloo" or "nccl".
+        timeout_s: seconds after which a collective that misses a rank fails.
+
+    Raises:
+        ConfigError: an open default group disagrees with the environment.
+        PeerError: the other ranks could not be reached.
+    """
+    if dist.is_initialized():
+        return _adopt_default(env, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+    try:
+        dist.init_process_group(
+            both,
+            init_method=f"tcp://{env.master_addr}:{env.master_port}",
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise PeerError(
+            f"rank {env.rank} could not join the process group: {error}",
+            expected=f"{env.world_size} ranks at {env.master_addr}:{env.master_port} over {both}",
+            where="from_env",
+            fix="See whether another rank failed before, and whether that address can be reached.",
+        ) from error
+    return Comm(dist.group.WORLD, env.rank, env.world_size, torch.device("cpu"), owned=True)
+
+
+def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """A handle on a group that somebody else made and will destroy.
+
+    Args:
+        group: any process group of torch, or a subclass.
+        device: this rank's device.
+    """
+    return Comm(group, group.rank(), group.size(), _control_device(group, device), owned=False)
+
+
+def _adopt_default(env: LaunchEnv, device: torch.device) -> Comm:
+    group = dist.group.WORLD
+    assert group is not None  # is_initialized() said so
+    if (group.rank(), group.size()) != (env.rank, env.world_size):
+        raise ConfigError(
+            "a process group is open already and disagrees with the environment",
+            expected=f"rank {env.rank} of {env.world_size}",
+            got=f"rank {group.rank()} of {group.size()}",
+            where="from_env",
+            fix="Adopt the open group with from_group(group), or open none before.",
+        )
+    return adopt(group, device)
+
+
+def _control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return device
+    try:
+        serves_cpu = "cpu" in dist.get_backend_config(group)
+    except (RuntimeError, ValueError, KeyError):  # a group that c10d does not know
+        serves_cpu = False
+    return torch.device("cpu") if serves_cpu else device

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DistContext`: what a rank knows about itself and its peers, as a frozen value, and the ways to make one.
+
+`session` opens what a launcher asked for and closes it again; `from_group` adopts what another framework made;
+`single` needs nothing. Whatever talks to other ranks takes the context as its first argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Generator, Mapping
+from typing import Any, cast, get_args
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from accel.comm import Comm, adopt, alone, connect
+from accel.env import LaunchEnv, PrecisionName, read_env
+from accel.errors import ConfigError, DeviceError, did_you_mean
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DistContext:
+    """This rank's place in the job, its device and its precision; a value that never changes.
+
+    Attributes:
+        rank, world_size: position among all ranks.
+        local_rank, local_world_size: position among the ranks of this node.
+        node_rank, num_nodes: position of this node.
+        device: where this rank computes.
+        backend: c10d backend for that device; "none" for a single process without a group.
+        precision: what `autocast` and `loss_scale` follow.
+        timeout_s: seconds after which a collective that misses a rank fails.
+        comm: the handle on the process group; not part of equality, nor of what is printed.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str
+    precision: PrecisionName
+    timeout_s: float
+    comm: Comm = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.rank == self.world_size - 1
+
+
+def from_env(
+    environ: Mapping[str, str] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    precision: PrecisionName | None = None,
+    timeout_s: float | None = None,
+) -> DistContext:
+    """Make a context from a launcher's variables and join the process group. A collective; pair it with `close`.
+
+    An argument beats `ACCEL_*`, which beats the default: the GPU of this local rank with nccl where there is one, else
+    the CPU with gloo; fp32; 300 s. Prefer `session`, which closes by itself.
+
+    Args:
+        environ: variables; `os.environ` when left out.
+        device: where to compute, such as "cpu", "cuda" (the GPU of the local rank) or "cuda:1".
+        backend: c10d backend for that device.
+        precision: "fp32", "bf16" or "fp16".
+        timeout_s: seconds after which a collective that misses a rank fails.
+
+    Returns:
+        The context; with one process it holds no group.
+
+    Raises:
+        EnvError: the variables contradict each other.
+        DeviceError: the device is not there.
+        ConfigError: an argument is outside its range.
+        PeerError: the other ranks could not be reached.
+    """
+    env = read_env(os.environ if environ is None else environ)
+    chosen = _choose_device(device, env)
+    seconds = _check_timeout(_first(timeout_s, env.timeout_s, DEFAULT_TIMEOUT_S))
+    name = _first(backend, env.backend, "nccl" if chosen.type == "cuda" else "gloo")
+    comm = connect(env, chosen, name, seconds) if env.world_size > 1 else alone()
+    return _context(
+        env,
+        device=chosen,
+        backend=name if env.world_size > 1 else "none",
+        precision=_check_precision(_first(precision, env.precision, "fp32")),
+        timeout_s=seconds,
+        comm=comm,
+    )
+
+
+@contextlib.contextmanager
+def session(
+    environ: Mapping[str, str] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    precision: PrecisionName | None = None,
+    timeout_s: float | None = None,
+) -> Generator[DistContext]:
+    """Give a context from the environment, and close what it opened at the end of the block. A collective.
+
+    Arguments and errors are those of `from_env`. After the block the context refuses to communicate.
+    """
+    ctx = from_env(environ, device=device, backend=backend, precision=precision, timeout_s=timeout_s)
+    try:
+        yield ctx
+    finally:
+        close(ctx)
+
+
+def close(ctx: DistContext) -> None:
+    """Destroy the process group if this context opened it; adopted groups stay. Closing twice does nothing."""
+    ctx.comm.close()
+
+
+def single(device: torch.device | str = "cpu", *, precision: PrecisionName = "fp32") -> DistContext:
+    """Make a context of one process without a process group.
+
+    Args:
+        device: where to compute.
+        precision: "fp32", "bf16" or "fp16".
+
+    Raises:
+        DeviceError: the device is not there.
+        ConfigError: the precision is not one of the three.
+    """
+    env = LaunchEnv()
+    return _context(
+        env,
+        device=_choose_device(device, env),
+        backend="none",
+        precision=_check_precision(precision),
+        timeout_s=DEFAULT_TIMEOUT_S,
+        comm=alone(),
+    )
+
+
+def from_group(
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device | str | None = None,
+    precision: PrecisionName = "fp32",
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> DistContext:
+    """Make a context on a process group that another framework made; it is never destroyed here.
+
+    Args:
+        group: the group; its rank and size become the context's.
+        device: where to compute; by default as in `from_env`.
+        precision: "fp32", "bf16" or "fp16".
+        local_rank: this rank's place on its node; by default its rank, as on one node.
+        local_world_size: the ranks on this node; by default all.
+        timeout_s: what the group's own time-out is, in seconds; the group is not changed.
+
+    Raises:
+        ConfigError: ranks outside their range, or an unknown precision.
+        DeviceError: the device is not there.
+    """
+    rank, size = group.rank(), group.size()
+    per_node = size if local_world_size is None else local_world_size
+    on_node = rank % per_node if per_node > 0 and local_rank is None else local_rank
+    if on_node is None or per_node < 1 or size % per_node or not 0 <= on_node < per_node:
+        raise ConfigError(
+            "local ranks do not fit the group",
+            expected=f"local_world_size dividing {size}, and local_rank below it",
+            got=f"local_rank={local_rank}, local_world_size={local_world_size}",
+            where="from_group",
+        )
+    env = LaunchEnv(
+        rank=rank,
+        world_size=size,
+        local_rank=on_node,
+        local_world_size=per_node,
+        node_rank=rank // per_node,
+        num_nodes=size // per_node,
+    )
+    chosen = _choose_device(device, env)
+    return _context(
+        env,
+        device=chosen,
+        backend=group.name(),
+        precision=_check_precision(precision),
+        timeout_s=_check_timeout(timeout_s),
+        comm=adopt(group, chosen),
+    )
+
+
+def replace(ctx: DistContext, **changes: Any) -> DistContext:
+    """Return a copy of the context with some fields changed; the handle is shared.
+
+    Args:
+        ctx: the context.
+        changes: field names and new values.
+
+    Raises:
+        ConfigError: an unknown field or precision.
+    """
+    names = {field.name for field in dataclasses.fields(ctx)}
+    for name in changes.keys() - names:
+        raise ConfigError("unknown field", got=name, where="replace", fix=did_you_mean(name, names))
+    if "precision" in changes:
+        _check_precision(changes["precision"])
+    return dataclasses.replace(ctx, **changes)
+
+
+def _context(
+    env: LaunchEnv,
+    *,
+    device: torch.device,
+    backend: str,
+    precision: PrecisionName,
+    timeout_s: float,
+    comm: Comm,
+) -> DistContext:
+    return DistContext(
+        rank=env.rank,
+        world_size=env.world_size,
+        local_rank=env.local_rank,
+        local_world_size=env.local_world_size,
+        node_rank=env.node_rank,
+        num_nodes=env.num_nodes,
+        device=device,
+        backend=backend,
+        precision=precision,
+        timeout_s=timeout_s,
+        comm=comm,
+    )
+
+
+def _choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.device:
+    wanted = explicit if explicit is not None else env.device
+    where = "device=" if explicit is not None else "ACCEL_DEVICE" if env.device else "the default device"
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            "unknown device", expected="such as cpu, cuda, cuda:0", got=repr(wanted), where=where
+        ) from error
+    if device.type != "cuda":
+        return device
+    index = cast(int | None, device.index)
+    index = env.local_rank if index is None else index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"rank {env.rank} has no GPU",
+            expected=f"GPU {index} for local rank {env.local_rank}",
+            got=f"{torch.cuda.device_count()} visible GPUs",
+            where=where,
+            fix="Start fewer processes a node, make more GPUs visible, or pass device='cpu'.",
+        )
+    return torch.device("cuda", index)
+
+
+def _check_precision(name: str) -> PrecisionName:
+    names = get_args(PrecisionName)
+    if name not in names:
+        raise ConfigError(
+            "unknown precision",
+            expected=f"one of {', '.join(names)}",
+            got=repr(name),
+            where="precision=",
+            fix=did_you_mean(str(name), names),
+        )
+    return msgspec.convert(name, PrecisionName)
+
+
+def _check_timeout(seconds: float) -> float:
+    if not 0 < seconds < float("inf"):
+        raise ConfigError("not a time-out", expected="seconds, above 0", got=repr(seconds), where="timeout_s=")
+    return seconds
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Barriers, once-only work, and errors that all ranks agree on before any of them raises."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from accel.comm import Call, call_site, exchange, fail
+from accel.context import DistContext
+from accel.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def wait_for_everyone(ctx: DistContext) -> None:
+    """Return once every rank has called this. A collective.
+
+    Raises:
+        CollectiveMismatch: another rank called something else; on every rank.
+    """
+    _meet(ctx, "wait_for_everyone")
+
+
+def agree(ctx: DistContext, error: BaseException | None, name: str) -> None:
+    """Let all ranks return, or all raise the same error. A collective.
+
+    Args:
+        ctx: the context.
+        error: what went wrong on this rank, None if nothing did.
+        name: what was attempted, for reports.
+
+    Raises:
+        AccelError: the lowest failing rank's error, on every rank; errors of other kinds arrive as `PeerError`.
+    """
+    if error is not None:
+        fail(ctx.comm, Call(name, site=call_site()), error)
+    _meet(ctx, name)
+
+
+@contextlib.contextmanager
+def agreed(ctx: DistContext, name: str) -> Generator[None]:
+    """Run a block without collectives on every rank; an error on one is raised on all. A collective at the end.
+
+    Args:
+        ctx: the context.
+        name: what the block attempts, for reports.
+
+    Raises:
+        AccelError: as `agree`.
+    """
+    try:
+        yield
+    except Exception as error:
+        agree(ctx, error, name)
+    else:
+        agree(ctx, None, name)
+
+
+@contextlib.contextmanager
+def main_process_first(ctx: DistContext) -> Generator[None]:
+    """Run the block on rank 0 first, on the others when it has finished. A collective.
+
+    Raises:
+        AccelError: on the other ranks, if the block failed on rank 0, which raises its own error.
+    """
+    with _first(ctx, ctx.is_main_process, "main_process_first"):
+        yield
+
+
+@contextlib.contextmanager
+def local_main_process_first(ctx: DistContext) -> Generator[None]:
+    """Run the block on the first rank of each node, then on the others. A collective of all ranks.
+
+    Raises:
+        AccelError: on the other ranks, if the block failed on a node's first rank.
+    """
+    with _first(ctx, ctx.is_local_main_process, "local_main_process_first"):
+        yield
+
+
+def on_main_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
+    """Return the function as one that runs on rank 0 and gives None elsewhere. No communication.
+
+    Args:
+        ctx: the context.
+        function: what to run; its name and documentation are kept.
+    """
+    return _only(ctx.is_main_process, function)
+
+
+def on_local_main_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
+    """Return the function as one that runs on the first rank of each node and gives None elsewhere."""
+    return _only(ctx.is_local_main_process, function)
+
+
+def on_last_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
+    """Return the function as one that runs on the highest rank and gives None elsewhere."""
+    return _only(ctx.is_last_process, function)
+
+
+def on_process(ctx: DistContext, function: Callable[P, R], rank: int) -> Callable[P, R | None]:
+    """Return the function as one that runs on one rank and gives None elsewhere.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    _check_rank(rank, ctx.world_size, "on_process")
+    return _only(ctx.rank == rank, function)
+
+
+def on_local_process(ctx: DistContext, function: Callable[P, R], local_rank: int) -> Callable[P, R | None]:
+    """Return the function as one that runs on one local rank of each node and gives None elsewhere.
+
+    Raises:
+        ConfigError: there is no such local rank.
+    """
+    _check_rank(local_rank, ctx.local_world_size, "on_local_process")
+    return _only(ctx.local_rank == local_rank, function)
+
+
+def print(ctx: DistContext, *values: object, **options: Any) -> None:
+    """Print on rank 0 only; arguments are the built-in's. No communication."""
+    if ctx.is_main_process:
+        builtins.print(*values, **options)
+
+
+def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -> T:
+    """Return this rank's part of the inputs: contiguous, in order, lengths differing by at most one.
+
+    Args:
+        ctx: the context.
+        inputs: a list, tuple, tensor or anything sliced by position (an array); or a dict of equally long ones. The
+            caller's object is left as it is.
+        pad: repeat the last element so that every rank's part is equally long; drop the surplus after gathering.
+
+    Returns:
+        A part of the same type. No communication.
+
+    Raises:
+        ConfigError: values of a dict differ in length, nothing to pad with, or an object that has no positions.
+    """
+    if isinstance(inputs, dict):
+        parts = cast(dict[Any, Any], inputs)
+        lengths = {key: _length(value, f"$[{key!r}]") for key, value in parts.items()}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(
+                "values of different lengths cannot be split together",
+                expected="equal lengths",
+                got=str(lengths),
+                where="split_between_processes",
+            )
+        return cast(T, {key: _part(ctx, value, lengths[key], pad) for key, value in parts.items()})
+    return cast(T, _part(ctx, inputs, _length(inputs, "$"), pad))
+
+
+def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
+    each, extra = divmod(length, ctx.world_size)
+    start = ctx.rank * each + min(ctx.rank, extra)
+    part = inputs[start : start + each + (ctx.rank < extra)]
+    missing = each + (extra > 0) - len(part)
+    if not pad or not missing:
+        return part
+    if not length:
+        raise ConfigError("nothing to pad with", got="no elements", where="split_between_processes")
+    last = inputs[-1:]
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([part, *[last] * missing])
+    if isinstance(inputs, list | tuple):
+        return part + last * missing
+    raise ConfigError(
+        "only lists, tuples and tensors can be padded",
+        got=type(inputs).__name__,
+        where="split_between_processes",
+        fix="Convert the inputs, or leave pad out.",
+    )
+
+
+def _length(inputs: Any, where: str) -> int:
+    sliceable = isinstance(inputs, Sequence | torch.Tensor) or hasattr(inputs, "__array_interface__")
+    if not sliceable or isinstance(inputs, str | bytes) or getattr(inputs, "ndim", 1) == 0:
+        raise ConfigError(
+            "this cannot be split by position",
+            expected="a list, tuple, tensor, array, or a dict of them",
+            got=type(inputs).__name__,
+            where=f"split_between_processes, {where}",
+        )
+    return len(inputs)
+
+
+@contextlib.contextmanager
+def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
+    if not goes_first:
+        _meet(ctx, name)
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        agree(ctx, error, name)
+        raise
+    _meet(ctx, name)
+
+
+def _meet(ctx: DistContext, name: str) -> None:
+    exchange(ctx.comm, Call(name, site=call_site()), torch.empty(0, dtype=torch.uint8))
+
+
+def _only(here: bool, function: Callable[P, R]) -> Callable[P, R | None]:
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if here else None
+
+    return run
+
+
+def _check_rank(rank: int, size: int, where: str) -> None:
+    if not 0 <= rank < size:
+        raise ConfigError("no such rank", expected=f"0 to {size - 1}", got=str(rank), where=where)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
@@ -18,6 +18,13 @@ from accel.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+
+@runtime_checkable
+class _Sliceable(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> object: ...
 
 
 def wait_for_everyone(ctx: DistContext) -> None:
@@ -183,16 +190,16 @@ def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
     )
 
 
-def _length(inputs: Any, where: str) -> int:
-    sliceable = isinstance(inputs, Sequence | torch.Tensor) or hasattr(inputs, "__array_interface__")
-    if not sliceable or isinstance(inputs, str | bytes) or getattr(inputs, "ndim", 1) == 0:
-        raise ConfigError(
-            "this cannot be split by position",
-            expected="a list, tuple, tensor, array, or a dict of them",
-            got=type(inputs).__name__,
-            where=f"split_between_processes, {where}",
-        )
-    return len(inputs)
+def _length(inputs: object, where: str) -> int:
+    if isinstance(inputs, _Sliceable) and not isinstance(cast(object, inputs), str | bytes | Mapping):
+        with contextlib.suppress(TypeError):  # a 0-d tensor or array has no length
+            return len(inputs)
+    raise ConfigError(
+        "this cannot be split by position",
+        expected="a list, tuple, tensor, array, or a dict of them",
+        got=type(inputs).__name__,
+        where=f"split_between_processes, {where}",
+    )
 
 
 @contextlib.contextmanager

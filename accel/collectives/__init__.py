@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over nested containers of tensors: one packed message per call, checked against the other ranks'."""
+
+from accel.collectives._gather import gather as gather
+from accel.collectives._reduce import reduce as reduce

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gather`: the tensors of all ranks, joined along the first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from accel import tree as trees
+from accel.collectives._pack import check_packable, describe, pack, unpack
+from accel.comm import Call, all_gather_flat, call_site, exchange
+from accel.context import DistContext
+
+T = TypeVar("T")
+
+
+def gather(ctx: DistContext, tree: T) -> T:
+    """Return the tree with each tensor replaced by all ranks' tensors, joined in rank order. A collective.
+
+    Args:
+        ctx: the context.
+        tree: nested containers; tensors of shape [rows, ...], where rows may differ between ranks, or of shape [],
+            which count as one row. Leaves that are no tensors stay this rank's own.
+
+    Returns:
+        The same containers with new tensors of shape [rows of all ranks, ...], on the device each tensor was on.
+
+    Raises:
+        CollectiveMismatch: ranks differ in structure, dtype or trailing shape; on every rank.
+        TreeError: a container that cannot be taken apart, or a tensor that cannot be sent; by its path.
+    """
+    found = trees.tensors(tree)
+    for path, leaf in found:
+        check_packable(path, leaf, ctx.device)
+    rows = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for _, leaf in found]
+    if ctx.world_size == 1:
+        ctx.comm.check_open()
+        return trees.replace_tensors(tree, [leaf.clone() for leaf in rows])
+    detail = [f"{path}: {describe(leaf, ragged=True)}" for path, leaf in found]
+    call = Call("gather", "\n".join([*detail, trees.structure(tree)]), call_site())
+    return trees.replace_tensors(tree, _gather_rows(ctx, call, rows))
+
+
+def _gather_rows(ctx: DistContext, call: Call, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Send lengths and everything on the CPU in the checked message; what is on the device follows on the device."""
+    on_cpu = [i for i, leaf in enumerate(leaves) if leaf.device.type == "cpu"]
+    on_device = [i for i, leaf in enumerate(leaves) if leaf.device.type != "cpu"]
+    lengths = torch.tensor([leaf.shape[0] for leaf in leaves], dtype=torch.int64)
+    payload = pack([lengths, *(leaves[i] for i in on_cpu)], torch.device("cpu"))
+    messages = exchange(ctx.comm, call, payload)
+    counts = [unpack(message, [torch.int64], [[len(leaves)]])[0] for message in messages]
+    joined: dict[int, torch.Tensor] = {}
+    offset = pack([lengths], torch.device("cpu")).numel()
+    joined.update(_join(leaves, on_cpu, counts, [message[offset:] for message in messages]))
+    if on_device:
+        joined.update(_join(leaves, on_device, counts, _gather_on_device(ctx, leaves, on_device, counts)))
+    return [joined[i] for i in range(len(leaves))]
+
+
+def _gather_on_device(
+    ctx: DistContext, leaves: list[torch.Tensor], chosen: list[int], counts: list[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    mine = pack([leaves[i] for i in chosen], ctx.device)
+    row_bytes = [leaves[i][:0].new_empty(1, *leaves[i].shape[1:]).nbytes for i in chosen]
+    widths = [
+        sum(-(-int(count[i]) * size // 16) * 16 for i, size in zip(chosen, row_bytes, strict=True)) for count in counts
+    ]
+    padded = mine.new_zeros(max(widths))
+    padded[: mine.numel()] = mine
+    return list(all_gather_flat(ctx.comm, padded)) if max(widths) else [mine] * len(counts)
+
+
+def _join(
+    leaves: list[torch.Tensor], chosen: list[int], counts: list[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    dtypes = [leaves[i].dtype for i in chosen]
+    parts = [
+        unpack(buffer, dtypes, [[int(count[i]), *leaves[i].shape[1:]] for i in chosen])
+        for buffer, count in zip(buffers, counts, strict=True)
+    ]
+    return {i: torch.cat([part[at] for part in parts]) for at, i in enumerate(chosen)}

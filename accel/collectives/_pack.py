@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors to bytes and back, aligned so that every dtype can be viewed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from accel.errors import TreeError
+
+_ALIGN = 16  # the widest dtype's size
+
+
+def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
+    """Raise `TreeError` for a tensor that has no plain memory, or lies on neither the CPU nor the rank's device."""
+    if leaf.layout is not torch.strided or leaf.is_quantized:
+        raise TreeError(
+            "a tensor that cannot be sent",
+            expected="a dense tensor",
+            got=f"{leaf.layout}, quantized={leaf.is_quantized}",
+            where=path,
+            fix="Send its dense parts.",
+        )
+    if leaf.device.type != "cpu" and leaf.device != device:
+        raise TreeError(
+            "a tensor on a device that is not this rank's",
+            expected=f"{device} or cpu",
+            got=str(leaf.device),
+            where=path,
+            fix="Move it with .to(ctx.device).",
+        )
+
+
+def describe(leaf: torch.Tensor, *, ragged: bool) -> str:
+    """Say dtype and shape, the first dimension left open when it may differ between ranks."""
+    shape = list(map(str, leaf.shape))
+    if ragged and shape:
+        shape[0] = "*"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]"
+
+
+def pack(leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Lay tensors one after another into a new uint8 tensor on a device, each aligned."""
+    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
+    buffer = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
+    for leaf, part in zip(leaves, _parts(buffer, sizes), strict=True):
+        part.copy_(leaf.detach().reshape(-1).contiguous().view(torch.uint8))
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """View the tensors that `pack` laid into a buffer; they share its memory."""
+    sizes = [dtype.itemsize * _numel(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    parts = _parts(buffer, sizes)
+    return [part.view(dtype).view(*shape) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
+
+
+def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    at = 0
+    for size in sizes:
+        yield buffer[at : at + size]
+        at += _padded(size)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

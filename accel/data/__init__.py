@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data: order by arithmetic, sharding as a pure plan, and batches that know where the run stands after them."""
+
+from accel.data._batches import Batch as Batch
+from accel.data._batches import batches as batches
+from accel.data._loader import Loader as Loader
+from accel.data._loader import prepare_loader as prepare_loader
+from accel.data._order import Order as Order
+from accel.data._order import order as order
+from accel.data._plan import Cursor as Cursor
+from accel.data._plan import Plan as Plan
+from accel.data._plan import SampleCount as SampleCount
+from accel.data._plan import Shard as Shard
+from accel.data._plan import shard as shard

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`batches`: from a cursor to the batches of the rest of its epoch, each knowing the cursor after it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accel.context import DistContext
+from accel.data._loader import Loader
+from accel.data._order import Order, order
+from accel.data._plan import Cursor, SampleCount, Shard, shard
+from accel.errors import DataError
+from accel.random import Key, seed_rng
+from accel.tree import map_leaves
+
+_LOOKAHEAD = 8192  # positions of the order evaluated at once
+
+
+class Batch(msgspec.Struct, frozen=True, eq=False):
+    """One rank's batch.
+
+    Attributes:
+        data: what the loader's collate function made, on the context's device.
+        valid: how many of its samples are real; the first ones. Stand-ins and padding follow them and do not count.
+        rows: how many samples it holds, stand-ins and padding included.
+        is_last: whether the epoch ends with it.
+        next: the cursor after it.
+    """
+
+    data: Any
+    valid: SampleCount
+    rows: int
+    is_last: bool
+    next: Cursor
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Which rows are real: bool, shape [rows], on the CPU."""
+        return torch.arange(self.rows) < int(self.valid)
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    def to(self, device: torch.device, /) -> object: ...
+
+
+def batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:
+    """Give this rank's batches from the cursor to the end of its epoch. No communication.
+
+    All ranks take equally many steps. Starting in the middle costs what starting at the beginning costs.
+
+    Args:
+        ctx: the context that the loader was prepared for.
+        loader: from `prepare_loader`.
+        cursor: where to start.
+
+    Yields:
+        Batches, their tensors on the context's device.
+
+    Raises:
+        DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset.
+    """
+    if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's
+        raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
+    if (loader.rank, loader.world_size) != (ctx.rank, ctx.world_size):
+        raise DataError(
+            "the loader was prepared for another rank",
+            expected=f"rank {ctx.rank} of {ctx.world_size}",
+            got=f"rank {loader.rank} of {loader.world_size}",
+            fix="Prepare it with this context.",
+        )
+    for part, data in zip(_shards(loader, cursor), _read(loader, cursor), strict=True):
+        yield Batch(_to_device(data, ctx.device), part.valid, part.rows, part.is_last, part.next)
+
+
+def _shards(loader: Loader, cursor: Cursor) -> Iterator[Shard]:
+    epoch = cursor.epoch
+    while cursor.epoch == epoch:
+        part = shard(loader.plan, cursor, loader.rank, loader.world_size)
+        yield part
+        cursor = part.next
+
+
+def _read(loader: Loader, cursor: Cursor) -> Iterator[Any]:
+    key = Key(cursor.seed).fold_in("worker", cursor.epoch)
+    requests = _requests(loader, cursor)
+    workers = loader.num_workers > 0
+    return iter(
+        DataLoader(
+            _KeyedDataset(loader.dataset, key) if workers else loader.dataset,
+            batch_sampler=_Once(requests if workers else (indices for _, indices in requests)),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            generator=key.generator(),  # so that starting an epoch draws nothing from the global stream
+            **loader.options,
+        )
+    )
+
+
+def _requests(loader: Loader, cursor: Cursor) -> Iterator[tuple[int, list[int]]]:
+    """The first position and the dataset indices of each of this rank's batches, evaluated in chunks."""
+    epoch_order = order(cursor.seed, cursor.epoch, loader.plan.samples, shuffle=loader.plan.shuffle)
+    waiting: list[Shard] = []
+    rows, limit = 0, 1  # the first batch must not wait for a whole chunk
+    for part in _shards(loader, cursor):
+        waiting.append(part)
+        rows += part.rows
+        if rows >= limit or part.is_last:
+            yield from _evaluate(epoch_order, waiting)
+            waiting, rows, limit = [], 0, min(limit * 8 + part.rows, _LOOKAHEAD)
+
+
+def _evaluate(epoch_order: Order, parts: list[Shard]) -> Iterator[tuple[int, list[int]]]:
+    spans = [torch.arange(part.start, part.start + part.rows) for part in parts]
+    for span, part in zip(spans, parts, strict=True):
+        if part.rows > part.valid:  # stand-ins repeat a sample of the same step
+            span[part.valid :] = part.stop - 1
+    indices = epoch_order.at(torch.cat(spans))
+    at = 0
+    for part in parts:
+        yield part.start, indices[at : at + part.rows]
+        at += part.rows
+
+
+class _Once:
+    """A batch sampler over an iterator that is made for one epoch."""
+
+    def __init__(self, requests: Iterator[Any]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._requests
+
+
+class _KeyedDataset(Dataset[Any]):
+    """In a worker: seed the random streams per batch, so that augmentation repeats whichever worker reads it."""
+
+    def __init__(self, dataset: Any, key: Key) -> None:
+        self._dataset = dataset
+        self._key = key
+
+    def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
+        position, indices = request
+        seed_rng(self._key.fold_in(position), torch.device("cpu"))
+        whole = getattr(self._dataset, "__getitems__", None)
+        return whole(indices) if whole is not None else [self._dataset[index] for index in indices]
+
+
+def _to_device(data: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return data
+    if isinstance(data, _Movable) and not isinstance(data, torch.Tensor):
+        return data.to(device)
+    return map_leaves(lambda leaf: _move(leaf, device), data)
+
+
+def _move(leaf: object, device: torch.device) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(device, non_blocking=leaf.is_pinned())
+    return leaf.to(device) if isinstance(leaf, _Movable) else leaf

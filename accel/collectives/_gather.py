@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from accel import tree as trees
-from accel.collectives._pack import check_packable, describe, pack, unpack
+from accel.collectives._pack import check_packable, describe, pack, packed_bytes, unpack
 from accel.comm import Call, all_gather_flat, call_site, exchange
 from accel.context import DistContext
 
@@ -52,8 +52,8 @@ def _gather_rows(ctx: DistContext, call: Call, leaves: list[torch.Tensor]) -> li
     messages = exchange(ctx.comm, call, payload)
     counts = [unpack(message, [torch.int64], [[len(leaves)]])[0] for message in messages]
     joined: dict[int, torch.Tensor] = {}
-    offset = pack([lengths], torch.device("cpu")).numel()
-    joined.update(_join(leaves, on_cpu, counts, [message[offset:] for message in messages]))
+    head = packed_bytes(torch.int64, [len(leaves)])
+    joined.update(_join(leaves, on_cpu, counts, [message[head:] for message in messages]))
     if on_device:
         joined.update(_join(leaves, on_device, counts, _gather_on_device(ctx, leaves, on_device, counts)))
     return [joined[i] for i in range(len(leaves))]
@@ -63,9 +63,8 @@ def _gather_on_device(
     ctx: DistContext, leaves: list[torch.Tensor], chosen: list[int], counts: list[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     mine = pack([leaves[i] for i in chosen], ctx.device)
-    row_bytes = [leaves[i][:0].new_empty(1, *leaves[i].shape[1:]).nbytes for i in chosen]
     widths = [
-        sum(-(-int(count[i]) * size // 16) * 16 for i, size in zip(chosen, row_bytes, strict=True)) for count in counts
+        sum(packed_bytes(leaves[i].dtype, [int(count[i]), *leaves[i].shape[1:]]) for i in chosen) for count in counts
     ]
     padded = mine.new_zeros(max(widths))
     padded[: mine.numel()] = mine

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -42,7 +43,7 @@ def describe(leaf: torch.Tensor, *, ragged: bool) -> str:
 
 def pack(leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Lay tensors one after another into a new uint8 tensor on a device, each aligned."""
-    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
+    sizes = [leaf.nbytes for leaf in leaves]
     buffer = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
     for leaf, part in zip(leaves, _parts(buffer, sizes), strict=True):
         part.copy_(leaf.detach().reshape(-1).contiguous().view(torch.uint8))
@@ -51,9 +52,14 @@ def pack(leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """View the tensors that `pack` laid into a buffer; they share its memory."""
-    sizes = [dtype.itemsize * _numel(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     parts = _parts(buffer, sizes)
     return [part.view(dtype).view(*shape) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
+
+
+def packed_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return how many bytes a tensor takes in a packed buffer."""
+    return _padded(dtype.itemsize * math.prod(shape))
 
 
 def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -65,10 +71,3 @@ def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

@@ -18,7 +18,7 @@ Reduction = Literal["sum", "mean", "max", "min", "product"]
 
 
 def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
-    """Return the tree with each tensor replaced by its combination over all ranks, the same on every rank. A collective.
+    """Return the tree with each tensor replaced by its combination over all ranks. A collective.
 
     Args:
         ctx: the context.
@@ -72,8 +72,10 @@ def _reduce(ctx: DistContext, call: Call, leaves: list[torch.Tensor], op: Reduct
         wire = wire.to(ctx.comm.control) if device.type == "cpu" else wire
         total = all_reduce_flat(ctx.comm, wire, "sum" if op == "mean" else op).to(device, dtype)
         total = total.div_(ctx.world_size) if op == "mean" else total
-        for i, part in zip(chosen, total.split([leaves[i].numel() for i in chosen]), strict=True):
-            result[i] = part.view(leaves[i].shape)
+        at = 0
+        for i in chosen:
+            result[i] = total[at : at + leaves[i].numel()].view(leaves[i].shape)
+            at += leaves[i].numel()
     return [leaf for leaf in result if leaf is not None]
 
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gather_for_metrics`: what all ranks computed on a batch, without what stand-ins and padding added."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from accel.collectives import gather
+from accel.context import DistContext
+from accel.data._batches import Batch
+from accel.errors import DataError
+from accel.tree import map_tensors, tensors
+
+T = TypeVar("T")
+
+
+def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
+    """Gather per-sample tensors of all ranks, real samples only. A collective.
+
+    Over an epoch the gathered samples are the dataset's, each once, for every world size and tail policy.
+
+    Args:
+        ctx: the context.
+        tree: nested containers of tensors of shape [batch.rows, ...]; a tensor of shape [] counts as one value of
+            this rank, and is left out where the rank's batch holds no real sample.
+        batch: what the tensors were computed on.
+
+    Returns:
+        The same containers, tensors of shape [real samples of all ranks, ...].
+
+    Raises:
+        DataError: a tensor whose first dimension is not the batch's.
+        CollectiveMismatch, TreeError: as `gather`.
+    """
+    for path, leaf in tensors(tree):
+        if leaf.ndim and leaf.shape[0] != batch.rows:
+            raise DataError(
+                "a tensor that does not belong to the batch",
+                expected=f"{batch.rows} rows",
+                got=f"shape {list(leaf.shape)}",
+                where=f"gather_for_metrics, {path}",
+                fix="Pass values with one row a sample, or use gather.",
+            )
+    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree))
+
+
+def _real_rows(leaf: torch.Tensor, batch: Batch) -> torch.Tensor:
+    if leaf.ndim == 0:
+        return leaf.reshape(1)[: min(batch.valid, 1)]
+    return leaf[: batch.valid]

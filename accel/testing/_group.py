@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `torch.distributed.ProcessGroup` whose collectives are meetings of simulated ranks.
+
+torch calls a Python subclass both from `torch.distributed` and from C++ (DDP's reducer). torch 2.13 renamed some
+methods, and C++ calls the new or the old name depending on version, so both are here. This module has all the names
+that torch fixes without documenting them; `tests/testing/test_sim_torch.py` fails when torch changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from accel.testing import _collectives as run
+from accel.testing._collectives import Buffers, Call, Layout, Run, layout
+from accel.testing._errors import SimulationError
+from accel.testing._reductions import reduction_of
+from accel.testing._rendezvous import Meeting, Rendezvous, Transfer
+
+
+class _ReduceOptions(Protocol):
+    reduceOp: Any  # noqa: N815 - torch's name
+
+
+class _RootOptions(Protocol):
+    rootRank: int  # noqa: N815 - torch's name
+
+
+class _ReduceToRootOptions(_ReduceOptions, _RootOptions, Protocol): ...
+
+
+class SimulatedWork(dist.Work):
+    """The handle of one rank on a call under way."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, event: Meeting | Transfer, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._rendezvous = rendezvous
+        self._rank = rank
+        self._event = event
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let other ranks run until the call is complete; the time-out has no meaning here."""
+        self._rendezvous.wait(self._rank, self._event)
+        return True
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future that is complete already: waiting for one in C++ would keep other ranks from running."""
+        self.wait()
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self._outputs)
+        return future
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have come."""
+        return self._event.done
+
+    def is_success(self) -> bool:
+        """Whether all ranks have come; a call that fails stops the simulation."""
+        return self._event.done
+
+    def result(self) -> list[Tensor]:
+        """The outputs of this rank."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+
+# The stub of ProcessGroup lists several generations of overloads that no single method can match.
+_Untyped: Any = dist.ProcessGroup
+
+
+class SimulatedGroup(_Untyped):
+    """One rank's view of the group of all simulated ranks."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportUnknownMemberType]
+        self._rendezvous = rendezvous
+        self._rank = rank
+        self._size = size
+        self._name = "simulated"
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup(rank={self._rank}, size={self._size})"
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    @property
+    def group_name(self) -> Any:  # torch's type is a NewType of str that it does not export
+        return self._name
+
+    def allreduce(self, tensors: list[Tensor], opts: _ReduceOptions) -> dist.Work:
+        op = reduction_of(opts.reduceOp, tensors[0].dtype)
+        call = Call("all_reduce", (op.value, *_layouts(tensors)))
+        return self._join(call, Buffers(tensors, tensors), partial(run.all_reduce, op))
+
+    def broadcast(self, tensors: list[Tensor], opts: _RootOptions) -> dist.Work:
+        call = Call("broadcast", (opts.rootRank, *_layouts(tensors)))
+        return self._join(call, Buffers(tensors, tensors), partial(run.broadcast, opts.rootRank))
+
+    def reduce(self, tensors: list[Tensor], opts: _ReduceToRootOptions) -> dist.Work:
+        op = reduction_of(opts.reduceOp, tensors[0].dtype)
+        call = Call("reduce", (op.value, opts.rootRank, *_layouts(tensors)))
+        return self._join(call, Buffers(tensors, tensors), partial(run.reduce, op, opts.rootRank))
+
+    def barrier(self, opts: object = None) -> dist.Work:
+        return self._join(Call("barrier"), Buffers([], []), run.barrier)
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        call = Call("all_gather", tuple(_layouts(input_tensors)))
+        return self._join(call, Buffers(input_tensors, self._one_each(output_tensors[0])), run.all_gather)
+
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: _RootOptions) -> dist.Work:
+        call = Call("gather", (opts.rootRank, *_layouts(input_tensors)))
+        outputs = self._one_each(output_tensors[0]) if self._rank == opts.rootRank else []
+        return self._join(call, Buffers(input_tensors, outputs), partial(run.gather, opts.rootRank))
+
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: _RootOptions) -> dist.Work:
+        call = Call("scatter", (opts.rootRank, *_layouts(output_tensors)))
+        inputs = self._one_each(input_tensors[0]) if self._rank == opts.rootRank else []
+        return self._join(call, Buffers(inputs, output_tensors), partial(run.scatter, opts.rootRank))
+
+    def reduce_scatter(
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: _ReduceOptions
+    ) -> dist.Work:
+        op = reduction_of(opts.reduceOp, output_tensors[0].dtype)
+        call = Call("reduce_scatter", (op.value, *_layouts(input_tensors[0])))
+        buffers = Buffers(self._one_each(input_tensors[0]), output_tensors)
+        return self._join(call, buffers, partial(run.reduce_scatter, op))
+
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        buffers = Buffers(self._one_each(input_tensors), self._one_each(output_tensors))
+        return self._join(Call("all_to_all"), buffers, run.all_to_all)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: _ReduceOptions) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> dist.Work:
+        buffers = Buffers(self._parts(input, input_sizes), self._parts(output, output_sizes))
+        return self._join(Call("all_to_all_single", (input.dtype,)), buffers, run.all_to_all_single)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: _ReduceOptions) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        call = Call("all_gather_single", tuple(_layouts(inputs)))
+        return self._join(call, Buffers(inputs, outputs), run.all_gather_single)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        flat = [tensor for tensors in outputs for tensor in tensors]
+        call = Call("all_gather_coalesced", tuple(_layouts(inputs)))
+        return self._join(call, Buffers(inputs, flat), run.all_gather_coalesced)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: _ReduceOptions
+    ) -> dist.Work:
+        op = reduction_of(opts.reduceOp, inputs[0].dtype)
+        call = Call("reduce_scatter_single", (op.value, *_layouts(inputs)))
+        return self._join(call, Buffers(inputs, outputs), partial(run.reduce_scatter_single, op))
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        event = self._rendezvous.post("send", self._rank, dst, tag, tensors[0])
+        return SimulatedWork(self._rendezvous, self._rank, event, tensors)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        event = self._rendezvous.post("recv", src, self._rank, tag, tensors[0])
+        return SimulatedWork(self._rendezvous, self._rank, event, tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        raise SimulationError("a simulation does not receive from any source", fix="Name the source rank.")
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _join(self, call: Call, buffers: Buffers, work: Run) -> dist.Work:
+        event = self._rendezvous.join(self._rank, call, buffers, work)
+        return SimulatedWork(self._rendezvous, self._rank, event, buffers.outputs)
+
+    def _one_each(self, tensors: list[Tensor]) -> list[Tensor]:
+        if len(tensors) != self._size:
+            raise SimulationError(
+                "a list of tensors needs one for each rank", expected=f"{self._size} tensors", got=str(len(tensors))
+            )
+        return tensors
+
+    def _parts(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+        return list(torch.split(tensor, sizes) if sizes else torch.tensor_split(tensor, self._size))
+
+
+def _layouts(tensors: Sequence[Tensor]) -> list[Layout]:
+    return [layout(tensor) for tensor in tensors]

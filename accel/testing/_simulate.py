@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simulate`: run a function on N ranks as threads of this process, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accel.context import DistContext, from_group
+from accel.errors import ConfigError
+from accel.testing._errors import SimulationError
+from accel.testing._faults import Fault, check_faults
+from accel.testing._streams import RankStreams
+from accel.testing._threads import WorkerPool
+from accel.testing._world import World
+
+T = TypeVar("T")
+
+
+class Simulator:
+    """Runs simulations and keeps their threads in between; they end with its `with` block.
+
+    Use it where many small simulations follow each other, as in a property test; `simulate` is for a single one. The
+    arguments of `run` are those of `simulate`.
+    """
+
+    def __init__(self) -> None:
+        self._pool = WorkerPool()
+        self._closed = False
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads and wait for them. Closing twice does nothing; later runs are refused."""
+        self._closed = True
+        self._pool.close()
+
+    def run(
+        self,
+        fn: Callable[[DistContext], T],
+        world_size: int,
+        *,
+        seed: int | None = None,
+        timeout_s: float = 60.0,
+        faults: Sequence[Fault] = (),
+    ) -> list[T]:
+        """Run `fn(ctx)` on every rank; see `simulate`."""
+        return self.run_groups(
+            lambda group: fn(from_group(group, device="cpu")), world_size, seed=seed, timeout_s=timeout_s, faults=faults
+        )
+
+    def run_groups(
+        self,
+        fn: Callable[[dist.ProcessGroup], T],
+        world_size: int,
+        *,
+        seed: int | None = None,
+        timeout_s: float = 60.0,
+        faults: Sequence[Fault] = (),
+    ) -> list[T]:
+        """Run `fn(group)` on every rank; see `simulate_groups`."""
+        _check(world_size, timeout_s)
+        check_faults(faults, world_size)
+        if self._closed:
+            raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
+        with _one_torch_thread():
+            streams = RankStreams(world_size)
+            world = World(fn, world_size, seed=seed, faults=faults, streams=streams)
+            workers = self._pool.take(world_size)
+            free = False
+            try:
+                free = world.run(workers, timeout_s)
+            finally:
+                streams.close()
+                if free:
+                    self._pool.give_back(workers)
+                else:
+                    for worker in workers:
+                        worker.retire()
+        return world.outcome()
+
+
+def simulate(
+    fn: Callable[[DistContext], T],
+    world_size: int,
+    *,
+    seed: int | None = None,
+    timeout_s: float = 60.0,
+    faults: Sequence[Fault] = (),
+) -> list[T]:
+    """Run `fn(ctx)` on every rank of a world that exists only in this process.
+
+    Ranks are threads of which exactly one runs at a time; a collective is a point where they meet. So a run is the
+    same every time, a deadlock is found at once, and the code under test (DDP included) is the real one. Each rank
+    has its own copy of the caller's context variables and of python's, torch's and numpy's global random streams; the
+    caller's streams are left as they were. Other global state, such as torch's default dtype, is shared.
+
+    Args:
+        fn: called with each rank's context, on CPU.
+        world_size: number of ranks, 1 or more.
+        seed: fixes a random schedule, one for each seed; None lets ranks go in turn, from rank 0.
+        timeout_s: seconds for the whole run. Only what the simulation cannot see, such as an endless loop, takes them.
+        faults: failures to inject.
+
+    Returns:
+        What `fn` returned, by rank.
+
+    Raises:
+        Deadlock: ranks wait for each other, or a call was made that others never joined.
+        CollectiveMismatch: ranks made calls that do not fit together.
+        SimulationError: the run took longer than `timeout_s`.
+        ConfigError: an argument is outside its range.
+        BaseException: whatever `fn` raised first on a rank, with notes on which rank, and which were left waiting.
+
+    Reference: ranks as threads over a passed group are torchft's way to test; running one at a time under a seed is
+        the deterministic simulation testing of FoundationDB (Zhou et al. 2021, SIGMOD).
+
+    >>> from accel.testing import simulate
+    >>> simulate(lambda ctx: ctx.rank * 10, world_size=3)
+    [0, 10, 20]
+    """
+    with Simulator() as simulator:
+        return simulator.run(fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults)
+
+
+def simulate_groups(
+    fn: Callable[[dist.ProcessGroup], T],
+    world_size: int,
+    *,
+    seed: int | None = None,
+    timeout_s: float = 60.0,
+    faults: Sequence[Fault] = (),
+) -> list[T]:
+    """Run `fn(group)` on every rank: `simulate` for code that takes torch's process group and not a context.
+
+    The group is passed as `group=` to functions of `torch.distributed`, with `group_src=` and `group_dst=` for roots
+    and peers, and to `DistributedDataParallel(process_group=...)`. There is no default group, so what needs one
+    (`DeviceMesh`, FSDP2) does not run here; nor does `dist.recv`, which looks up the sender's rank in it: use
+    `dist.irecv(...).wait()`.
+
+    Args, returns and errors are those of `simulate`.
+    """
+    with Simulator() as simulator:
+        return simulator.run_groups(fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults)
+
+
+def _check(world_size: int, timeout_s: float) -> None:
+    if world_size < 1:
+        raise ConfigError("no world of that size", expected="1 rank or more", got=str(world_size), where="world_size=")
+    if not timeout_s > 0:
+        raise ConfigError("not a time-out", expected="seconds, above 0", got=repr(timeout_s), where="timeout_s=")
+
+
+@contextmanager
+def _one_torch_thread() -> Generator[None]:
+    # Each rank's thread would else start a team of its own; the setting is for the whole process.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of one function on all ranks, and what comes of it."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+
+from accel.testing._errors import Deadlock, SimulationError
+from accel.testing._faults import Fault, Vanished
+from accel.testing._group import SimulatedGroup
+from accel.testing._rendezvous import Rendezvous
+from accel.testing._scheduler import Scheduler, Stopped
+from accel.testing._sites import stack_of
+from accel.testing._streams import RankStreams
+from accel.testing._threads import Worker, interrupt
+
+T = TypeVar("T")
+
+_UNWIND_S = 0.25  # for ranks to reach their next call and end there
+_INTERRUPT_S = 2.0  # for a rank that makes no calls to see the interrupt
+
+
+class World(Generic[T]):
+    """The ranks of one run.
+
+    Args:
+        fn: called on every rank with its group.
+        size: number of ranks.
+        seed: of the schedule.
+        faults: failures that were asked for.
+        streams: each rank's random streams.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[SimulatedGroup], T],
+        size: int,
+        *,
+        seed: int | None,
+        faults: Sequence[Fault],
+        streams: RankStreams,
+    ) -> None:
+        self._fn = fn
+        self._size = size
+        self._seed = seed
+        self._scheduler = Scheduler(size, seed, streams)
+        self._rendezvous = Rendezvous(self._scheduler, faults)
+        self._results: dict[int, T] = {}
+        self._errors: dict[int, BaseException] = {}
+
+    def run(self, workers: list[Worker], timeout_s: float) -> bool:
+        """Run all ranks to their end, or stop them after `timeout_s` seconds.
+
+        Returns:
+            Whether the workers are free again.
+        """
+        self._scheduler.start([partial(worker.submit, self._job(rank)) for rank, worker in enumerate(workers)])
+        try:
+            if self._scheduler.join(timeout_s):
+                return True
+        except BaseException as error:  # such as KeyboardInterrupt: no rank may go on behind the caller's back
+            self._halt(error)
+            raise
+        return self._halt(self._timeout_error(timeout_s))
+
+    def outcome(self) -> list[T]:
+        """Return the results by rank, or raise what went wrong first.
+
+        Raises:
+            BaseException: what a rank raised first; its notes name the rank and those left waiting.
+            Deadlock: ranks waited for each other, or calls were never completed.
+            CollectiveMismatch: ranks made calls that do not fit together.
+            SimulationError: the run took too long, or a rank vanished.
+        """
+        for rank, error in self._errors.items():
+            error.add_note(f"raised on rank {rank} of {self._size}{self._replay()}{self._left_waiting()}")
+            raise error
+        if (cause := self._scheduler.cause) is not None:
+            if self._seed is not None:
+                cause.add_note(f"the schedule was{self._replay()}")
+            raise cause
+        if unfinished := self._rendezvous.unfinished():
+            raise Deadlock(
+                "calls were made and never completed",
+                got="".join(f"\n  {line}" for line in unfinished),
+                fix="Wait for every call made with async_op=True, and let every rank make it.",
+            )
+        if missing := sorted(set(range(self._size)) - set(self._results)):
+            raise SimulationError(f"rank {missing[0]} vanished, as asked for; the other ranks did not need it")
+        return [self._results[rank] for rank in range(self._size)]
+
+    def _job(self, rank: int) -> Callable[[], None]:
+        context = contextvars.copy_context()
+        return lambda: context.run(self._body, rank)
+
+    def _body(self, rank: int) -> None:
+        scheduler = self._scheduler
+        scheduler.enter(rank)
+        how = "stopped"
+        try:
+            if scheduler.cause is None:
+                with torch.enable_grad():
+                    self._results[rank] = self._fn(SimulatedGroup(self._rendezvous, rank, self._size))
+                how = "returned"
+        except Stopped:
+            pass
+        except Vanished:
+            how = "vanished"
+        except BaseException as error:
+            how = f"raised {error!r}"
+            if scheduler.cause is None:  # what a rank raises because it was stopped is no cause
+                self._errors[rank] = error
+        scheduler.leave(rank, how)
+
+    def _halt(self, cause: BaseException) -> bool:
+        scheduler = self._scheduler
+        scheduler.stop(cause)
+        rank = scheduler.running
+        if scheduler.join(_UNWIND_S):
+            return True
+        thread = scheduler.thread_of(rank)
+        if scheduler.running == rank and thread is not None:  # it makes no calls: a loop, or a wait outside of torch
+            interrupt(thread, Stopped)
+        return scheduler.join(_INTERRUPT_S)
+
+    def _timeout_error(self, timeout_s: float) -> SimulationError:
+        rank = self._scheduler.running
+        thread = self._scheduler.thread_of(rank)
+        stack = stack_of(thread) if thread is not None else ""
+        return SimulationError(
+            f"the simulation did not end within {timeout_s} s, rank {rank} is running",
+            got=f"{self._scheduler.report()}\nrank {rank} is at\n{stack}",
+            fix="Look for an endless loop or a wait for something outside of torch.distributed, or raise timeout_s.",
+        )
+
+    def _replay(self) -> str:
+        return "" if self._seed is None else f" with seed={self._seed}"
+
+    def _left_waiting(self) -> str:
+        cause = self._scheduler.cause
+        return f"; no other rank could end without it:{cause.got}" if isinstance(cause, Deadlock) else ""

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each simulated rank draws what a process of its own would, and the caller's streams are left alone."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.testing import Deadlock, Simulator, simulate_groups
+
+
+def _draw() -> tuple[float, ...]:
+    pair = random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
+    return (*pair, random.random(), np.random.random(), torch.rand(1).item())
+
+
+def _seed(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def _state() -> tuple[object, ...]:
+    return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(1, 5), rounds=st.integers(1, 4), odd=st.booleans(), seed=st.none() | st.integers(0, 99))
+def test_ranks_draw_what_separate_processes_would(size, rounds, odd, seed):
+    def rank(group):
+        _seed(group.rank())
+        drawn = []
+        for _ in range(rounds):
+            if odd:  # leaves a gaussian pending in python's and numpy's streams
+                drawn.append((random.gauss(0, 1), np.random.standard_normal()))
+            dist.barrier(group=group)
+            drawn.append(_draw())
+        return drawn
+
+    class Alone:
+        def __init__(self, rank):
+            self.rank = lambda: rank
+
+    got = simulate_groups(rank, size, seed=seed)
+    before = _state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "barrier", lambda group: None)
+        expected = [rank(Alone(i)) for i in range(size)]
+    assert got == expected
+    assert before != _state()
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_every_rank_starts_from_the_callers_state_and_leaves_it_untouched(pending):
+    _seed(7)
+    if pending:
+        random.gauss(0, 1)
+        np.random.standard_normal()
+    before = _state()
+
+    def rank(group):
+        started = _state()
+        _draw()
+        dist.barrier(group=group)
+        _draw()
+        if group.rank() == 1:
+            _seed(1)
+        return started
+
+    assert simulate_groups(rank, 3) == [before] * 3
+    assert _state() == before
+
+
+def test_streams_and_thread_count_come_back_after_failures():
+    _seed(3)
+    before, threads = _state(), torch.get_num_threads()
+
+    def rank(group):
+        _draw()
+        assert torch.get_num_threads() == 1
+        if group.rank() == 0:
+            dist.barrier(group=group)
+
+    with pytest.raises(Deadlock):
+        simulate_groups(rank, 2)
+    assert _state() == before
+    assert torch.get_num_threads() == threads
+
+
+def test_context_variables_and_grad_mode_are_each_ranks_own():
+    variable = contextvars.ContextVar("variable", default="unset")
+    variable.set("caller")
+
+    def rank(group):
+        seen = variable.get(), torch.is_grad_enabled()
+        variable.set(f"rank {group.rank()}")
+        torch.set_grad_enabled(False)
+        dist.barrier(group=group)
+        return seen, variable.get()
+
+    with Simulator() as simulator:
+        for _ in range(3):
+            got = simulator.run_groups(rank, 2)
+            assert got == [(("caller", True), "rank 0"), (("caller", True), "rank 1")]
+    assert variable.get() == "caller"
+    assert torch.is_grad_enabled()
+
+
+def test_a_gaussian_that_numpy_has_pending_is_used_once():
+    def rank(group):
+        np.random.seed(group.rank())
+        drawn = []
+        for _ in range(4):
+            drawn.append(np.random.standard_normal())
+            dist.barrier(group=group)
+        return drawn
+
+    assert simulate_groups(rank, 2) == [np.random.RandomState(seed).standard_normal(4).tolist() for seed in range(2)]

@@ -54,7 +54,7 @@ def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence
     """View the tensors that `pack` laid into a buffer; they share its memory."""
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     parts = _parts(buffer, sizes)
-    return [part.view(dtype).view(*shape) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
+    return [part.view(dtype).view(tuple(shape)) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
 
 
 def packed_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed PyTorch training as plain functions over explicit values.
+
+Names resolve on first use, so `import accel` loads neither torch nor anything optional.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel.checkpoint import latest_checkpoint as latest_checkpoint
+    from accel.collectives import gather as gather
+    from accel.collectives import reduce as reduce
+    from accel.context import DistContext as DistContext
+    from accel.context import close as close
+    from accel.context import from_env as from_env
+    from accel.context import from_group as from_group
+    from accel.context import replace as replace
+    from accel.context import session as session
+    from accel.context import single as single
+    from accel.data import Batch as Batch
+    from accel.data import Cursor as Cursor
+    from accel.data import Loader as Loader
+    from accel.data import batches as batches
+    from accel.data import gather_for_metrics as gather_for_metrics
+    from accel.data import order as order
+    from accel.data import prepare_loader as prepare_loader
+    from accel.env import LaunchEnv as LaunchEnv
+    from accel.env import read_env as read_env
+    from accel.errors import AccelError as AccelError
+    from accel.errors import CheckpointError as CheckpointError
+    from accel.errors import CollectiveMismatch as CollectiveMismatch
+    from accel.errors import ConfigError as ConfigError
+    from accel.errors import ContextClosedError as ContextClosedError
+    from accel.errors import DataError as DataError
+    from accel.errors import DeviceError as DeviceError
+    from accel.errors import EnvError as EnvError
+    from accel.errors import LaunchError as LaunchError
+    from accel.errors import MissingExtraError as MissingExtraError
+    from accel.errors import NonFiniteError as NonFiniteError
+    from accel.errors import PeerError as PeerError
+    from accel.errors import PrepareError as PrepareError
+    from accel.errors import StepError as StepError
+    from accel.errors import TreeError as TreeError
+    from accel.optim import Accumulation as Accumulation
+    from accel.parallel import no_sync as no_sync
+    from accel.parallel import prepare_model as prepare_model
+    from accel.parallel import unwrap_model as unwrap_model
+    from accel.precision import LossScale as LossScale
+    from accel.precision import autocast as autocast
+    from accel.precision import loss_scale as loss_scale
+    from accel.process import local_main_process_first as local_main_process_first
+    from accel.process import main_process_first as main_process_first
+    from accel.process import on_last_process as on_last_process
+    from accel.process import on_local_main_process as on_local_main_process
+    from accel.process import on_local_process as on_local_process
+    from accel.process import on_main_process as on_main_process
+    from accel.process import on_process as on_process
+    from accel.process import print as print
+    from accel.process import split_between_processes as split_between_processes
+    from accel.process import wait_for_everyone as wait_for_everyone
+    from accel.random import Key as Key
+    from accel.training import StepResult as StepResult
+    from accel.training import accumulate as accumulate
+    from accel.training import backward as backward
+    from accel.training import clip_grad_norm_ as clip_grad_norm_
+    from accel.training import load_state as load_state
+    from accel.training import optimizer_step as optimizer_step
+    from accel.training import prepare as prepare
+    from accel.training import prepare_optimizer as prepare_optimizer
+    from accel.training import prepare_scheduler as prepare_scheduler
+    from accel.training import save_state as save_state
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "checkpoint": ("latest_checkpoint",),
+    "collectives": ("gather", "reduce"),
+    "context": ("DistContext", "close", "from_env", "from_group", "replace", "session", "single"),
+    "data": ("Batch", "Cursor", "Loader", "batches", "gather_for_metrics", "order", "prepare_loader"),
+    "env": ("LaunchEnv", "read_env"),
+    "errors": (
+        "AccelError",
+        "CheckpointError",
+        "CollectiveMismatch",
+        "ConfigError",
+        "ContextClosedError",
+        "DataError",
+        "DeviceError",
+        "EnvError",
+        "LaunchError",
+        "MissingExtraError",
+        "NonFiniteError",
+        "PeerError",
+        "PrepareError",
+        "StepError",
+        "TreeError",
+    ),
+    "optim": ("Accumulation",),
+    "parallel": ("no_sync", "prepare_model", "unwrap_model"),
+    "precision": ("LossScale", "autocast", "loss_scale"),
+    "process": (
+        "local_main_process_first",
+        "main_process_first",
+        "on_last_process",
+        "on_local_main_process",
+        "on_local_process",
+        "on_main_process",
+        "on_process",
+        "print",
+        "split_between_processes",
+        "wait_for_everyone",
+    ),
+    "random": ("Key",),
+    "training": (
+        "StepResult",
+        "accumulate",
+        "backward",
+        "clip_grad_norm_",
+        "load_state",
+        "optimizer_step",
+        "prepare",
+        "prepare_optimizer",
+        "prepare_scheduler",
+        "save_state",
+    ),
+}
+
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"accel.{home}"), name)
+    raise AttributeError(f"module 'accel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accumulation window as a frozen record: where in it the run stands, and the weight that its gradients carry."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from accel.errors import ConfigError, StepError
+
+
+class Accumulation(msgspec.Struct, frozen=True):
+    """A window of micro-batches that share one optimizer step.
+
+    Attributes:
+        steps: micro-batches in a full window.
+        micro: micro-batches begun in this window; 0 between windows.
+        sync: whether the current micro-batch ends the window, so that ranks exchange gradients in its backward.
+        updates: optimizer steps taken since the run began.
+        skipped: steps left out because a gradient was not finite.
+        world_weight: weight of the window so far that is known for all ranks together.
+        own_weight: weight of the window so far that only this rank knows, float64 of shape []; None if there is none.
+        scale: loss scale that the window's gradients carry; 0 before its first backward.
+    """
+
+    steps: int = 1
+    micro: int = 0
+    sync: bool = False
+    updates: int = 0
+    skipped: int = 0
+    world_weight: float = 0.0
+    own_weight: torch.Tensor | None = None
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(
+                "no micro-batches to a step", expected="at least 1", got=str(self.steps), where="Accumulation.steps"
+            )
+
+    def next(self, *, last: bool = False) -> Accumulation:
+        """Return the record for the next micro-batch.
+
+        Args:
+            last: whether no micro-batch follows, so that a window that is not full ends here too.
+
+        Raises:
+            StepError: the window before has ended and no optimizer step was taken.
+        """
+        if self.sync:
+            raise StepError(
+                "the window has ended without an optimizer step",
+                expected="step = accel.optimizer_step(...); accum = step.accum",
+                got=f"accum.next() after micro-batch {self.micro} of {self.steps}",
+                fix="Call optimizer_step when accum.sync, and keep the accum that it returns.",
+            )
+        micro = self.micro + 1
+        return msgspec.structs.replace(self, micro=micro, sync=last or micro == self.steps)
+
+    def add(self, scale: float, *, world: float = 0.0, own: torch.Tensor | None = None) -> Accumulation:
+        """Return the record after a backward.
+
+        Args:
+            scale: loss scale of the gradients it added.
+            world: their weight over all ranks, where it is known.
+            own: else their weight on this rank, shape [].
+
+        Raises:
+            StepError: no micro-batch was begun, or the loss scale changed within the window.
+        """
+        if self.micro == 0:
+            raise StepError(
+                "a backward outside of any micro-batch",
+                expected="accum = accum.next(last=batch.is_last) before it",
+                got="an accum between two windows",
+            )
+        if self.scale not in (0.0, scale):
+            raise StepError(
+                "the loss scale changed within a window", expected=str(self.scale), got=str(scale), where="backward"
+            )
+        both = own if self.own_weight is None else self.own_weight if own is None else self.own_weight + own
+        return msgspec.structs.replace(self, world_weight=self.world_weight + world, own_weight=both, scale=scale)
+
+    def close(self, *, stepped: bool, finite: bool = True) -> Accumulation:
+        """Return the record between this window and the next.
+
+        Args:
+            stepped: whether parameters were changed.
+            finite: whether the gradients were finite.
+        """
+        return Accumulation(steps=self.steps, updates=self.updates + stepped, skipped=self.skipped + (not finite))
+
+    def check_saveable(self) -> None:
+        """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
+        if self.micro:
+            raise ConfigError(
+                "gradients of an unfinished window cannot be saved",
+                expected="a checkpoint between two windows",
+                got=f"micro-batch {self.micro} of {self.steps}",
+                where="Accumulation",
+                fix="Save after optimizer_step.",
+            )

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes over the gradients of optimizers: one for their norm, one to multiply them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+
+def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """List the gradients of the optimizers' parameters, in their order; parameters without one are left out."""
+    return [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norm of all gradients together, shape []; inf or NaN if one of them is not finite."""
+    return get_total_norm(list(grads))
+
+
+def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply gradients in place, in one pass.
+
+    Args:
+        grads: any dtypes, on one device each.
+        factor: a number, or a tensor of shape [].
+    """
+    # the one private name of torch in this package; torch.nn.utils clips with it but cannot multiply by more than 1
+    cast(Any, torch)._foreach_mul_(list(grads), factor)
+
+
+def first_nonfinite(optimizers: Iterable[Optimizer]) -> str:
+    """Describe the first parameter whose gradient holds inf or NaN: its name where the optimizer has it, and shape."""
+    for at, optimizer in enumerate(optimizers):
+        for group_at, group in enumerate(optimizer.param_groups):
+            names = cast("list[str] | None", group.get("param_names"))
+            for i, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                    place = f"optimizer {at}, param_groups[{group_at}]['params'][{i}]"
+                    return f"{names[i] if names else place}, shape {list(parameter.shape)}"
+    return "the norm of all gradients, each finite by itself"

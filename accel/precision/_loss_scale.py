@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss scale as a frozen record with a pure update.
+
+Dynamic loss scaling: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from accel.context import DistContext
+from accel.errors import ConfigError
+
+
+class LossScale(msgspec.Struct, frozen=True):
+    """What losses are multiplied by before backward, so that small gradients survive fp16.
+
+    Attributes:
+        scale: the factor.
+        dynamic: whether it follows overflows; False leaves it as it is.
+        growth_factor, backoff_factor: what it is multiplied by after `growth_interval` good steps, or an overflow.
+        growth_interval: good steps between two growths.
+        good_steps: since the last change.
+        overflows: overflows in a row.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    good_steps: int = 0
+    overflows: int = 0
+
+    def __post_init__(self) -> None:
+        facts = {
+            "scale above 0": 0 < self.scale < float("inf"),
+            "growth_factor of at least 1": self.growth_factor >= 1,
+            "backoff_factor between 0 and 1": 0 < self.backoff_factor < 1,
+            "growth_interval of at least 1": self.growth_interval >= 1,
+        }
+        for expected, holds in facts.items():
+            if not holds:
+                raise ConfigError("not a loss scale", expected=expected, got=repr(self), where="LossScale")
+
+    def update(self, *, finite: bool) -> LossScale:
+        """Return the scale for the next step.
+
+        Args:
+            finite: whether this step's gradients were.
+        """
+        if not self.dynamic:
+            return self
+        if not finite:
+            return msgspec.structs.replace(
+                self, scale=self.scale * self.backoff_factor, good_steps=0, overflows=self.overflows + 1
+            )
+        if self.good_steps + 1 < self.growth_interval:
+            return msgspec.structs.replace(self, good_steps=self.good_steps + 1, overflows=0)
+        grown = min(self.scale * self.growth_factor, 2.0**127)
+        return msgspec.structs.replace(self, scale=grown, good_steps=0, overflows=0)
+
+
+def loss_scale(ctx: DistContext, *, initial: float = 2.0**16, growth_interval: int = 2000) -> LossScale:
+    """Return the loss scale to start with: dynamic for fp16, 1 and fixed otherwise.
+
+    Args:
+        ctx: the context, for its precision.
+        initial: first scale under fp16.
+        growth_interval: good steps between two doublings.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+    if ctx.precision != "fp16":
+        return LossScale()
+    return LossScale(scale=initial, dynamic=True, growth_interval=growth_interval)

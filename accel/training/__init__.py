@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop's verbs: where data, precision, models and optimizers meet."""
+
+from accel.training._backward import accumulate as accumulate
+from accel.training._backward import backward as backward
+from accel.training._prepare import prepare as prepare
+from accel.training._prepare import prepare_optimizer as prepare_optimizer
+from accel.training._prepare import prepare_scheduler as prepare_scheduler
+from accel.training._step import StepResult as StepResult
+from accel.training._step import clip_grad_norm_ as clip_grad_norm_
+from accel.training._step import optimizer_step as optimizer_step

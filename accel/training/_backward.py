@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`backward` and `accumulate`: losses become weighted sums of gradients, exchanged once a window.
+
+A mean loss over `weight` units is multiplied by that weight, so gradients add up to the gradient of the sum over all
+units; `optimizer_step` divides once, by the weight of all micro-batches and ranks. Any split of the same units into
+ranks and micro-batches therefore gives the same gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import overload
+
+import torch
+from torch import nn
+
+from accel.context import DistContext
+from accel.data import SampleCount
+from accel.errors import ConfigError, StepError
+from accel.optim import Accumulation
+from accel.parallel import check_prepared, no_sync
+from accel.precision import LossScale
+
+
+@contextlib.contextmanager
+def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Generator[None]:
+    """Hold back the exchange of gradients in this block's forward and backward until `accum.sync`.
+
+    Args:
+        ctx: the context.
+        accum: from `accum.next(...)`.
+        models: from `prepare_model`; all that the block trains.
+
+    Raises:
+        StepError: no micro-batch was begun.
+        PrepareError: a trainable model that is not prepared, on more ranks than one.
+    """
+    if accum.micro == 0:
+        raise StepError(
+            "no micro-batch was begun",
+            expected="accum = accum.next(last=batch.is_last) before accumulate",
+            got="an accum between two windows",
+        )
+    with contextlib.ExitStack() as held:
+        for model in models:
+            if accum.sync:
+                check_prepared(ctx, model)
+            else:
+                held.enter_context(no_sync(ctx, model))
+        yield
+
+
+@overload
+def backward(
+    ctx: DistContext, loss: torch.Tensor, scaler: LossScale, accum: None = None, *, retain_graph: bool = False
+) -> None: ...
+
+
+@overload
+def backward(
+    ctx: DistContext,
+    loss: torch.Tensor,
+    scaler: LossScale,
+    accum: Accumulation,
+    *,
+    weight: float | torch.Tensor | None = None,
+    retain_graph: bool = False,
+) -> Accumulation: ...
+
+
+def backward(
+    ctx: DistContext,
+    loss: torch.Tensor,
+    scaler: LossScale,
+    accum: Accumulation | None = None,
+    *,
+    weight: float | torch.Tensor | None = None,
+    retain_graph: bool = False,
+) -> Accumulation | None:
+    """Add the gradients of `loss * weight` to the parameters. Exchanges gradients when the window ends.
+
+    Args:
+        ctx: the context.
+        loss: shape [], a mean over `weight` units on this rank.
+        scaler: from `loss_scale`, or the last step's.
+        accum: the current micro-batch; None for a script that takes a step after each backward.
+        weight: how many real units the mean is over: samples (`batch.valid`) or valid tokens. 0 adds nothing. Left
+            out, every micro-batch of every rank counts the same.
+        retain_graph: as in torch.autograd.backward.
+
+    Returns:
+        The accumulation with the weight added, to be kept; None without one.
+
+    Raises:
+        StepError: not a scalar loss, or calls out of order.
+        ConfigError: a weight that is negative or not finite, or without an accumulation to remember it.
+    """
+    if loss.ndim:
+        raise StepError("a loss must be a scalar", expected="shape []", got=f"shape {list(loss.shape)}")
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()  # weight times scale does not fit into 16 bits
+    if accum is None:
+        if weight is not None:
+            raise ConfigError(
+                "nothing remembers the weight",
+                expected="an Accumulation beside weight=",
+                got="weight alone",
+                where="backward",
+                fix="Pass accum, or leave weight out.",
+            )
+        _run(loss, scaler.scale, retain_graph)
+        return None
+    if isinstance(weight, torch.Tensor):
+        added = accum.add(scaler.scale, own=weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx)))
+    elif weight is None:
+        added = accum.add(scaler.scale, world=float(ctx.world_size))
+    elif isinstance(weight, SampleCount):
+        added = accum.add(scaler.scale, world=float(weight.world))
+    else:
+        own = torch.full((), _check_weight(weight), dtype=_weight_dtype(ctx), device=ctx.device)
+        added = accum.add(scaler.scale, own=own)
+    _run(loss, scaler.scale if weight is None else weight * scaler.scale, retain_graph)
+    return added
+
+
+def _run(loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -> None:
+    if isinstance(factor, torch.Tensor):
+        seed = factor.detach().reshape(()).to(loss.device, loss.dtype)
+    else:
+        seed = torch.full((), factor, dtype=loss.dtype, device=loss.device)
+    torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+
+
+def _check_weight(weight: float) -> float:
+    if not 0 <= weight < float("inf"):
+        raise ConfigError("not a weight", expected="a finite number, 0 or above", got=repr(weight), where="backward")
+    return float(weight)
+
+
+def _weight_dtype(ctx: DistContext) -> torch.dtype:
+    return torch.float32 if ctx.device.type == "mps" else torch.float64

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare`: everything a loop needs, in one call, checked against each other."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel.context import DistContext
+from accel.data import Loader, prepare_loader
+from accel.errors import DeviceError, PrepareError
+from accel.parallel import prepare_model
+
+O_ = TypeVar("O_", bound=Optimizer)
+S = TypeVar("S", bound=LRScheduler)
+
+
+def prepare(ctx: DistContext, *objects: Any) -> Any:
+    """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
+
+    Args:
+        ctx: the context.
+        objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number.
+
+    Returns:
+        One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,
+        optimizers and schedulers themselves.
+
+    Raises:
+        PrepareError: an object of another kind; an optimizer whose parameters belong to none of the models; a
+            scheduler of none of the optimizers. Nothing has been changed then.
+        DeviceError, DataError: as `prepare_model` and `prepare_loader`.
+    """
+    _check_kinds(objects)
+    _check_optimizers(objects)
+    _check_schedulers(objects)
+    prepared = [_prepare(ctx, each) if not isinstance(each, Optimizer | LRScheduler) else each for each in objects]
+    prepared = [_prepare(ctx, each) if isinstance(each, Optimizer | LRScheduler) else each for each in prepared]
+    return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+
+def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
+    """Return the optimizer, after a check that its parameters are where the context computes. No communication.
+
+    Args:
+        ctx: the context.
+        optimizer: over the parameters of a prepared model.
+
+    Raises:
+        DeviceError: a parameter on another device.
+    """
+    for group_at, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if parameter.device != ctx.device:
+                raise DeviceError(
+                    "the optimizer's parameters are not on this rank's device",
+                    expected=str(ctx.device),
+                    got=str(parameter.device),
+                    where=f"param_groups[{group_at}]['params'][{i}], shape {list(parameter.shape)}",
+                    fix="Prepare the model before the optimizer.",
+                )
+    return optimizer
+
+
+def prepare_scheduler(ctx: DistContext, scheduler: S) -> S:
+    """Return the scheduler, after a check of its optimizer. `optimizer_step(scheduler=)` steps it.
+
+    Args:
+        ctx: the context.
+        scheduler: of a prepared optimizer.
+
+    Raises:
+        DeviceError: as `prepare_optimizer`.
+    """
+    prepare_optimizer(ctx, scheduler.optimizer)
+    return scheduler
+
+
+def _prepare(ctx: DistContext, each: Any) -> Any:
+    if isinstance(each, nn.Module):
+        return prepare_model(ctx, each)
+    if isinstance(each, Optimizer):
+        return prepare_optimizer(ctx, each)
+    if isinstance(each, LRScheduler):
+        return prepare_scheduler(ctx, each)
+    return each if isinstance(each, Loader) else prepare_loader(ctx, cast(DataLoader[Any], each))
+
+
+def _check_kinds(objects: tuple[Any, ...]) -> None:
+    if not objects:
+        raise PrepareError("nothing to prepare", expected="a model, optimizer, scheduler or loader", got="no arguments")
+    for at, each in enumerate(objects):
+        if not isinstance(each, nn.Module | Optimizer | LRScheduler | DataLoader | Loader):
+            raise PrepareError(
+                "cannot prepare this",
+                expected="a module, torch optimizer, torch scheduler or DataLoader",
+                got=type(each).__name__,
+                where=f"prepare, argument {at + 1}",
+                fix="Use it as it is; only these four kinds need preparing.",
+            )
+
+
+def _check_optimizers(objects: tuple[Any, ...]) -> None:
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    if not models:
+        return
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for at, optimizer in enumerate(objects):
+        if not isinstance(optimizer, Optimizer):
+            continue
+        for group_at, group in enumerate(optimizer.param_groups):
+            strangers = [i for i, parameter in enumerate(group["params"]) if id(parameter) not in known]
+            if strangers:
+                raise PrepareError(
+                    "the optimizer was built on other parameters than the model's",
+                    expected="parameters of the models passed along",
+                    got=f"{len(strangers)} of {len(group['params'])} that belong to none of them",
+                    where=f"prepare, argument {at + 1}, param_groups[{group_at}]['params'][{strangers[0]}]",
+                    fix="Build the optimizer from model.parameters() of the very model that is prepared.",
+                )
+
+
+def _check_schedulers(objects: tuple[Any, ...]) -> None:
+    optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    for at, scheduler in enumerate(objects):
+        if not optimizers or not isinstance(scheduler, LRScheduler):
+            continue
+        if not any(scheduler.optimizer is each for each in optimizers):
+            raise PrepareError(
+                "the scheduler belongs to another optimizer",
+                expected="one of the optimizers passed along",
+                got=f"a {type(scheduler).__name__} of another {type(scheduler.optimizer).__name__}",
+                where=f"prepare, argument {at + 1}",
+            )

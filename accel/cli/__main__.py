@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets `python -m accel.cli` stand for `accel`."""
+
+import sys
+
+from ._main import main
+
+sys.exit(main())

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the command that was asked for and run it. A command's module is imported only when it is the one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from accel.errors import AccelError, ConfigError, did_you_mean
+
+
+class Command(NamedTuple):
+    """A command: its name, what it does, and the module whose `run(words, environ)` does it."""
+
+    name: str
+    summary: str
+    module: str
+
+
+COMMANDS = (Command("launch", "run a script on N processes of this machine", "accel.cli._launch"),)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command that the words name.
+
+    Args:
+        words: what stands behind `accel` on the command line; that itself if None.
+
+    Returns:
+        The exit status; 2 when the words make no sense.
+    """
+    words = sys.argv[1:] if words is None else words
+    try:
+        return _dispatch(words)
+    except AccelError as error:
+        print(f"accel: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if words else 2
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"accel {version('accel')}")
+        return 0
+    for command in COMMANDS:
+        if command.name == words[0]:
+            return import_module(command.module).run(words[1:], os.environ)
+    names = ["--help", "--version", *(command.name for command in COMMANDS)]
+    raise ConfigError("unknown command", got=repr(words[0]), fix=did_you_mean(words[0], names))
+
+
+def _help() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    listing = "\n".join(f"  {command.name:{width}}  {command.summary}" for command in COMMANDS)
+    return f"""usage: accel COMMAND ...
+
+commands:
+{listing}
+
+`accel COMMAND --help` tells more; `accel --version` prints the version."""

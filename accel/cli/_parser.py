@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parser of flags whose complaints are typed errors, and which takes no flag for another."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from accel.errors import ConfigError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` without abbreviations that raises instead of leaving the process."""
+
+    def __init__(self, prog: str, *, usage: str, description: str) -> None:
+        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse words, all of them.
+
+        Raises:
+            ConfigError: a flag is unknown, lacks its value, or has one that it cannot take.
+        """
+        known, unknown = self.parse_known_args(words)
+        for word in unknown:
+            name = word.partition("=")[0]
+            raise ConfigError("unknown flag", got=repr(name), where=self.prog, fix=did_you_mean(name, self._flags()))
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where=self.prog, fix=f"`{self.prog} --help` shows the flags.")
+
+    def _flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

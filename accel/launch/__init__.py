@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a script on N processes of this machine, show what they print, and tell which one failed and why.
+
+`plan_launch` turns plain values into a `LaunchPlan`, `run_plan` carries a plan out, `launch` does both. None of them
+imports torch or writes to the environment of the calling process.
+"""
+
+from ._launch import launch as launch
+from ._plan import LaunchPlan as LaunchPlan
+from ._plan import ProcessPlan as ProcessPlan
+from ._plan import plan_launch as plan_launch
+from ._record import FailureRecord as FailureRecord
+from ._run import run_plan as run_plan

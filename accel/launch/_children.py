@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The started processes: who runs, who has ended and how, and signals to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+from accel.errors import LaunchError
+
+from ._plan import LaunchPlan, ProcessPlan
+from ._record import Failure, read_failure
+from ._relay import Relay, Sink
+
+
+class Children:
+    """The processes of one launch, each in a session of its own."""
+
+    def __init__(self) -> None:
+        self._processes: list[tuple[ProcessPlan, subprocess.Popen[bytes]]] = []
+        self._noticed_s: dict[int, float] = {}
+
+    def start(self, plan: LaunchPlan) -> Relay | None:
+        """Start every process of a plan; return the relay that shows their output, None if they show it themselves.
+
+        Raises:
+            LaunchError: the system refuses; the processes started until then have been killed.
+        """
+        alone = len(plan.processes) == 1
+        for process in plan.processes:
+            pipe = None if alone else subprocess.PIPE
+            stdin = None if process.rank == 0 else subprocess.DEVNULL
+            try:
+                popen = subprocess.Popen(
+                    process.command,
+                    env=process.environ,
+                    stdin=stdin,
+                    stdout=pipe,
+                    stderr=pipe,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                self._abandon()
+                raise LaunchError(
+                    f"rank {process.rank} of {len(plan.processes)} does not start",
+                    got=str(error),
+                    fix="Start fewer processes, or raise the limits that `ulimit -a` shows.",
+                ) from error
+            self._processes.append((process, popen))
+        return None if alone else self._relay()
+
+    def running(self) -> list[int]:
+        """Return the ranks that have not ended."""
+        return [process.rank for process, popen in self._processes if popen.poll() is None]
+
+    def failures(self) -> list[Failure]:
+        """Return how the ranks ended that ended with another status than 0."""
+        now_s = time.time()
+        return [
+            read_failure(
+                process.rank, popen.returncode, process.record, self._noticed_s.setdefault(process.rank, now_s)
+            )
+            for process, popen in self._processes
+            if popen.poll()
+        ]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each rank that has not ended, but not to processes that it started itself."""
+        for _, popen in self._processes:
+            popen.send_signal(number)
+
+    def signal_groups(self, number: int) -> bool:
+        """Send a signal (0 for none) to each rank and to what it has started; return False if none of these is left."""
+        reached = [_signal_group(popen.pid, number) for _, popen in self._processes]
+        return any(reached)
+
+    def _abandon(self) -> None:
+        _ = self.signal_groups(signal.SIGKILL)
+        for _, popen in self._processes:
+            _ = popen.communicate()
+
+    def _relay(self) -> Relay:
+        out, err = os.fstat(1), os.fstat(2)
+        stdout = Sink(1)
+        stderr = stdout if os.path.samestat(out, err) else Sink(2)  # one terminal has one cursor
+        pipes = [(process.rank, popen.stdout, stdout) for process, popen in self._processes]
+        pipes += [(process.rank, popen.stderr, stderr) for process, popen in self._processes]
+        relay = Relay((rank, pipe, sink) for rank, pipe, sink in pipes if pipe is not None)
+        relay.start()
+        return relay
+
+
+def _signal_group(pid: int, number: int) -> bool:
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

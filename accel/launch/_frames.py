@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which source files are the user's: not the standard library's, not an installed package's, not accel's."""
+
+from __future__ import annotations
+
+import os
+
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
+)
+
+
+def is_users(file: str) -> bool:
+    """Tell whether a frame of this file is worth pointing at when something failed."""
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
+    return not (installed or file.startswith(("<", *_LIBRARIES)))

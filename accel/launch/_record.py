@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A failure as plain values: what the failing process saw of it, and what its parent saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import msgspec
+
+
+class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a failing process wrote down before it ended.
+
+    Attributes:
+        rank: its position among all processes.
+        host: the machine it ran on.
+        exception: the exception's class, with its module where Python shows one.
+        message: the exception's text.
+        location: `file:line` of the innermost frame of the user's code; empty if there is none.
+        traceback: the whole traceback as Python prints it, without the launcher's frames.
+        time_s: when, in seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    exception: str
+    message: str
+    location: str
+    traceback: str
+    time_s: float
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that ended badly.
+
+    Attributes:
+        rank: its position among all processes.
+        status: its exit status, or minus the number of the signal that killed it.
+        time_s: when the failure was recorded or, without a record, noticed; in seconds since the epoch.
+        record: what it wrote down, None if it had no chance to.
+        crash: what Python's fault handler wrote when a signal like SIGSEGV hit, or nothing.
+    """
+
+    rank: int
+    status: int
+    time_s: float
+    record: FailureRecord | None = None
+    crash: str = ""
+
+
+def crash_path(record: str) -> str:
+    """Return the file for the fault handler's dump that belongs to a failure record."""
+    return f"{record}.crash"
+
+
+def write_record(path: str, record: FailureRecord) -> None:
+    """Write a record so that a reader finds all of it or nothing."""
+    partial = f"{path}.partial"
+    with open(partial, "wb") as file:
+        _ = file.write(msgspec.json.encode(record))
+    os.replace(partial, path)
+
+
+def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure:
+    """Put together what is known of a process that ended badly.
+
+    Args:
+        rank: its position among all processes.
+        status: its exit status, or minus the number of the signal that killed it.
+        path: where its record would be.
+        noticed_s: when its end was noticed, in seconds since the epoch.
+    """
+    try:
+        with open(path, "rb") as file:
+            record = msgspec.json.decode(file.read(), type=FailureRecord)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        record = None
+    try:
+        with open(crash_path(path), encoding="utf-8", errors="replace") as file:
+            crash = file.read()
+    except OSError:
+        crash = ""
+    return Failure(rank=rank, status=status, time_s=record.time_s if record else noticed_s, record=record, crash=crash)
+
+
+def culprit(failures: list[Failure]) -> Failure:
+    """Return the failure that caused the others.
+
+    When a process goes away, its peers see a closed connection: they raise (and leave a record) or, inside a C++
+    thread, abort. So a death that left no record and is no abort comes first, however late it was noticed; an error
+    that says itself that it repeats another rank's comes last; and among equals the earliest.
+    """
+    return min(failures, key=lambda failure: (_echo(failure), failure.time_s, failure.rank))
+
+
+def exit_code(status: int) -> int:
+    """Return what a shell would report: the status, or 128 plus the signal's number."""
+    return status if status >= 0 else 128 - status
+
+
+def _echo(failure: Failure) -> int:
+    if failure.record is None:
+        return 1 if failure.status == -signal.SIGABRT else 0
+    return 2 if failure.record.exception == "accel.errors.PeerError" else 1

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show what several processes print as whole lines, each with its rank in front."""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import threading
+from collections.abc import Iterable
+from typing import IO
+
+_CHUNK_BYTES = 1 << 16
+_QUIET_S = 0.2
+
+
+def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
+    r"""Return the lines of `data` with their ends ("\n", "\r\n", or the "\r" of a progress bar), and what is left."""
+    lines = data.splitlines(keepends=True)
+    # What ends in "\r" is left as well: it may be the first half of "\r\n".
+    rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+    return lines, rest
+
+
+class Sink:
+    """A stream of this process that the lines of all ranks go to."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._open_line: bytes | None = None  # whose progress bar the cursor stands on
+
+    def write(self, prefix: bytes, lines: Iterable[bytes]) -> None:
+        """Write whole lines; a rank overwrites its own progress bar only, never another rank's.
+
+        Raises:
+            OSError: nobody reads the stream any more, or it cannot be written.
+        """
+        text = bytearray()
+        for line in lines:
+            if line == b"\r":
+                continue
+            if self._open_line not in (None, prefix):
+                text += b"\n"
+            self._open_line = prefix if line.endswith(b"\r") else None
+            text += prefix + line
+        _write_all(self._fd, text)
+
+    def finish(self, prefix: bytes) -> None:
+        """End the rank's progress bar if the cursor still stands on it."""
+        if self._open_line == prefix:
+            self._open_line = None
+            _write_all(self._fd, b"\n")
+
+
+class Relay(threading.Thread):
+    """A thread that copies pipes to sinks until all are at their end.
+
+    It is a thread of its own so that a reader who does not read delays the output only, never the launcher.
+    """
+
+    def __init__(self, pipes: Iterable[tuple[int, IO[bytes], Sink]]) -> None:
+        super().__init__(name="accel-launch-relay", daemon=True)
+        self._pipes = [_Pipe(rank, pipe, sink) for rank, pipe, sink in pipes]
+        self._ended = threading.Event()
+
+    def end(self) -> None:
+        """Say that the ranks are gone: a pipe that some process of theirs still holds is left once it is quiet."""
+        self._ended.set()
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for pipe in self._pipes:
+                _ = selector.register(pipe.source, selectors.EVENT_READ, pipe)
+            while selector.get_map():
+                ready = selector.select(_QUIET_S)
+                if not ready and self._ended.is_set():
+                    break
+                for key, _ in ready:
+                    if not key.data.copy():
+                        _ = selector.unregister(key.fileobj)
+            for pipe in self._pipes:
+                pipe.close()
+
+
+class _Pipe:
+    def __init__(self, rank: int, source: IO[bytes], sink: Sink) -> None:
+        self.source = source
+        self._prefix = b"[rank %d] " % rank
+        self._sink = sink
+        self._rest = b""
+
+    def copy(self) -> bool:
+        """Copy what has come; return False once nothing more can."""
+        chunk = os.read(self.source.fileno(), _CHUNK_BYTES)
+        lines, self._rest = split_lines(self._rest + chunk)
+        try:
+            self._sink.write(self._prefix, lines)
+        except OSError:  # nobody reads: closing our end tells the child, as its own stream would have
+            self._rest = b""
+            chunk = b""
+        if not chunk:
+            self.close()
+        return bool(chunk)
+
+    def close(self) -> None:
+        """Write the line that never got its end, and close the pipe; closing twice is closing once."""
+        if self.source.closed:
+            return
+        self.source.close()
+        try:
+            if self._rest:
+                self._sink.write(self._prefix, [self._rest.rstrip(b"\r") + b"\n"])
+            self._sink.finish(self._prefix)
+        except OSError:
+            return
+
+
+def _write_all(fd: int, data: bytes | bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:  # somebody made the terminal non-blocking
+            _ = select.select([], [fd], [])

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher says at the end, as text. The first line of a report names the rank, the error and the place."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+
+from ._frames import is_users
+from ._record import Failure
+
+_MOST_OTHERS = 8
+_WORKER = "/launch/_worker.py"
+_FRAME = re.compile(r'  File "(.+)", line (\d+)')
+_HINTS = (
+    (signal.SIGKILL, "the kernel sends SIGKILL when memory runs out; `dmesg` tells"),
+    (signal.SIGBUS, "shared memory may be full; `df /dev/shm` tells"),
+)
+
+
+def failure_report(first: Failure, others: Iterable[Failure] = ()) -> str:
+    """Return the report of a failed run: one line for the culprit, one for the others, the culprit's traceback."""
+    lines = [f"accel: rank {first.rank} {_what(first)}"]
+    lines += [f"accel: {hint}" for number, hint in _HINTS if first.status == -number]
+    after = [f"rank {other.rank} {_what(other)}" for other in sorted(others, key=lambda other: other.time_s)]
+    lines += [f"accel: after it, {text}" for text in after[:_MOST_OTHERS]]
+    if len(after) > _MOST_OTHERS:
+        lines.append(f"accel: after it, {len(after) - _MOST_OTHERS} more ranks failed")
+    # Python shows no traceback of a SystemExit either.
+    raised = first.record.traceback if first.record and first.record.exception != "SystemExit" else ""
+    return "\n".join(lines) + "\n" + _visible(first.crash) + raised
+
+
+def stop_report(signum: int, failures: Iterable[Failure], killed: Sequence[int]) -> str:
+    """Return the report of a run that was asked to stop: where the ranks were, and which had to be killed."""
+    name = signal.Signals(signum).name
+    places = [
+        f"rank {failure.rank} was at {failure.record.location}"
+        for failure in sorted(failures, key=lambda failure: failure.rank)
+        if failure.record and failure.record.location
+    ]
+    if len(places) > _MOST_OTHERS:
+        places[_MOST_OTHERS:] = [f"and {len(places) - _MOST_OTHERS} more"]
+    text = f"accel: stopped by {name}{'; ' if places else ''}{', '.join(places)}\n"
+    if killed:
+        ranks = ", ".join(str(rank) for rank in killed)
+        text += f"accel: killed because still running: rank {ranks}\n"
+    return text
+
+
+def _what(failure: Failure) -> str:
+    if failure.status < 0 and failure.record is None:
+        try:
+            name = signal.Signals(-failure.status).name
+        except ValueError:  # real-time signals have numbers only
+            name = f"signal {-failure.status}"
+        frames: list[tuple[str, str]] = _FRAME.findall(_visible(failure.crash))
+        places = [f" - at {file}:{line}" for file, line in frames if is_users(file)]  # innermost first
+        return f"was killed by {name}{places[0] if places else ''}"
+    if failure.record is None:
+        return f"exited with status {failure.status} and left no traceback"
+    record = failure.record
+    place = f" - at {record.location}" if record.location else ""
+    if record.exception == "SystemExit":
+        return f"exited with status {failure.status}{place}"
+    message = next(iter(record.message.splitlines()), "")
+    return f"failed: {record.exception}{': ' if message else ''}{message}{place}"
+
+
+def _visible(crash: str) -> str:
+    """Leave out of the fault handler's dump what is no frame of the user's: the launcher's, the list of extensions."""
+    lines = crash.rstrip().splitlines(keepends=True)
+    shown = "".join(line for line in lines if not (_WORKER in line or line.startswith("Extension modules:")))
+    return f"{shown.rstrip()}\n" if shown else ""

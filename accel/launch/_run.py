@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carry a plan out: start its processes, wait, end them together, and say what happened."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from ._children import Children
+from ._plan import LaunchPlan
+from ._record import Failure, culprit, exit_code
+from ._relay import Relay
+from ._report import failure_report, stop_report
+from ._signals import Signals, listening
+
+_SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
+_FAILED_GRACE_S = 2.5  # with the above, nothing of a failed run is left after 3 s
+_STOPPED_GRACE_S = 10.0  # to write a checkpoint
+_LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
+_KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
+_POLL_S = 0.05
+
+
+def run_plan(plan: LaunchPlan) -> int:
+    """Start the processes of a plan and wait for them; the first failure, or a signal, ends all.
+
+    Their output goes to this process's own streams. When a rank fails, the others get SIGTERM, and SIGKILL if they
+    are still there 2.5 s later; then the report of the rank that failed first is written to stderr. SIGINT and
+    SIGTERM are handed on, with 10 s to end; a second one kills.
+
+    Args:
+        plan: what to start.
+
+    Returns:
+        0, or the exit status of the rank that failed first (128 plus the number of the signal that killed it), or
+        128 plus the number of the signal that stopped the launch.
+
+    Raises:
+        LaunchError: a process cannot be started, or this is not the main thread.
+    """
+    with listening() as signals:
+        children = Children()
+        relay = children.start(plan)
+        status, report = _supervise(children, signals)
+        _drain(relay, signals)
+    _ = sys.stderr.write(report)
+    sys.stderr.flush()
+    return status
+
+
+def _supervise(children: Children, signals: Signals) -> tuple[int, str]:
+    while children.running() and not children.failures():
+        stop = signals.wait(None)
+        # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
+        if stop and all(failure.status == -stop for failure in children.failures()):
+            return _stop(children, signals, stop)
+    return _fail(children, signals) if children.failures() else (0, "")
+
+
+def _fail(children: Children, signals: Signals) -> tuple[int, str]:
+    hurry = _wait(children, signals, _SETTLE_S)
+    failures = children.failures()
+    if not hurry:
+        _ = children.signal_groups(signal.SIGTERM)
+        _ = _wait(children, signals, _FAILED_GRACE_S, groups=True)
+    _ = children.signal_groups(signal.SIGKILL)
+    _ = _wait(children, signals, _KILLED_GRACE_S)
+    first = culprit(failures)
+    return exit_code(first.status), failure_report(first, [other for other in failures if other is not first])
+
+
+def _stop(children: Children, signals: Signals, number: int) -> tuple[int, str]:
+    children.signal(number)
+    hurry = _wait(children, signals, _STOPPED_GRACE_S)
+    late = children.running()
+    if not late and not hurry:
+        _ = children.signal_groups(signal.SIGTERM)
+        _ = _wait(children, signals, _LEFTOVER_GRACE_S, groups=True)
+    _ = children.signal_groups(signal.SIGKILL)
+    _ = _wait(children, signals, _KILLED_GRACE_S)
+    recorded = [failure for failure in children.failures() if failure.record]
+    report = stop_report(number, recorded, late)
+    if recorded and not _interrupted(first := culprit(recorded)):
+        report += failure_report(first, [other for other in recorded if other is not first])
+    return exit_code(-number), report
+
+
+def _wait(children: Children, signals: Signals, timeout_s: float, *, groups: bool = False) -> bool:
+    """Wait until no rank runs and, with `groups`, nothing that a rank has started; return whether a signal cut in."""
+    deadline = time.monotonic() + timeout_s
+    while (ranks := children.running()) or (groups and children.signal_groups(0)):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        # The end of a rank wakes this, the end of what a rank has started does not.
+        if signals.wait(left_s if ranks else min(left_s, _POLL_S)):
+            return True
+    return False
+
+
+def _drain(relay: Relay | None, signals: Signals) -> None:
+    """Wait until all output is shown, unless a signal says that nobody waits for it any more."""
+    if relay is None:
+        return
+    relay.end()
+    while relay.is_alive():
+        relay.join(_POLL_S)
+        if signals.wait(0):
+            return
+
+
+def _interrupted(failure: Failure) -> bool:
+    return failure.record is not None and failure.record.exception == "KeyboardInterrupt"

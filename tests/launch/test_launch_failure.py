@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A failing rank: what the launcher says, with which status it ends, and that nobody is left."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from conftest import HERE, Workspace, alive, wait_for
+
+pytestmark = pytest.mark.multiprocess
+
+FAILING = """
+    import os, time
+    def step():
+        raise ValueError("bad batch")
+    if os.environ["RANK"] == os.environ["WORLD_SIZE"] == "1" or os.environ["RANK"] == "{rank}":
+        print("to the end")
+        step()
+    time.sleep(60)
+    """
+
+
+@pytest.mark.parametrize(("n", "rank"), [("1", 0), ("2", 1)])
+def test_the_last_output_is_the_culprits_report_once(workspace: Workspace, n: str, rank: int) -> None:
+    script = workspace.write(FAILING.format(rank=rank))
+    done = workspace.accel("launch", "--nproc-per-node", n, script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == f"accel: rank {rank} failed: ValueError: bad batch - at {script}:4"
+    assert done.stderr.splitlines()[1] == "Traceback (most recent call last):"
+    assert done.stderr.endswith("ValueError: bad batch\n")
+    assert done.stderr.count("ValueError: bad batch") == 2
+    assert "_worker" not in done.stderr
+    assert "to the end" in done.stdout
+
+
+def test_causes_are_told_and_an_error_in_a_library_points_at_the_users_line(workspace: Workspace) -> None:
+    script = workspace.write("""
+        import json
+        try:
+            {}["missing"]
+        except KeyError as error:
+            json.loads("{")
+        """)
+    done = workspace.accel("launch", script)
+    assert done.stderr.startswith("accel: rank 0 failed: json.decoder.JSONDecodeError:")
+    assert done.stderr.splitlines()[0].endswith(f"{script}:6")
+    assert "During handling of the above exception" in done.stderr
+
+
+def test_a_script_that_does_not_parse_points_at_its_line(workspace: Workspace) -> None:
+    script = workspace.write("x = 1\ny = = 2\n")
+    done = workspace.accel("launch", script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0].endswith(f"{script}:2")
+    assert "importlib" not in done.stderr
+
+
+@pytest.mark.parametrize("n", ["1", "2"])
+@pytest.mark.parametrize(
+    ("statement", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "exited with status 3 - at"),
+        ("sys.exit('no data')", 1, "exited with status 1 - at"),
+        ("os._exit(4)", 4, "exited with status 4 and left no traceback"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV - at"),
+        ("raise KeyboardInterrupt", 130, "failed: KeyboardInterrupt - at"),
+    ],
+)
+def test_the_exit_status_is_the_failing_ranks(
+    workspace: Workspace, n: str, statement: str, code: int, words: str
+) -> None:
+    script = workspace.write(f"{HERE}\nif rank == 0: {statement}\ntime.sleep(60)\n")
+    done = workspace.accel("launch", "--nproc-per-node", n, script)
+    assert done.returncode == code
+    report = done.stderr[done.stderr.index("accel: ") :]
+    assert report.startswith(f"accel: rank 0 {words}")
+    assert done.stderr.count("no data") == ("no data" in statement)
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [("raise ValueError('cause')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("os._exit(7)", 7)],
+)
+def test_a_victim_is_not_blamed(workspace: Workspace, cause: str, code: int) -> None:
+    script = workspace.write(f"""{HERE}
+import socket
+if rank == 1:
+    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) as server:
+        peer, _ = server.accept()
+        {cause}
+for _ in range(500):
+    try:
+        peer = socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+if not peer.recv(1):
+    raise ConnectionError("connection closed")
+""")
+    done = workspace.accel("launch", "--nproc-per-node", "2", script)
+    assert done.returncode == code
+    assert done.stderr.startswith("accel: rank 1 ")
+    assert "accel: after it, rank 0 failed: ConnectionError: connection closed" in done.stderr
+
+
+def test_the_others_are_gone_in_time_even_if_they_do_not_want_to(workspace: Workspace) -> None:
+    script = workspace.write(f"""{HERE}
+import subprocess
+if rank == 0:
+    while len([name for name in os.listdir() if name.startswith("pid-")]) < 3:
+        time.sleep(0.01)
+    raise ValueError("first")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    here("grandchild")
+else:
+    here()
+    with open("pid-sleep", "w") as file:
+        file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+time.sleep(60)
+""")
+    began = time.monotonic()
+    done = workspace.accel("launch", "--nproc-per-node", "2", script)
+    assert time.monotonic() - began < 5
+    assert done.returncode == 1
+    assert done.stderr.startswith("accel: rank 0 failed: ValueError: first")
+    wait_for(lambda: not any(map(alive, workspace.pids(3))), seconds=2)
+
+
+def test_names_and_messages_of_any_bytes_are_reported(workspace: Workspace) -> None:
+    script = workspace.write("raise ValueError('\\udcff')", "\udcff.py")
+    done = workspace.accel("launch", script)
+    assert done.returncode == 1
+    assert done.stderr.startswith("accel: rank 0 failed: ValueError: \\udcff - at ")
+
+
+def test_an_error_in_a_process_that_a_rank_forks_is_not_the_ranks(workspace: Workspace) -> None:
+    script = workspace.write(f"""{HERE}
+if os.fork() == 0:
+    raise ValueError("in the fork")
+os.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+    done = workspace.accel("launch", script)
+    assert done.returncode == 137
+    assert done.stderr.count("ValueError: in the fork") == 1
+    assert done.stderr.splitlines()[-2].startswith("accel: rank 0 was killed by SIGKILL")
+
+
+def test_a_clean_end_says_nothing(workspace: Workspace) -> None:
+    script = workspace.write("import sys\nsys.exit(0)\n")
+    for n in ("1", "2"):
+        done = workspace.accel("launch", "--nproc-per-node", n, script)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_what_a_successful_rank_leaves_running_is_its_own_business(workspace: Workspace) -> None:
+    script = workspace.write(f"""{HERE}
+import subprocess
+if rank == 0:
+    with open("pid-sleep", "w") as file:
+        file.write(str(subprocess.Popen(["sleep", "4"]).pid))
+""")
+    began = time.monotonic()
+    assert workspace.accel("launch", "--nproc-per-node", "2", script).returncode == 0
+    assert time.monotonic() - began < 4
+    assert alive(workspace.pids(1)[0])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import HERE, Workspace, alive, wait_for
+from launching import HERE, Workspace, alive, wait_for
 
 pytestmark = pytest.mark.multiprocess
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import ACCEL, HERE, Workspace
+from launching import ACCEL, HERE, Workspace
 
 pytestmark = pytest.mark.multiprocess
 

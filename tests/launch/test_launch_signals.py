@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import HERE, Workspace, alive, wait_for
+from launching import HERE, Workspace, alive, wait_for
 
 pytestmark = pytest.mark.multiprocess
 

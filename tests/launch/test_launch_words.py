@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import Workspace
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import Workspace
 
 from accel.cli import main
 from accel.cli._launch import split_words

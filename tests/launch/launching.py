@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts on disk, and launchers around them as real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ACCEL = (sys.executable, "-m", "accel.cli")
+
+
+class Workspace:
+    """A folder with scripts, in which `accel` is run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def write(self, text: str, name: str = "script.py") -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def accel(self, *words: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run `accel` to its end."""
+        return subprocess.run(
+            [*ACCEL, *map(str, words)],
+            cwd=self.folder,
+            env=os.environ | environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            errors="surrogateescape",
+        )
+
+    def start(self, *words: str | Path) -> subprocess.Popen[str]:
+        """Start `accel` and come back at once."""
+        popen = subprocess.Popen(
+            [*ACCEL, *map(str, words)],
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(popen)
+        return popen
+
+    def pids(self, count: int) -> list[int]:
+        """Wait until that many processes have written `pid-*` files; return what they hold."""
+        wait_for(lambda: len(list(self.folder.glob("pid-*"))) == count)
+        return [int(path.read_text()) for path in self.folder.glob("pid-*")]
+
+
+# What a test script begins with: `here(name)` tells the test that this process has come so far.
+HERE = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def here(name=rank):
+    with open(f"partial-{name}", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(f"partial-{name}", f"pid-{name}")
+"""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process runs; one that has ended and waits for its parent to look does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

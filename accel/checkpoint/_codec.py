@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested values to JSON and back, exactly and by type; tensors are taken out by name.
+
+What JSON has stays as it is. Everything else is an object with one key that begins with "$": tuples, keys that are
+no text, bytes, complex numbers, integers beyond 64 bits, floats that are not finite, tensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from accel.errors import CheckpointError
+from accel.storage import stored_dtype
+
+_PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
+_WORD = 2**63
+
+
+def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Turn a value into what JSON can hold.
+
+    Args:
+        value: None, bool, int, float, complex, str, bytes, tensor, record, or a list, tuple, dict, OrderedDict or
+            Counter of such; of exactly these types.
+        path: the value's name, of which the names of its tensors are made.
+        tensors: receives the tensors by name.
+
+    Raises:
+        CheckpointError: something else is inside, named by its path.
+    """
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int:
+        return value if -_WORD <= value < _WORD else {"$int": hex(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+    if type(value) is str:
+        return value if _is_unicode(value) else {"$text": _base64(value.encode("utf-8", "surrogatepass"))}
+    if type(value) is bytes:
+        return {"$bytes": _base64(value)}
+    if type(value) is complex:
+        return {"$complex": [encode(part, path, tensors) for part in (value.real, value.imag)]}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": _take(value, path, tensors)}
+    if type(value) is list or type(value) is tuple:
+        sequence = cast("list[object] | tuple[object, ...]", value)
+        children = [encode(child, f"{path}[{i}]", tensors) for i, child in enumerate(sequence)]
+        return children if type(sequence) is list else {"$tuple": children}
+    if isinstance(value, msgspec.Struct):
+        tag = _record_tag(value)
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        return tag | {name: encode(child, f"{path}.{name}", tensors) for name, child in fields.items()}
+    if type(value) in (dict, OrderedDict, Counter):
+        return _encode_mapping(cast("dict[object, object]", value), path, tensors)
+    raise _unsaveable(value, path)
+
+
+def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Make the value again that `encode` took apart; records come back as dicts of their fields.
+
+    Args:
+        value: decoded JSON, from anywhere.
+        where: for errors.
+        tensors: by name.
+
+    Raises:
+        CheckpointError: it is nothing that `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(child, where, tensors) for child in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    fields = cast("dict[str, Any]", value)
+    tag = next(iter(fields), "")
+    if len(fields) != 1 or not tag.startswith("$"):
+        return {key: decode(child, where, tensors) for key, child in fields.items()}
+    try:
+        return _decode_tagged(tag, fields[tag], where, tensors)
+    except (TypeError, ValueError, KeyError, binascii.Error, struct.error) as error:
+        raise CheckpointError(f"not a stored value: {tag}", where=where) from error
+
+
+def check_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Raise unless a tensor is dense, has values, and can be stored.
+
+    Raises:
+        CheckpointError: it is sparse, quantized, without values, distributed, or of a dtype that has no name on disk.
+    """
+    problem, fix = "", "Store a dense tensor."
+    if _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
+        problem, fix = f"a {type(tensor).__name__}", "Sharded and wrapped tensors cannot be saved yet; save a full one."
+    elif tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+        problem, fix = "a tensor without values", "Give it values first: `to_empty`, or one forward pass."
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        problem = f"a tensor of layout {tensor.layout}" if not tensor.is_quantized else "a quantized tensor"
+    elif stored_dtype(tensor.dtype) is None:
+        problem, fix = f"a tensor of {tensor.dtype}", "Convert it to a dtype that safetensors has."
+    if problem:
+        raise CheckpointError(f"{problem} cannot be stored", where=path, fix=fix)
+
+
+def _dispatch(kind: type[torch.Tensor]) -> object:
+    return getattr(kind, "__torch_dispatch__", None)
+
+
+def _take(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
+    check_tensor(tensor, path)
+    if path in tensors:
+        raise CheckpointError("two tensors have the same path", where=path, fix="Rename one of the keys.")
+    tensors[path] = tensor.detach()
+    return path
+
+
+def _encode_mapping(value: dict[object, object], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    kinds = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+    if type(value) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in value):
+        return {str(key): encode(child, path + _step(key), tensors) for key, child in value.items()}
+    pairs: list[Any] = []
+    for key, child in value.items():
+        if isinstance(key, torch.Tensor | msgspec.Struct):
+            raise _unsaveable(key, f"a key of {path}")
+        pairs.append([encode(key, f"a key of {path}", {}), encode(child, path + _step(key), tensors)])
+    return {kinds[type(value)]: pairs}
+
+
+def _decode_tagged(tag: str, inner: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def child(value: Any) -> Any:
+        return decode(value, where, tensors)
+
+    def pairs(value: list[Any]) -> list[tuple[Any, Any]]:
+        return [(child(key), child(held)) for key, held in value]
+
+    def real(value: Any) -> float:
+        number = child(value)
+        if type(number) is not float:
+            raise TypeError
+        return number
+
+    makers: dict[str, Callable[[Any], Any]] = {
+        "$tuple": lambda value: tuple(child(part) for part in cast("list[Any]", value)),
+        "$dict": lambda value: dict(pairs(value)),
+        "$ordered": lambda value: OrderedDict(pairs(value)),
+        "$counter": lambda value: Counter(dict(pairs(value))),
+        "$int": lambda value: int(value, 16),
+        "$float": lambda value: struct.unpack(">d", bytes.fromhex(value))[0],
+        "$text": lambda value: base64.b64decode(value, validate=True).decode("utf-8", "surrogatepass"),
+        "$bytes": lambda value: base64.b64decode(value, validate=True),
+        "$complex": lambda value: complex(real(value[0]), real(value[1])),
+        "$tensor": lambda value: tensors[value],
+    }
+    return makers[tag](inner)
+
+
+def _record_tag(value: msgspec.Struct) -> dict[str, Any]:
+    config = value.__struct_config__
+    return {config.tag_field: config.tag} if config.tag_field is not None else {}
+
+
+def _step(key: object) -> str:
+    if type(key) is str:
+        return f".{key}" if _PLAIN_STEP.fullmatch(key) else f"[{json.dumps(key)}]"
+    return f"[{key!r}]"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _unsaveable(value: object, path: str) -> CheckpointError:
+    name = type(value).__name__
+    fixes = {
+        "function": "Leave functions out of the state and pass them to the constructor again.",
+        "set": "Use sorted(...), a list.",
+        "frozenset": "Use sorted(...), a list.",
+        "ndarray": "Use torch.from_numpy(...).",
+        "defaultdict": "Use dict(...).",
+        "deque": "Use list(...).",
+        "bytearray": "Use bytes(...).",
+    }
+    numpy_scalar = type(value).__module__ == "numpy" and name != "ndarray"
+    known = "Use float(...), int(...) or bool(...)." if numpy_scalar else fixes.get(name)
+    return CheckpointError(
+        f"a {name} cannot be stored",
+        expected="None, bool, int, float, complex, str, bytes, a tensor, a record, or a list, tuple or dict of such",
+        got=f"{name} of {type(value).__module__}",
+        where=path,
+        fix=known or "Give it state_dict() and load_state_dict(), or store plain values.",
+    )

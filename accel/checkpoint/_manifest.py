@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`manifest.json`: what a checkpoint holds, as records; written last, and the first thing that is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from accel.errors import CheckpointError
+from accel.storage import FileEntry, is_file_name
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+RANKS = "$rng"  # the tensor of which each rank wrote a row; "$" keeps it apart from any item's name
+
+ItemKind = Literal["module", "optimizer", "stateful", "record", "value"]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+_SEAL = re.compile(rb'\{"digest":"([0-9a-f]{64})",')
+_SEAL_BYTES = 77
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box of a tensor, stored in a file under the tensor's name.
+
+    Attributes:
+        file: the safetensors file.
+        offset: where the box begins in the whole tensor, one index a dimension.
+        shape: the box's extent.
+    """
+
+    file: str
+    offset: tuple[Size, ...]
+    shape: tuple[Size, ...]
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor.
+
+    Attributes:
+        dtype: torch's name, such as "float32".
+        shape: of the whole tensor.
+        pieces: boxes that cover it; in format 1 a single one.
+    """
+
+    dtype: str
+    shape: tuple[Size, ...]
+    pieces: tuple[Piece, ...]
+
+
+class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was saved under one name.
+
+    Attributes:
+        kind: how it is loaded.
+        type: the class's name.
+        value: its non-tensor state, encoded.
+    """
+
+    kind: ItemKind
+    type: str
+    value: Any
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A checkpoint's contents.
+
+    Attributes:
+        format: version of this format.
+        accel, torch: versions that wrote it.
+        step, world_size: of the run that wrote it.
+        files: what the folder holds beside the manifest.
+        tensors: by full name.
+        aliases: other names of tensors.
+        items: by the name that they were saved under.
+    """
+
+    format: int
+    accel: str
+    torch: str
+    step: Size
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str]
+    items: dict[str, Item]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    format: int
+    accel: str
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest as JSON whose first field is the digest of all that follows it."""
+    body = msgspec.json.encode(manifest)[1:]
+    return b'{"digest":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body
+
+
+def decode_manifest(data: bytes | memoryview, where: str) -> tuple[Manifest, str]:
+    """Read a manifest and check it against its digest and itself.
+
+    Args:
+        data: the file's bytes.
+        where: its path, for errors.
+
+    Returns:
+        The manifest and its digest, in hex.
+
+    Raises:
+        CheckpointError: it is damaged, contradicts itself, or is of a newer format.
+    """
+    seal = _SEAL.match(data)
+    if seal is None or hashlib.sha256(data[_SEAL_BYTES:]).hexdigest() != seal[1].decode():
+        raise _refusal("damaged: the digest does not fit the contents", where)
+    body = b"{" + bytes(data[_SEAL_BYTES:])
+    try:
+        version = msgspec.json.decode(body, type=_Version)
+        if version.format > FORMAT:
+            raise CheckpointError(
+                f"{MANIFEST}: a checkpoint of a newer format",
+                expected=f"format {FORMAT} or older",
+                got=f"format {version.format}, written by accel {version.accel}",
+                where=where,
+                fix="Load it with that version of accel.",
+            )
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _refusal(f"cannot be read: {error}", where) from error
+    if problem := _contradiction(manifest):
+        raise _refusal(problem, where)
+    return manifest, seal[1].decode()
+
+
+def _contradiction(manifest: Manifest) -> str:
+    """What is wrong in a manifest by itself, "" if nothing is."""
+    if manifest.format < 1:
+        return f"there never was a format {manifest.format}"
+    for name in manifest.files:
+        if not is_file_name(name) or name == MANIFEST:
+            return f"{name!r} is not a name of a file in this folder"
+    for name, entry in manifest.tensors.items():
+        if len(entry.pieces) != 1 or entry.pieces[0].shape != entry.shape or any(entry.pieces[0].offset):
+            return f"tensor {name!r} is not stored in one piece, which format {FORMAT} asks for"
+        if len(entry.pieces[0].offset) != len(entry.shape):
+            return f"tensor {name!r} has an offset of another number of dimensions"
+        if entry.pieces[0].file not in manifest.files:
+            return f"tensor {name!r} is in {entry.pieces[0].file!r}, which is not listed"
+    for name, target in manifest.aliases.items():
+        if name in manifest.tensors or target not in manifest.tensors:
+            return f"alias {name!r} of {target!r} leads nowhere"
+    for name in manifest.items:
+        if not name.isidentifier():
+            return f"{name!r} is not an item's name"
+    return ""
+
+
+def _refusal(problem: str, where: str) -> CheckpointError:
+    fix = "Load an older checkpoint; `latest_checkpoint` skips folders without a valid manifest."
+    return CheckpointError(f"{MANIFEST}: {problem}", where=where, fix=fix)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single files: written once, flushed to the disk and hashed; read by name from an open folder, never through links."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import re
+import stat
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from accel.errors import CheckpointError
+
+Bytes = bytes | memoryview
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+_LONGEST_NAME = 255
+_COALESCE_BYTES = 1 << 20
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a written file must look like when it is read.
+
+    Attributes:
+        size: bytes.
+        sha256: digest of its bytes, in hex.
+    """
+
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Generator[None]:
+    """Turn an operating system's error in the block into a `CheckpointError` with its text and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'OSError')})",
+            where=str(path),
+            fix=_advice(error.errno),
+        ) from error
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name can be a file of a checkpoint: letters, digits, "_", "." and "-", not starting with "." or "-"."""
+    return len(name) <= _LONGEST_NAME and _NAME.fullmatch(name) is not None
+
+
+def sha256(chunks: Sequence[Bytes]) -> str:
+    """Hash chunks as if they were one; large ones without the interpreter's lock."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
+    """Write a new file, return once it is on the disk.
+
+    Args:
+        folder: an existing folder.
+        name: must not exist there.
+        chunks: its bytes, in order; hashed by a second thread while they are written.
+
+    Raises:
+        CheckpointError: the disk failed, is full or forbids it.
+    """
+    assert is_file_name(name), name
+    with disk_errors(folder / name), ThreadPoolExecutor(1) as pool:
+        digest = pool.submit(sha256, chunks)
+        file = os.open(folder / name, _WRITE_FLAGS, 0o666)
+        try:
+            for chunk in _coalesce(chunks):
+                _write_all(file, chunk)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        return FileEntry(sum(len(chunk) for chunk in chunks), digest.result())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk.
+
+    Raises:
+        CheckpointError: the disk failed.
+    """
+    with disk_errors(folder):
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, each on the disk before the next.
+
+    Raises:
+        CheckpointError: the disk failed, or forbids it.
+    """
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent)
+    with disk_errors(folder), contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    if not folder.is_dir():
+        raise CheckpointError("a file stands where a folder should be", where=str(folder), fix="Choose another `out`.")
+    sync_folder(folder.parent)
+
+
+class OpenDirectory:
+    """A folder held open, so that all its files are of one moment even if it is renamed meanwhile."""
+
+    __slots__ = ("_file", "path")
+
+    def __init__(self, file: int, path: Path) -> None:
+        self._file = file
+        self.path = path
+
+    def size(self, name: str) -> int:
+        """Return a regular file's size in bytes.
+
+        Raises:
+            CheckpointError: it is missing, a link, or no regular file.
+        """
+        with self._opened(name) as file:
+            return os.fstat(file).st_size
+
+    def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
+        """Return a file's bytes, as private memory backed by the file.
+
+        Args:
+            name: a file of this folder.
+            size: bytes that it must have; None for any.
+            limit: bytes that it may have at most; None for any.
+
+        Raises:
+            CheckpointError: it is missing, a link, no regular file, or of another size.
+        """
+        with self._opened(name) as file:
+            found = os.fstat(file).st_size
+            if size is not None and found != size:
+                raise self.refusal(name, "wrong size", expected=f"{size} bytes", got=f"{found} bytes")
+            if limit is not None and found > limit:
+                raise self.refusal(name, "too large", expected=f"at most {limit} bytes", got=f"{found} bytes")
+            if not found:
+                return memoryview(bytearray())
+            return memoryview(mmap.mmap(file, found, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+    def names(self) -> list[str]:
+        """List what is in the folder, sorted."""
+        return sorted(os.listdir(self._file))
+
+    def refusal(self, name: str, problem: str, *, expected: str = "", got: str = "") -> CheckpointError:
+        """Make the error that blames one file."""
+        fix = "Load an older checkpoint; `latest_checkpoint` skips folders whose files are missing or cut."
+        return CheckpointError(f"{name}: {problem}", expected=expected, got=got, where=str(self.path / name), fix=fix)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Generator[int]:
+        if not is_file_name(name):
+            raise self.refusal("a file", "not a name of a file in this folder", got=repr(name))
+        try:
+            file = os.open(name, _READ_FLAGS, dir_fd=self._file)
+        except OSError as error:
+            reasons = {errno.ENOENT: "missing", errno.ELOOP: "a symbolic link, which is never followed"}
+            raise self.refusal(name, reasons.get(error.errno or 0, str(error.strerror))) from error
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise self.refusal(name, "not a regular file")
+            with disk_errors(self.path / name):
+                yield file
+        finally:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def open_directory(path: Path, *, follow: bool = True) -> Generator[OpenDirectory]:
+    """Hold a folder open for the block.
+
+    Args:
+        path: the folder.
+        follow: whether the last part of the path may be a symbolic link.
+
+    Raises:
+        CheckpointError: it is missing, no folder, or cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    with disk_errors(path):
+        file = os.open(path, flags)
+    try:
+        yield OpenDirectory(file, path)
+    finally:
+        os.close(file)
+
+
+def _coalesce(chunks: Sequence[Bytes]) -> Iterator[Bytes]:
+    """Join small chunks, so that a file of a thousand scalars is not a thousand writes."""
+    waiting = bytearray()
+    for chunk in chunks:
+        if len(chunk) >= _COALESCE_BYTES:
+            if waiting:
+                yield bytes(waiting)
+                waiting.clear()
+            yield chunk
+            continue
+        waiting += chunk
+        if len(waiting) >= _COALESCE_BYTES:
+            yield bytes(waiting)
+            waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
+def _write_all(file: int, chunk: Bytes) -> None:
+    left = memoryview(chunk)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def _advice(number: int | None) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "Free space or choose another `out`; older checkpoints are untouched."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Choose an `out` that this process may write to."
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        return "See whether the path is right, and on a file system that every node shares."
+    return "See the system's log; older checkpoints are untouched."

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items to tensors and values: what a checkpoint holds of modules, optimizers, stateful objects, records and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import torch
+from torch import nn
+
+from accel.checkpoint import Content, Item, ItemKind, encode
+from accel.context import DistContext
+from accel.errors import CheckpointError, ConfigError
+from accel.training._modules import ModuleState, module_state, unwrapped
+from accel.training._optimizers import Names, encode_optimizer
+from accel.training._rng import rng_row
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that gives its state as plain values and tensors, and takes it back in place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take a state that `state_dict` gave."""
+        ...
+
+
+@runtime_checkable
+class CheckedBeforeSave(Protocol):
+    """A record that cannot be saved at every moment."""
+
+    def check_saveable(self) -> None:
+        """Raise `ConfigError` unless a checkpoint may be taken now."""
+        ...
+
+
+def capture(ctx: DistContext, items: Mapping[str, object]) -> Content:
+    """Take items apart into what this rank brings to a checkpoint. No communication; nothing is copied.
+
+    Raises:
+        CheckpointError: something cannot be stored, named by its path.
+        ConfigError: a record says that this is no moment to save.
+    """
+    shared: dict[str, torch.Tensor] = {}
+    main: dict[str, torch.Tensor] = {}
+    modules = module_states(items)
+    names, entries = parameter_names(modules), dict[str, Item]()
+    for name, item in items.items():
+        try:
+            entries[name] = _capture_item(name, item, modules, names, shared, main)
+        except RecursionError as error:
+            raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
+    return Content(shared=shared, main=main, items=entries, row=rng_row(ctx))
+
+
+def kind_of(item: object) -> ItemKind:
+    """Return how an item is saved and loaded."""
+    if isinstance(item, nn.Module):
+        return "module"
+    if isinstance(item, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(item, msgspec.Struct):
+        return "record"
+    return "stateful" if isinstance(item, Stateful) and not isinstance(item, type) else "value"
+
+
+def type_name(item: object) -> str:
+    """Return the name of an item's class, without wrappers."""
+    return type(unwrapped(item) if isinstance(item, nn.Module) else item).__qualname__
+
+
+def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:
+    """Return the live state of every module among the items."""
+    return {name: module_state(item, name) for name, item in items.items() if isinstance(item, nn.Module)}
+
+
+def parameter_names(modules: Mapping[str, ModuleState]) -> Names:
+    """Return the full name of every parameter of the modules, by `id`; the first in sorted order of a tied one."""
+    names: dict[int, str] = {}
+    for item, state in sorted(modules.items()):
+        for name, parameter in sorted(state.parameters.items()):
+            names.setdefault(id(parameter), f"{item}.{name}")
+    return names
+
+
+def _capture_item(
+    name: str,
+    item: object,
+    modules: Mapping[str, ModuleState],
+    names: Names,
+    shared: dict[str, torch.Tensor],
+    main: dict[str, torch.Tensor],
+) -> Item:
+    kind = kind_of(item)
+    if isinstance(item, nn.Module):
+        state = modules[name]
+        shared.update({f"{name}.{key}": tensor.detach() for key, tensor in state.parameters.items()})
+        main.update({f"{name}.{key}": tensor.detach() for key, tensor in state.buffers.items()})
+        value = {key: encode(extra, f"{name}.{key}", main) for key, extra in state.extras.items()}
+    elif isinstance(item, torch.optim.Optimizer):
+        value = msgspec.to_builtins(encode_optimizer(item, name, names, shared))
+    elif kind == "stateful" and isinstance(item, Stateful):
+        value = encode(item.state_dict(), name, main)
+    else:
+        if isinstance(item, CheckedBeforeSave):
+            item.check_saveable()
+        value = encode(item, name, main)
+    return Item(kind=kind, type=type_name(item), value=value)
+
+
+def check_items(items: Mapping[str, object], where: str) -> None:
+    """Raise unless there are items and their names are identifiers.
+
+    Raises:
+        ConfigError: there are none, or a name is none.
+    """
+    if not items:
+        raise ConfigError("nothing to checkpoint", expected="at least one item", got="none", where=where)
+    for name in items:
+        if not isinstance(name, str) or not name.isidentifier():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                "not a name of an item", expected="an identifier, such as model", got=repr(name), where=where
+            )

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer's state by the names of its parameters, and back into torch's form, which counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from accel.checkpoint import decode, encode
+from accel.errors import CheckpointError
+from accel.training._problems import Problems, facts
+
+Names = Mapping[int, str]
+
+_NAMING = ("params", "param_names")  # a group's own account of its parameters, which names replace here
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter group: names in order, and its encoded options."""
+
+    params: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class ParamFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a parameter looked like."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest holds of an optimizer.
+
+    Attributes:
+        groups: parameter groups.
+        params: dtype and shape of every parameter.
+        state: encoded state by parameter.
+        rest: encoded state beside torch's own, of optimizers that add some.
+    """
+
+    groups: tuple[Group, ...]
+    params: dict[str, ParamFacts]
+    state: dict[str, Any]
+    rest: dict[str, Any]
+
+
+def encode_optimizer(
+    optimizer: torch.optim.Optimizer, item: str, names: Names, tensors: dict[str, torch.Tensor]
+) -> OptimizerValue:
+    """Take an optimizer's state apart.
+
+    Args:
+        optimizer: the optimizer.
+        item: its name, with which the tensors' names begin.
+        names: parameter names by `id` of the parameter; a parameter without one is named by its position.
+        tensors: receives the tensors by name.
+
+    Raises:
+        CheckpointError: something in the state cannot be stored.
+    """
+    listed, packed = _params(optimizer, names), optimizer.state_dict()
+    order, state = list(listed), dict[str, Any]()
+    for index, entries in packed["state"].items():
+        if type(index) is not int or not 0 <= index < len(order):
+            raise CheckpointError("state that belongs to no parameter", got=repr(index), where=f"{item}.state")
+        state[order[index]] = encode(entries, f"{item}.state.{order[index]}", tensors)
+    groups = tuple(
+        Group(
+            params=tuple(order[index] for index in cast("list[int]", group["params"])),
+            options={
+                key: encode(value, f"{item}.param_groups[{i}].{key}", tensors)
+                for key, value in group.items()
+                if key not in _NAMING
+            },
+        )
+        for i, group in enumerate(packed["param_groups"])
+    )
+    rest = {k: encode(v, f"{item}.{k}", tensors) for k, v in packed.items() if k not in ("state", "param_groups")}
+    return OptimizerValue(groups, {name: ParamFacts(*facts(p)) for name, p in listed.items()}, state, rest)
+
+
+def compare_optimizer(
+    optimizer: torch.optim.Optimizer, stored: OptimizerValue, item: str, names: Names, problems: Problems
+) -> None:
+    """Add to `problems` in what the live optimizer's parameters and groups differ from the stored ones."""
+    listed, stored_groups = _params(optimizer, names), [set(group.params) for group in stored.groups]
+    problems.compare_names(listed.keys(), stored.params.keys(), f"{item}: parameter ")
+    for name in listed.keys() & stored.params.keys():
+        old = stored.params[name]
+        problems.compare_tensor(f"{item}: parameter {name}", facts(listed[name]), (old.dtype, old.shape))
+    if listed.keys() == stored.params.keys() and stored_groups != _grouped(optimizer, listed):
+        sizes = [[len(group) for group in groups] for groups in (_grouped(optimizer, listed), stored_groups)]
+        problems.wrong_type(f"{item}: groups of parameters", f"groups of {sizes[0]}", f"other groups, of {sizes[1]}")
+    problems.compare_names(set[str](), stored.state.keys() - stored.params.keys(), f"{item}: state of ")
+
+
+def decode_optimizer(
+    optimizer: torch.optim.Optimizer,
+    stored: OptimizerValue,
+    item: str,
+    names: Names,
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Return a state dict in torch's form for the live optimizer, which `compare_optimizer` found to fit.
+
+    Args:
+        optimizer: the live one.
+        stored: from a manifest.
+        item: its name.
+        names: the live parameters' names by `id`.
+        tensors: the checkpoint's, copies that the optimizer may keep.
+
+    Raises:
+        CheckpointError: the manifest holds what no optimizer gave.
+    """
+    listed, where = _params(optimizer, names), f"item {item}"
+    state: dict[int, Any] = {}
+    for index, name in enumerate(listed):
+        if name in stored.state:
+            state[index] = decode(stored.state[name], where, tensors)
+            if not isinstance(state[index], dict):
+                raise CheckpointError("not a state of a parameter", got=repr(state[index]), where=f"{where}, {name}")
+    live = cast("list[dict[str, Any]]", optimizer.state_dict()["param_groups"])
+    groups: list[dict[str, Any]] = []
+    for group, mine in zip(stored.groups, live, strict=True):
+        options = {key: _beside(decode(value, where, tensors), mine.get(key)) for key, value in group.options.items()}
+        groups.append(options | {key: mine[key] for key in _NAMING if key in mine})
+    return {**decode(stored.rest, where, tensors), "state": state, "param_groups": groups}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Put a state dict into an optimizer, dtypes included. Mutates it."""
+    optimizer.load_state_dict(state)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entries in state["state"].items():
+        live = optimizer.state[params[index]]
+        for key, value in entries.items():  # torch casts floating state to the parameter's dtype, which loses bits
+            if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
+
+
+def _params(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters by name, in torch's own order; those without a name get their position."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {names.get(id(p), str(index)): p for index, p in enumerate(params)}
+
+
+def _grouped(optimizer: torch.optim.Optimizer, listed: Mapping[str, torch.Tensor]) -> list[set[str]]:
+    by_id = {id(p): name for name, p in listed.items()}
+    return [{by_id[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+
+
+def _beside(value: Any, live: object) -> Any:
+    """An option that is a tensor goes where the live one lies."""
+    return value.to(live.device) if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) else value

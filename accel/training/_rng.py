@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank's random streams as a row of the checkpoint, checked before any stream is touched."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import cast
+
+import msgspec
+import torch
+
+from accel.checkpoint import RANKS, Saved
+from accel.context import DistContext
+from accel.errors import CheckpointError
+from accel.random import Key, RngState, capture_rng, restore_rng, seed_rng
+
+_LENGTH_BYTES = 4
+_NUMPY_WORDS = 624
+
+
+def rng_row(ctx: DistContext) -> bytes:
+    """Return the state of this rank's streams as bytes."""
+    return msgspec.msgpack.encode(capture_rng(ctx.device))
+
+
+def read_rng(ctx: DistContext, saved: Saved) -> RngState | None:
+    """Return this rank's stored streams, None if the run was another set-up, whose streams have no meaning here.
+
+    Raises:
+        CheckpointError: the row is nothing that the streams take.
+    """
+    rows, where = saved.tensors.get(RANKS), f"{saved.path}, tensor {RANKS}"
+    if rows is None or rows.dtype != torch.uint8 or rows.dim() != 2 or len(rows) != saved.manifest.world_size:
+        raise CheckpointError("no row of random streams for each rank", where=where)
+    if saved.manifest.world_size != ctx.world_size:
+        return None
+    row = bytes(cast("list[int]", rows[ctx.rank].tolist()))  # pyright: ignore[reportUnknownMemberType]
+    length = int.from_bytes(row[:_LENGTH_BYTES], "little")
+    try:
+        state = msgspec.msgpack.decode(row[_LENGTH_BYTES:][:length], type=RngState)
+        _rehearse(state, ctx.device)
+    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError, ImportError) as error:
+        raise CheckpointError(f"not a state of random streams: {error}", where=where) from error
+    return state if (state.device is not None) == (ctx.device.type == "cuda") else None
+
+
+def apply_rng(ctx: DistContext, saved: Saved, state: RngState | None) -> None:
+    """Put this rank's streams back, or seed them from the checkpoint's digest and the rank. Mutates them."""
+    if state is not None:
+        restore_rng(state, ctx.device)
+        return
+    seed = int(saved.digest[:15], 16)
+    seed_rng(Key(seed).fold_in("load_state", ctx.world_size, ctx.rank), ctx.device)
+
+
+def _rehearse(state: RngState, device: torch.device) -> None:
+    """Set streams that nobody draws from, so that setting the real ones cannot fail."""
+    version, words, gauss = state.python
+    random.Random().setstate((version, words, gauss))
+    torch.Generator().set_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
+    if state.device is not None and device.type == "cuda":
+        torch.Generator(device).set_state(torch.frombuffer(bytearray(state.device), dtype=torch.uint8))
+    if state.numpy is not None:
+        importlib.import_module("numpy")  # the state says that the run used it
+        key, position, _, _ = state.numpy
+        if len(key) != _NUMPY_WORDS * 4 or not 0 <= position <= _NUMPY_WORDS:
+            raise ValueError("numpy's words or position are out of range")

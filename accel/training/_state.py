@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save_state` and `load_state`: the whole state of a run, committed at once and loaded at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from accel.checkpoint import Content, read_checkpoint, save, settle
+from accel.comm import Call, call_site
+from accel.context import DistContext
+from accel.errors import CheckpointError, ConfigError
+from accel.training._items import capture, check_items
+from accel.training._restore import finish, match, rollback, try_risky
+
+_LARGEST_STEP = 10**18
+
+
+def save_state(
+    ctx: DistContext,
+    out: str | os.PathLike[str],
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | None = None,
+) -> Path:
+    """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
+
+    Every rank writes its share. Parameters and optimizer state are taken to be equal on all ranks; of buffers, records
+    and other values rank 0's count. The random streams of all ranks are saved too. A checkpoint of the same step is
+    replaced when the new one is complete.
+
+    Args:
+        ctx: the context.
+        out: the folder of this run's checkpoints, on a file system that all nodes share; made if it is missing.
+        items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name.
+        step: names the checkpoint, 0 or above.
+        keep: how many checkpoints stay, 1 or above: this one and the newest others; None for all.
+
+    Returns:
+        The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed.
+
+    Raises:
+        ConfigError: no items, a name, step or keep out of range, or a record that is not at a step's end.
+        CheckpointError: something cannot be stored, or the disk failed; the same on every rank, nothing has changed.
+        CollectiveMismatch: ranks passed other steps or differently shaped items.
+    """
+    error, content = None, None
+    try:
+        _check_numbers(step, keep)
+        check_items(items, "save_state")
+        content = capture(ctx, items)
+    except Exception as failure:
+        error = failure
+    settle(ctx, Call("save_state", f"step {step}\nkeep {keep}", call_site()), error, b"", bytes)
+    assert isinstance(content, Content)  # settle raised otherwise
+    return save(ctx, Path(out), content, step=step, keep=keep)
+
+
+def load_state(ctx: DistContext, path: str | os.PathLike[str], items: Mapping[str, object]) -> dict[str, object]:
+    """Load a checkpoint into items, all of it or nothing. A collective. Mutates modules, optimizers, random streams.
+
+    Every rank reads and checks everything before any changes anything. At the world size that was saved, random
+    streams go on where they were; at another, or on another kind of device, each rank's are seeded from the
+    checkpoint's digest and the rank.
+
+    Args:
+        ctx: the context.
+        path: a checkpoint's folder, such as `latest_checkpoint` returns.
+        items: what was saved, by the same names: live objects to load into, and records and plain values of the types
+            to return. None for an item leaves it in the file.
+
+    Returns:
+        Every item: the live objects that were passed, and new records and values.
+
+    Raises:
+        CheckpointError: damaged, half-written, of a newer format, or it does not fit: every difference is listed. The
+            same on every rank; nothing has been changed.
+        ConfigError: no items, or a name that is no identifier.
+    """
+    error, saved, changes, folder = None, None, None, Path(path)
+    try:
+        check_items(items, "load_state")
+        saved = read_checkpoint(folder)
+        changes = match(ctx, saved, items)
+    except Exception as failure:
+        error = failure
+    call, digest = Call("load_state", folder.name, call_site()), saved.digest if saved is not None else ""
+    digests = settle(ctx, call, error, digest, str)
+    assert saved is not None and changes is not None  # noqa: PT018 - settle raised otherwise
+    error, undo = None, []
+    try:
+        _check_same(digests, folder)
+        undo = try_risky(changes)
+    except CheckpointError as failure:
+        error = failure
+    try:
+        settle(ctx, Call("load_state: applying", site=call.site), error, b"", bytes)
+    except BaseException:
+        rollback(undo)
+        raise
+    finish(ctx, saved, changes)
+    return changes.values
+
+
+def _check_numbers(step: int, keep: int | None) -> None:
+    if type(step) is not int or not 0 <= step < _LARGEST_STEP:
+        raise ConfigError("not a step", expected="an integer from 0", got=repr(step), where="save_state, step=")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(
+            "no checkpoint would stay",
+            expected="keep of 1 or above, or None to keep all",
+            got=repr(keep),
+            where="save_state, keep=",
+        )
+
+
+def _check_same(digests: list[str], path: Path) -> None:
+    if len(set(digests)) > 1:
+        raise CheckpointError(
+            "ranks read different checkpoints",
+            expected="one folder that all nodes share",
+            got=f"{len(set(digests))} different manifests",
+            where=str(path),
+        )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+import collections
+import math
+import struct
+from collections import Counter, OrderedDict
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.checkpoint import decode, encode
+from accel.errors import CheckpointError
+
+ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(width=64),
+    st.complex_numbers(),
+    st.text(st.characters()),  # surrogates too
+    st.binary(max_size=20),
+    st.integers(-(2**80), 2**80),
+)
+KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.binary())
+KEYS = st.one_of(KEYS, st.sampled_from(["$tuple", "$", "a.b"]), st.tuples(st.integers(), st.text(max_size=3)))
+TENSORS = st.builds(lambda n, d: torch.arange(n).to(d), st.integers(0, 4), st.sampled_from([torch.float32, torch.int8]))
+VALUES = st.recursive(
+    st.one_of(ATOMS, TENSORS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(KEYS, st.integers(), max_size=4).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+def identical(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    if isinstance(one, complex):
+        return identical(one.real, other.real) and identical(one.imag, other.imag)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    if isinstance(one, dict):
+        return identical(list(one.keys()), list(other.keys())) and identical(list(one.values()), list(other.values()))
+    return bool(one == other)
+
+
+def round_trip(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = msgspec.json.encode(encode(value, "item", tensors))
+    return decode(msgspec.json.decode(text), "item", tensors)
+
+
+@given(VALUES)
+def test_values_come_back_exactly_and_by_type(value: Any) -> None:
+    try:
+        found = round_trip(value)
+    except CheckpointError as error:  # two keys of different types may be spelled alike; then it says so
+        assert "same path" in str(error)  # noqa: PT017
+        return
+    assert identical(found, value)
+
+
+def test_what_json_would_change_does_not_change() -> None:
+    value = {
+        "tuple": ((1, 2), ()),
+        1: {True: None, 2.5: b"\0\xff"},
+        "float": [math.inf, -math.inf, math.nan, -0.0, 5e-324, 1.0],
+        "int": [2**63, -(2**63), 2**63 - 1, 10**5000],
+        "milestones": Counter({30: 1, 80: 2}),
+        "$tensor": "not a tensor",
+        "text": "\ud800",
+        "dollar": {"$tuple": 3},
+    }
+    assert identical(round_trip(value), value)
+
+
+def test_tensors_are_named_by_their_path() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"a": [torch.ones(1)], "b.c": torch.ones(1), "b": {"c": torch.ones(1)}, 0: (torch.ones(1),)}
+    encode(value, "item", tensors)
+    assert sorted(tensors) == ["item.a[0]", "item.b.c", 'item["b.c"]', "item[0][0]"]
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (lambda: 0, "Leave functions out"),
+        ({1, 2}, "sorted"),
+        (frozenset({1}), "sorted"),
+        (Opaque(), "state_dict"),
+        (numpy.float64(1.0), "float"),
+        (numpy.zeros(2), "from_numpy"),
+        (collections.defaultdict(int), "dict"),
+        (collections.deque([1]), "list"),
+        (bytearray(b"x"), "bytes"),
+        (torch.float32, "plain values"),
+        (torch.eye(2).to_sparse(), "dense"),
+        (torch.empty(2, device="meta"), "to_empty"),
+        (torch.nn.UninitializedParameter(), "forward"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_its_path_with_a_fix(value: object, fix: str) -> None:
+    with pytest.raises(CheckpointError, match=fix) as caught:
+        encode({"list": [0, (value,)]}, "state", {})
+    assert caught.value.where == "state.list[1][0]"
+
+
+def test_keys_that_cannot_be_stored_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"a key of state\.x"):
+        encode({"x": {frozenset(): 1}}, "state", {})
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.floats(), st.text(max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["$tuple", "$dict", "$ordered", "$counter", "$int", "$float", "$text", "$bytes", "$complex", "$tensor", "$x", "a"]),
+            inner,
+            max_size=2,
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_foreign_json_is_decoded_or_refused(value: Any) -> None:
+    try:
+        decode(value, "item x", {})
+    except CheckpointError as error:
+        assert error.where == "item x"  # noqa: PT017

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that ends at any file operation of a save leaves the former checkpoint or the new one, exactly."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ckpt_helpers import CPU, Run, equal
+
+from accel.checkpoint import latest_checkpoint
+from accel.context import DistContext
+from accel.testing import simulate
+from accel.training._state import save_state
+
+OPERATIONS = ["open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "close"]
+DONE, CRASHED = 7, 9
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def crash_at(moment: int, *, after: bool) -> None:
+    """Let this process end before or after (a write: halfway through) its file operation of that number."""
+    calls = iter(range(10**6))
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) != moment:
+                return real(*args, **kwargs)
+            if name == "write":
+                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            elif after:
+                real(*args, **kwargs)
+            os._exit(CRASHED)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, wrap(name, getattr(os, name)))
+
+
+def in_child(work: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(DONE)
+        except BaseException as error:
+            print(f"child: {error!r}", flush=True)
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def save_all(world: int, out: Path, run: Run, step: int, keep: int | None) -> None:
+    def body(ctx: DistContext) -> Path:
+        return save_state(ctx, out, run.items(), step=step, keep=keep)
+
+    simulate(body, world) if world > 1 else body(CPU)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("layout", ["fresh", "per_step", "keep_1", "same_step"])
+def test_a_crash_at_any_file_operation_loses_nothing(world: int, layout: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    keep = 1 if layout in ("keep_1", "fresh") else None
+    step = 1 if layout == "same_step" else 2
+    points = 0
+    for after in (False, True):
+        for moment in range(1000):
+            out = tmp_path / f"{after}-{moment}"
+            run = Run()
+            if layout != "fresh":
+                save_state(CPU, out, run.items(), step=1)
+            old = run.state()
+            run.step(1)
+            new = run.state()
+
+            def work(out: Path = out, run: Run = run, moment: int = moment, after: bool = after) -> None:
+                crash_at(moment, after=after)
+                save_all(world, out, run, step, keep)
+
+            code = in_child(work)
+            assert code in (DONE, CRASHED)
+            found = latest_checkpoint(out)
+            if found is not None:
+                resumed = Run(seed=5).load(CPU, found).state()
+                assert equal(resumed, old) or equal(resumed, new)
+                assert code == CRASHED or equal(resumed, new)
+            else:
+                assert layout == "fresh"
+                assert code == CRASHED
+            check_next_save(out, run, step, keep)
+            if code == DONE:
+                break
+            points += 1
+    assert points > 20
+
+
+def check_next_save(out: Path, run: Run, step: int, keep: int | None) -> None:
+    """Whatever the crash left, the next save works and clears it up."""
+    path = save_state(CPU, out, run.items(), step=step + 1, keep=keep)
+    assert latest_checkpoint(out) == path
+    names = os.listdir(out)
+    assert all("." not in name for name in names), names
+    if keep == 1:
+        assert names == [path.name]
+
+
+def kill_one_save(out: Path, run: Run, delay: float, keep: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for step in range(2, 10**6):
+                save_state(CPU, out, run.items() | {"step": step}, step=step, keep=keep)
+        finally:
+            os._exit(1)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("trials", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_kills_lose_nothing(trials: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    rng, run = random.Random(trials), Run()
+    run.step(1)
+    save_state(CPU, tmp_path, run.items() | {"step": 1}, step=1, keep=1)
+    expected = run.state()
+    for _ in range(trials):
+        kill_one_save(tmp_path, run, 0.005 + rng.random() * 0.06, keep=rng.choice([1, 2]))
+        found = latest_checkpoint(tmp_path)
+        assert found is not None
+        other = Run(seed=3)
+        loaded = other.load_with(CPU, found, {"step": 0})
+        assert loaded["step"] == int(found.name.removeprefix("step-"))
+        assert equal(other.state(), expected)

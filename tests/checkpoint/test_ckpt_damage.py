@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random damage and hostile manifests: nothing is accepted wrong, the file is named, memory stays as it was."""
+
+import hashlib
+import os
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from ckpt_helpers import CPU, Run, equal, streams
+
+from accel.checkpoint import latest_checkpoint
+from accel.errors import CheckpointError
+from accel.training._state import load_state, save_state
+
+PAGE = 4096
+
+
+def flip(file: Path, rng: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+
+
+def truncate(file: Path, rng: random.Random) -> None:
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def zero_page(file: Path, rng: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    start = rng.randrange(0, len(data), PAGE)
+    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
+    file.write_bytes(data)
+
+
+def extend(file: Path, rng: random.Random) -> None:
+    file.write_bytes(file.read_bytes() + rng.randbytes(rng.randrange(1, 50)))
+
+
+def remove(file: Path, _: random.Random) -> None:
+    file.unlink()
+
+
+def swap_in_stale(file: Path, _: random.Random) -> None:
+    shutil.copy(file.parent.parent / "step-00000001" / file.name, file)
+
+
+def swap_bytes(file: Path, rng: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    while True:
+        one, other = rng.randrange(len(data)), rng.randrange(len(data))
+        if data[one] != data[other]:
+            break
+    data[one], data[other] = data[other], data[one]
+    file.write_bytes(data)
+
+
+DAMAGES: list[Callable[[Path, random.Random], None]] = [flip, flip, truncate, zero_page, extend, remove, swap_bytes]
+DAMAGES += [swap_in_stale]
+
+
+def test_no_damage_is_accepted_wrong(tmp_path: Path) -> None:
+    run, rng = Run(), random.Random(5)
+    run.step(1)
+    save_state(CPU, tmp_path, run.items(), step=1)
+    run.step(1)
+    good = save_state(CPU, tmp_path, run.items(), step=2)
+    saved = run.state()
+    files = sorted(path.name for path in good.iterdir())
+    run.step(1)
+    live, drawn = run.state(), streams()
+    for trial in range(400):
+        bad = tmp_path / "step-00000003"
+        shutil.copytree(good, bad)
+        name = files[trial % len(files)]
+        damage = DAMAGES[trial // len(files) % len(DAMAGES)]
+        damage(bad / name, rng)
+        whole = damage is swap_in_stale and name == "manifest.json"  # a valid manifest, so its files get the blame
+        with pytest.raises(CheckpointError) as caught:
+            load_state(CPU, bad, run.items())
+        expected = "safetensors" if whole else name
+        assert expected in str(caught.value), (damage, str(caught.value))
+        assert caught.value.where.startswith(str(bad))
+        shutil.rmtree(bad)
+    assert equal((run.state(), streams()), (live, drawn))
+    run.load(CPU, good)
+    assert equal(run.state(), saved)
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite a manifest as an attacker would: with a digest that fits."""
+    manifest = msgspec.json.decode((folder / "manifest.json").read_bytes())
+    del manifest["digest"]
+    change(manifest)
+    body = msgspec.json.encode(manifest)[1:]
+    digest = hashlib.sha256(body).hexdigest().encode()
+    (folder / "manifest.json").write_bytes(b'{"digest":"' + digest + b'",' + body)
+
+
+def rename_file(new: str) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        old, entry = manifest["files"].popitem()
+        manifest["files"][new] = entry
+        for tensor in manifest["tensors"].values():
+            tensor["pieces"][0]["file"] = new
+        assert old
+
+    return change
+
+
+def set_path(*steps: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: Any) -> None:
+        for step in steps[:-1]:
+            manifest = manifest[step]
+        manifest[steps[-1]] = value
+
+    return change
+
+
+FILE = "tensors-00000-of-00001.safetensors"
+HOSTILE = [
+    *(rename_file(name) for name in ("../../secret", "/etc/passwd", ".hidden", "a/b", "", "a\0b", "manifest.json")),
+    set_path("files", FILE, "size", value=10**18),
+    set_path("files", FILE, "size", value=-1),
+    set_path("files", FILE, "size", value=2**70),
+    set_path("files", FILE, "sha256", value="0" * 64),
+    set_path("files", FILE, "sha256", value="../../x"),
+    set_path("files", {}.__class__.__name__, value={"size": 1, "sha256": "0" * 64}),
+    set_path("tensors", "model.0.weight", "shape", value=[10**9, 10**9]),
+    set_path("tensors", "model.0.weight", "dtype", value="float64"),
+    set_path("tensors", "model.0.weight", "dtype", value="object"),
+    set_path("tensors", "model.0.weight", "pieces", value=[]),
+    set_path("tensors", "model.9.weight", value={"dtype": "float32", "shape": [], "pieces": []}),
+    set_path("aliases", "model.0.weight", value="model.0.bias"),
+    set_path("aliases", "model.extra", value="model.0.bias"),
+    set_path("items", "cursor", "value", value={"epoch": "x", "consumed": 0, "best": None}),
+    set_path("items", "cursor", "value", value={"epoch": 1}),
+    set_path("items", "cursor", "value", value=[1]),
+    set_path("items", "cursor", "value", value={"$tensor": "model.0.weight"}),
+    set_path("items", "cursor", "type", value="os.system"),
+    set_path("items", "optimizer", "value", value={}),
+    set_path("items", "optimizer", "value", "state", "model.0.weight", value=[1]),
+    set_path("items", "optimizer", "value", "state", "model.0.weight", "step", value={"$tensor": "gone"}),
+    set_path("items", "optimizer", "value", "state", "nobody", value={}),
+    set_path("items", "optimizer", "value", "groups", value=[]),
+    set_path("items", "scheduler", "value", value=3),
+    set_path("items", "scheduler", "value", "milestones", value={"$counter": 3}),
+    set_path("items", "scheduler", "value", "milestones", value={"$pickle": "gASV"}),
+    set_path("items", "extra", value={"kind": "value", "type": "int", "value": 1}),
+    set_path("items", "model", "kind", value="code"),
+    set_path("world_size", value=7),
+    set_path("world_size", value=0),
+    set_path("step", value=-3),
+    set_path("format", value=99),
+    set_path("format", value="1"),
+    set_path("surprise", value=1),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_hostile_manifest_is_refused_and_changes_nothing(number: int, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 100)
+    run = Run()
+    run.step(1)
+    path = save_state(CPU, tmp_path / "run", run.items(), step=0)
+    reseal(path, HOSTILE[number])
+    run.step(1)
+    before, memory = (run.state(), streams()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError):
+        load_state(CPU, path, run.items())
+    assert equal((run.state(), streams()), before)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024
+
+
+def test_files_are_never_read_through_links(tmp_path: Path) -> None:
+    run = Run()
+    path = save_state(CPU, tmp_path / "run", run.items(), step=0)
+    for name in (FILE, "manifest.json"):
+        (path / name).rename(tmp_path / name)
+        (path / name).symlink_to(tmp_path / name)
+        with pytest.raises(CheckpointError, match="symbolic link"):
+            load_state(CPU, path, run.items())
+        assert latest_checkpoint(tmp_path / "run") is None
+        (path / name).unlink()
+        (tmp_path / name).rename(path / name)
+    load_state(CPU, path, run.items())
+
+
+def mutate(value: Any, rng: random.Random) -> Any:
+    """Change one place of a JSON value."""
+    junk = [None, True, -1, 10**30, 1.5, "", "x", [], {}, "$tensor", [[]], {"$tuple": []}, {"$dict": [[[], 1]]}]
+    if not value or not isinstance(value, dict | list) or rng.random() < 0.15:
+        return rng.choice(junk)
+    value = value.copy()
+    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    if rng.random() < 0.1:
+        del value[key]
+    else:
+        value[key] = mutate(value[key], rng)
+    return value
+
+
+@pytest.mark.parametrize("trials", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_mutated_manifests_with_valid_digests_raise_or_load_but_never_in_part(trials: int, tmp_path: Path) -> None:
+    run, rng = Run(), random.Random(trials)
+    run.step(1)
+    path = save_state(CPU, tmp_path, run.items(), step=0)
+    original, saved = msgspec.json.decode((path / "manifest.json").read_bytes()), run.state()
+    run.step(1)
+    refused = 0
+    for _ in range(trials):
+
+        def change(manifest: dict[str, Any]) -> None:
+            fresh = mutate({k: v for k, v in original.items() if k != "digest"}, rng)
+            manifest.clear()
+            manifest.update(fresh if isinstance(fresh, dict) and fresh else {"x": fresh})
+
+        reseal_from(path, original, change)
+        before = run.state(), streams()
+        try:
+            load_state(CPU, path, run.items())
+        except CheckpointError:
+            refused += 1
+            assert equal((run.state(), streams()), before)
+        else:  # a value was changed for another that fits, and vouched for by a digest
+            assert equal(run.state()[0], saved[0])
+            run = Run()
+            run.step(1)
+    assert refused > trials // 2
+
+
+def reseal_from(path: Path, original: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> None:
+    try:
+        (path / "manifest.json").write_bytes(msgspec.json.encode(original))
+        reseal(path, change)
+    except OverflowError:  # 10**30 is nothing that JSON encoders write; leave the damage as text
+        (path / "manifest.json").write_bytes(b"{}")
+
+
+def test_a_tensor_cannot_be_absurdly_large(tmp_path: Path) -> None:
+    path = save_state(CPU, tmp_path, {"x": torch.ones(2)}, step=0)
+    header = b'{"x":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'
+    data = len(header).to_bytes(8, "little") + header
+    (path / FILE).write_bytes(data)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][FILE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["tensors"]["x"]["shape"] = manifest["tensors"]["x"]["pieces"][0]["shape"] = [10**12]
+
+    reseal(path, change)
+    with pytest.raises(CheckpointError, match=r"byte range of 'x'"):
+        load_state(CPU, path, {"x": torch.ones(2)})

@@ -134,7 +134,9 @@ __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright
 def __getattr__(name: str) -> object:
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"accel.{home}"), name)
+            found = getattr(importlib.import_module(f"accel.{home}"), name)
+            globals()[name] = found  # later look-ups cost nothing
+            return found
     raise AttributeError(f"module 'accel' has no attribute {name!r}")
 
 

@@ -18,6 +18,8 @@ class Accumulation(msgspec.Struct, frozen=True):
         sync: whether the current micro-batch ends the window, so that ranks exchange gradients in its backward.
         updates: optimizer steps taken since the run began.
         skipped: steps left out because a gradient was not finite.
+        unit: what weights of this window are measured in, so that gradients keep the size of a mean's; 0 before its
+            first backward.
         world_weight: weight of the window so far that is known for all ranks together.
         own_weight: weight of the window so far that only this rank knows, float64 of shape []; None if there is none.
         scale: loss scale that the window's gradients carry; 0 before its first backward.
@@ -28,6 +30,7 @@ class Accumulation(msgspec.Struct, frozen=True):
     sync: bool = False
     updates: int = 0
     skipped: int = 0
+    unit: float = 0.0
     world_weight: float = 0.0
     own_weight: torch.Tensor | None = None
     scale: float = 0.0
@@ -57,11 +60,12 @@ class Accumulation(msgspec.Struct, frozen=True):
         micro = self.micro + 1
         return msgspec.structs.replace(self, micro=micro, sync=last or micro == self.steps)
 
-    def add(self, scale: float, *, world: float = 0.0, own: torch.Tensor | None = None) -> Accumulation:
+    def add(self, *, scale: float, unit: float, world: float = 0.0, own: torch.Tensor | None = None) -> Accumulation:
         """Return the record after a backward.
 
         Args:
             scale: loss scale of the gradients it added.
+            unit: what their weight was measured in.
             world: their weight over all ranks, where it is known.
             own: else their weight on this rank, shape [].
 
@@ -79,7 +83,9 @@ class Accumulation(msgspec.Struct, frozen=True):
                 "the loss scale changed within a window", expected=str(self.scale), got=str(scale), where="backward"
             )
         both = own if self.own_weight is None else self.own_weight if own is None else self.own_weight + own
-        return msgspec.structs.replace(self, world_weight=self.world_weight + world, own_weight=both, scale=scale)
+        return msgspec.structs.replace(
+            self, scale=scale, unit=unit, world_weight=self.world_weight + world, own_weight=both
+        )
 
     def close(self, *, stepped: bool, finite: bool = True) -> Accumulation:
         """Return the record between this window and the next.

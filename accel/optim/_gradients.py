@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+
+from accel.optim import _foreach
 
 
 def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
@@ -24,18 +26,20 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
 
 def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the L2 norm of all gradients together, shape []; inf or NaN if one of them is not finite."""
-    return get_total_norm(list(grads))
+    first = grads[0]
+    if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
+        return get_total_norm(list(grads))
+    return torch.linalg.vector_norm(torch.stack(_foreach.norm(grads)))
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply gradients in place, in one pass.
 
     Args:
-        grads: any dtypes, on one device each.
+        grads: of any dtypes and devices.
         factor: a number, or a tensor of shape [].
     """
-    # the one private name of torch in this package; torch.nn.utils clips with it but cannot multiply by more than 1
-    cast(Any, torch)._foreach_mul_(list(grads), factor)
+    _foreach.mul_(grads, factor)
 
 
 def first_nonfinite(optimizers: Iterable[Optimizer]) -> str:

@@ -111,16 +111,18 @@ def backward(
             )
         _run(loss, scaler.scale, retain_graph)
         return None
+    unit = accum.unit or (weight.world / ctx.world_size if isinstance(weight, SampleCount) else 1.0)
     if isinstance(weight, torch.Tensor):
-        added = accum.add(scaler.scale, own=weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx)))
+        own = weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
+        added = accum.add(scale=scaler.scale, unit=unit, own=own)
     elif weight is None:
-        added = accum.add(scaler.scale, world=float(ctx.world_size))
+        added = accum.add(scale=scaler.scale, unit=unit, world=float(ctx.world_size))
     elif isinstance(weight, SampleCount):
-        added = accum.add(scaler.scale, world=float(weight.world))
+        added = accum.add(scale=scaler.scale, unit=unit, world=float(weight.world))
     else:
         own = torch.full((), _check_weight(weight), dtype=_weight_dtype(ctx), device=ctx.device)
-        added = accum.add(scaler.scale, own=own)
-    _run(loss, scaler.scale if weight is None else weight * scaler.scale, retain_graph)
+        added = accum.add(scale=scaler.scale, unit=unit, own=own)
+    _run(loss, (1.0 if weight is None else weight) / unit * scaler.scale, retain_graph)
     return added
 
 

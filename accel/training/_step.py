@@ -77,7 +77,7 @@ def optimizer_step(
     grads = gradients(optimizers)
     if not grads:
         raise StepError("there are no gradients", expected="a backward before the step", got="every .grad is None")
-    window = accum or Accumulation(micro=1, sync=True, world_weight=float(ctx.world_size))
+    window = accum or _plain_window(ctx, scaler)
     weight = _total_weight(ctx, window)
     looks = nonfinite != "ignore" or scaler.dynamic
     norm = total_norm(grads) if looks or max_norm is not None else None
@@ -133,18 +133,24 @@ def clip_grad_norm_(
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         raise StepError("there are no gradients", expected="a backward before clipping", got="every .grad is None")
-    factor = _factor(ctx, scale, _total_weight(ctx, accum) if accum is not None else float(ctx.world_size))
+    factor = _factor(ctx, scale, _total_weight(ctx, accum or _plain_window(ctx, scale)))
     norm = total_norm(grads) * factor
     scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def _total_weight(ctx: DistContext, accum: Accumulation) -> float | torch.Tensor:
-    """The window's weight over all ranks: a number where the data plan knows it, else summed on the device."""
-    if accum.own_weight is None:
-        return accum.world_weight
-    own = accum.own_weight.clone()
-    return (all_reduce_flat(ctx.comm, own, "sum") if ctx.world_size > 1 else own) + accum.world_weight
+def _plain_window(ctx: DistContext, scaler: LossScale) -> Accumulation:
+    """What a script without accumulation did: one backward, every rank of equal weight."""
+    return Accumulation(micro=1, sync=True, unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
+
+
+def _total_weight(ctx: DistContext, window: Accumulation) -> float | torch.Tensor:
+    """The window's weight over all ranks, in its unit: a number where the plan knows it, else summed on the device."""
+    if window.own_weight is None:
+        return window.world_weight / window.unit
+    own = window.own_weight.clone()
+    summed = all_reduce_flat(ctx.comm, own, "sum") if ctx.world_size > 1 else own
+    return (summed + window.world_weight) / window.unit
 
 
 def _factor(ctx: DistContext, scaler: LossScale, weight: float | torch.Tensor) -> float | torch.Tensor:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of one training step against hand-written DDP, and against Accelerate when it is installed.
+
+    accel launch --nproc-per-node 2 tests/benchmarks/step_overhead.py
+
+Every variant trains the same small MLP on the same batches in blocks that alternate within one run, so that a machine
+whose speed drifts slows all of them alike. Printed is the median over blocks of the ratio to the hand-written loop
+timed in the same round, and the median time of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accel
+
+Loop = Callable[[int], None]
+BATCH = 32
+
+
+def make_model(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def make_batch(ctx: accel.DistContext) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(ctx.rank)
+    inputs = torch.randn(BATCH, 64, generator=generator)
+    return inputs.to(ctx.device), torch.randint(10, (BATCH,), generator=generator).to(ctx.device)
+
+
+def hand_written(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
+    """What an expert writes with torch alone."""
+    model: nn.Module = make_model(width).to(ctx.device)
+    if ctx.world_size > 1:
+        ids = None if ctx.device.type == "cpu" else [ctx.device]
+        model = DistributedDataParallel(model, device_ids=ids, process_group=ctx.comm.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    inputs, targets = make_batch(ctx)
+
+    def loop(count: int) -> None:
+        for i in range(count):
+            sync = (i + 1) % steps == 0
+            held = contextlib.nullcontext() if sync or ctx.world_size == 1 else model.no_sync()
+            with held:
+                loss = nn.functional.cross_entropy(model(inputs), targets) / steps
+                loss.backward()
+            if sync:
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+def with_accel(
+    ctx: accel.DistContext, width: int, steps: int, max_norm: float | None, token_weights: bool = False
+) -> Loop:
+    """The loop of the README, its batch made once."""
+    model = make_model(width)
+    model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    inputs, targets = make_batch(ctx)
+    dataset = torch.utils.data.TensorDataset(inputs.cpu(), targets.cpu())
+    loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(dataset, batch_size=BATCH), global_batch=BATCH)
+    batch = next(iter(accel.batches(ctx, loader, accel.Cursor())))
+
+    def loop(count: int) -> None:
+        accum, scaler = accel.Accumulation(steps=steps), accel.loss_scale(ctx)
+        for _ in range(count):
+            accum = accum.next()
+            with accel.accumulate(ctx, accum, model):
+                with accel.autocast(ctx):
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                weight = float(BATCH) if token_weights else batch.valid
+                accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+            if accum.sync:
+                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
+                accum, scaler = step.accum, step.scaler
+
+    return loop
+
+
+def with_accelerate(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
+    """The loop of Accelerate's documentation."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=ctx.device.type == "cpu", gradient_accumulation_steps=steps)
+    model = make_model(width)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    inputs, targets = make_batch(ctx)
+
+    def loop(count: int) -> None:
+        for _ in range(count):
+            with accelerator.accumulate(model):
+                with accelerator.autocast():
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                accelerator.backward(loss)
+                if max_norm is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+def compare(ctx: accel.DistContext, variants: dict[str, Loop], blocks: int, count: int) -> None:
+    """Time the variants in alternating blocks and print their ratios to the first."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for loop in variants.values():
+        loop(count)
+    for block in range(blocks):
+        names = list(variants) if block % 2 else list(reversed(variants))
+        for name in names:
+            accel.wait_for_everyone(ctx)
+            start = time.perf_counter()
+            variants[name](count)
+            if ctx.device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / count)
+    reference = times[next(iter(times))]
+    for name, own in times.items():
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(own, reference, strict=True))
+        accel.print(ctx, f"  {name:<22} {statistics.median(own) * 1e6:8.0f} us   {ratio:5.2f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--width", type=int, default=64, help="hidden units")
+    parser.add_argument("--blocks", type=int, default=21)
+    parser.add_argument("--count", type=int, default=80, help="micro-batches in a block")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    has_accelerate = importlib.util.find_spec("accelerate") is not None
+    with accel.session() as ctx:
+        for steps in (1, 4):
+            for max_norm in (None, 1.0):
+                accel.print(
+                    ctx, f"accumulation {steps}, clipping {max_norm}, {ctx.world_size} ranks, {ctx.device.type}"
+                )
+                arguments = (ctx, options.width, steps, max_norm)
+                variants = {"torch, by hand": hand_written(*arguments), "accel": with_accel(*arguments)}
+                variants["accel, token weights"] = with_accel(*arguments, token_weights=True)
+                if has_accelerate:
+                    variants["accelerate"] = with_accelerate(*arguments)
+                compare(ctx, variants, options.blocks, options.count)
+
+
+if __name__ == "__main__":
+    main()

@@ -99,13 +99,14 @@ def from_env(
     env = read_env(os.environ if environ is None else environ)
     chosen = _choose_device(device, env)
     seconds = _check_timeout(_first(timeout_s, env.timeout_s, DEFAULT_TIMEOUT_S))
+    number_format = _check_precision(_first(precision, env.precision, "fp32"))
     name = _first(backend, env.backend, "nccl" if chosen.type == "cuda" else "gloo")
     comm = connect(env, chosen, name, seconds) if env.world_size > 1 else alone()
     return _context(
         env,
         device=chosen,
         backend=name if env.world_size > 1 else "none",
-        precision=_check_precision(_first(precision, env.precision, "fp32")),
+        precision=number_format,
         timeout_s=seconds,
         comm=comm,
     )
@@ -218,13 +219,19 @@ def replace(ctx: DistContext, **changes: Any) -> DistContext:
         changes: field names and new values.
 
     Raises:
-        ConfigError: an unknown field or precision.
+        ConfigError: an unknown field or precision, or a time-out out of its range.
+        DeviceError: the device is not there.
     """
     names = {field.name for field in dataclasses.fields(ctx)}
     for name in changes.keys() - names:
         raise ConfigError("unknown field", got=name, where="replace", fix=did_you_mean(name, names))
     if "precision" in changes:
         _check_precision(changes["precision"])
+    if "timeout_s" in changes:
+        _check_timeout(changes["timeout_s"])
+    if "device" in changes:
+        here = LaunchEnv(rank=ctx.rank, local_rank=changes.get("local_rank", ctx.local_rank))
+        changes["device"] = _choose_device(changes["device"], here)
     return dataclasses.replace(ctx, **changes)
 
 
@@ -263,6 +270,8 @@ def _choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch
         raise DeviceError(
             "unknown device", expected="such as cpu, cuda, cuda:0", got=repr(wanted), where=where
         ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors never say cpu:0
     if device.type != "cuda":
         return device
     index = cast(int | None, device.index)

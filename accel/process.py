@@ -13,7 +13,7 @@ import torch
 
 from accel.comm import Call, call_site, exchange, fail
 from accel.context import DistContext
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +76,7 @@ def main_process_first(ctx: DistContext) -> Generator[None]:
     """Run the block on rank 0 first, on the others when it has finished. A collective.
 
     Raises:
-        AccelError: on the other ranks, if the block failed on rank 0, which raises its own error.
+        AccelError: on the other ranks, if the block failed on rank 0, which raises its own error as it was.
     """
     with _first(ctx, ctx.is_main_process, "main_process_first"):
         yield
@@ -152,7 +152,8 @@ def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -
         A part of the same type. No communication.
 
     Raises:
-        ConfigError: values of a dict differ in length, nothing to pad with, or an object that has no positions.
+        ConfigError: values of a dict differ in length, an object that has no positions, or one that cannot be padded;
+            on every rank.
     """
     if isinstance(inputs, dict):
         parts = cast(dict[Any, Any], inputs)
@@ -172,16 +173,13 @@ def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
     each, extra = divmod(length, ctx.world_size)
     start = ctx.rank * each + min(ctx.rank, extra)
     part = inputs[start : start + each + (ctx.rank < extra)]
-    missing = each + (extra > 0) - len(part)
-    if not pad or not missing:
+    if not pad:
         return part
-    if not length:
-        raise ConfigError("nothing to pad with", got="no elements", where="split_between_processes")
-    last = inputs[-1:]
+    missing = each + (extra > 0) - len(part)
     if isinstance(inputs, torch.Tensor):
-        return torch.cat([part, *[last] * missing])
+        return torch.cat([part, *[inputs[-1:]] * missing]) if missing else part
     if isinstance(inputs, list | tuple):
-        return part + last * missing
+        return part + cast(Any, inputs)[-1:] * missing
     raise ConfigError(
         "only lists, tuples and tensors can be padded",
         got=type(inputs).__name__,
@@ -191,13 +189,15 @@ def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
 
 
 def _length(inputs: object, where: str) -> int:
-    if isinstance(inputs, _Sliceable) and not isinstance(cast(object, inputs), str | bytes | Mapping):
-        with contextlib.suppress(TypeError):  # a 0-d tensor or array has no length
-            return len(inputs)
+    refused = isinstance(inputs, str | bytes | Mapping) or hasattr(inputs, "_fields")  # a namedtuple has no slices
+    if not refused and isinstance(inputs, _Sliceable):
+        with contextlib.suppress(TypeError):  # a 0-d tensor or array has no length, a deque no slices
+            cast(_Sliceable, inputs)[:0]
+            return len(cast(_Sliceable, inputs))
     raise ConfigError(
         "this cannot be split by position",
         expected="a list, tuple, tensor, array, or a dict of them",
-        got=type(inputs).__name__,
+        got=type(cast(object, inputs)).__name__,
         where=f"split_between_processes, {where}",
     )
 
@@ -211,7 +211,8 @@ def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        agree(ctx, error, name)
+        with contextlib.suppress(AccelError):  # which is for the other ranks
+            agree(ctx, error, name)
         raise
     _meet(ctx, name)
 

@@ -11,6 +11,7 @@ Counter-based keys: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 
 from __future__ import annotations
 
 import hashlib
+import operator
 import random as python_random
 import sys
 from typing import cast
@@ -38,7 +39,8 @@ class Key(msgspec.Struct, frozen=True):
 
     def integers(self, count: int, *, bits: int = 64) -> list[int]:
         """Return `count` integers of at most 64 `bits`, the same for equal keys on every machine."""
-        text = repr((self.seed, self.path)).encode()
+        names = tuple(name if isinstance(name, str) else int(operator.index(name)) for name in self.path)
+        text = repr((int(operator.index(self.seed)), names)).encode()  # numpy's integers and True print differently
         words: list[int] = []
         for block in range((count + 7) // 8):
             digest = hashlib.blake2b(text, digest_size=64, salt=block.to_bytes(8, "little")).digest()

@@ -10,8 +10,9 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._pack import check_packable, describe, pack, packed_bytes, unpack
-from accel.comm import Call, all_gather_flat, call_site, exchange
+from accel.comm import Call, all_gather_flat, call_site, exchange, fail
 from accel.context import DistContext
+from accel.errors import TreeError
 
 T = TypeVar("T")
 
@@ -29,11 +30,14 @@ def gather(ctx: DistContext, tree: T) -> T:
 
     Raises:
         CollectiveMismatch: ranks differ in structure, dtype or trailing shape; on every rank.
-        TreeError: a container that cannot be taken apart, or a tensor that cannot be sent; by its path.
+        TreeError: a container that cannot be taken apart, or a tensor that cannot be sent; by its path, on every rank.
     """
-    found = trees.tensors(tree)
-    for path, leaf in found:
-        check_packable(path, leaf, ctx.device)
+    try:
+        found = trees.tensors(tree)
+        for path, leaf in found:
+            check_packable(path, leaf, ctx.device)
+    except TreeError as error:
+        fail(ctx.comm, Call("gather", site=call_site()), error)
     rows = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for _, leaf in found]
     if ctx.world_size == 1:
         ctx.comm.check_open()

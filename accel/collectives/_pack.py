@@ -34,11 +34,12 @@ def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
 
 
 def describe(leaf: torch.Tensor, *, ragged: bool) -> str:
-    """Say dtype and shape, the first dimension left open when it may differ between ranks."""
+    """Say dtype, shape and kind of device; the first dimension is left open when it may differ between ranks."""
     shape = list(map(str, leaf.shape))
     if ragged and shape:
         shape[0] = "*"
-    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]"
+    place = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{place}"
 
 
 def pack(leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -46,7 +47,8 @@ def pack(leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     sizes = [leaf.nbytes for leaf in leaves]
     buffer = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
     for leaf, part in zip(leaves, _parts(buffer, sizes), strict=True):
-        part.copy_(leaf.detach().reshape(-1).contiguous().view(torch.uint8))
+        plain = leaf.detach().resolve_conj().resolve_neg()
+        part.copy_(plain.reshape(-1).contiguous().view(torch.uint8))
     return buffer
 
 

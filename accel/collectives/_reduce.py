@@ -9,12 +9,15 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._pack import check_packable, describe, pack, unpack
-from accel.comm import INLINE_BYTES, Call, all_reduce_flat, call_site, exchange
+from accel.comm import INLINE_BYTES, Call, all_reduce_flat, call_site, exchange, fail
 from accel.context import DistContext
 from accel.errors import ConfigError, TreeError, did_you_mean
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "min", "product"]
+
+_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+           torch.float64, torch.complex64, torch.complex128)  # fmt: skip
 
 
 def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
@@ -24,7 +27,8 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
         ctx: the context.
         tree: nested containers; each tensor has the same shape and dtype on every rank. Leaves that are no tensors
             stay this rank's own.
-        op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so is arithmetic on bool.
+        op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so are arithmetic on bool and
+            anything but sum and mean of complex numbers.
 
     Returns:
         The same containers with new tensors of the same shape, dtype and device.
@@ -32,18 +36,17 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
     Raises:
         CollectiveMismatch: ranks differ in operation, structure, dtype or shape; on every rank.
         ConfigError: an unknown operation.
-        TreeError: an operation that a tensor's dtype cannot carry out, or a tensor that cannot be sent; by its path.
+        TreeError: an operation that a tensor's dtype cannot carry out, or a tensor that cannot be sent; by its path, on
+            every rank.
     """
-    names = get_args(Reduction)
-    if op not in names:
-        raise ConfigError(
-            "unknown operation", expected=f"one of {', '.join(names)}", got=repr(op), where="reduce(op=)",
-            fix=did_you_mean(str(op), names),
-        )  # fmt: skip
-    found = trees.tensors(tree)
-    for path, leaf in found:
-        check_packable(path, leaf, ctx.device)
-        _check_dtype(path, leaf, op)
+    try:
+        _check_op(op)
+        found = trees.tensors(tree)
+        for path, leaf in found:
+            check_packable(path, leaf, ctx.device)
+            _check_dtype(path, leaf, op)
+    except (ConfigError, TreeError) as error:
+        fail(ctx.comm, Call("reduce", site=call_site()), error)
     leaves = [leaf.detach() for _, leaf in found]
     if ctx.world_size == 1:
         ctx.comm.check_open()
@@ -89,12 +92,23 @@ def _combine(stacked: torch.Tensor, op: Reduction) -> torch.Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
+def _check_op(op: str) -> None:
+    names = get_args(Reduction)
+    if op not in names:
+        raise ConfigError(
+            "unknown operation", expected=f"one of {', '.join(names)}", got=repr(op), where="reduce(op=)",
+            fix=did_you_mean(str(op), names),
+        )  # fmt: skip
+
+
 def _check_dtype(path: str, leaf: torch.Tensor, op: Reduction) -> None:
     integer = not (leaf.is_floating_point() or leaf.is_complex())
     refused = {
         "a mean of integers is not an integer": op == "mean" and integer,
         "bool cannot be added or multiplied": leaf.dtype == torch.bool and op in ("sum", "product"),
         "complex numbers have no order": leaf.is_complex() and op in ("max", "min"),
+        "backends cannot multiply complex numbers": leaf.is_complex() and op == "product",
+        "backends cannot combine this dtype": leaf.dtype not in _DTYPES,
     }
     for problem, holds in refused.items():
         if holds:

@@ -99,15 +99,14 @@ def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
     """
     if comm.size == 1:
         raise error
-    payload = torch.frombuffer(bytearray(msgspec.json.encode(describe(error))), dtype=torch.uint8)
-    _exchange(comm, call, payload, failed=True, cause=error)
+    _exchange(comm, call, _failure(error), failed=True, cause=error)
     raise error
 
 
 def _exchange(
     comm: Comm, call: Call, payload: torch.Tensor, *, failed: bool, cause: BaseException | None = None
 ) -> list[torch.Tensor]:
-    message, label = torch.zeros(EAGER_BYTES, dtype=torch.uint8), f"{call.name} at {call.site}".encode()
+    message, label = torch.zeros(EAGER_BYTES, dtype=torch.uint8), f"{call.name} at {call.site}".encode(errors="replace")
     label = label[: HEADER_BYTES - _HEADER.size]
     fingerprint = hashlib.blake2b(f"{call.name}\n{call.detail}".encode(), digest_size=16).digest()
     header = _HEADER.pack(_MAGIC, fingerprint, payload.numel(), failed, len(label)) + label
@@ -126,6 +125,22 @@ def _exchange(
     return _gather_bytes(comm, payload, sizes)
 
 
+def _failure(error: BaseException) -> torch.Tensor:
+    """The error as bytes that fit into the first message, with its kind; what is too long of its texts is cut."""
+    record, limit = describe(error), INLINE_BYTES
+    while True:
+        texts = {name: _cut(getattr(record, name), limit) for name in ("problem", "expected", "got", "where", "fix")}
+        data = msgspec.json.encode(msgspec.structs.replace(record, **texts))
+        if len(data) <= INLINE_BYTES:
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        limit //= 2
+
+
+def _cut(text: str, limit: int) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # file names can hold what UTF-8 cannot
+    return text if len(text) <= limit else f"{text[:limit]} [cut]"
+
+
 def _gather_bytes(comm: Comm, payload: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     width = -(-max(sizes) // 16) * 16  # so that every row stays aligned for every dtype
     padded = torch.zeros(width, dtype=torch.uint8)
@@ -138,11 +153,8 @@ def _raise_failure(
     comm: Comm, rows: torch.Tensor, heads: list[tuple[bytes, bytes, int, int, int]], cause: BaseException | None
 ) -> NoReturn:
     rank = next(i for i, head in enumerate(heads) if head[3])
-    data = _bytes(rows[rank, HEADER_BYTES : HEADER_BYTES + min(heads[rank][2], INLINE_BYTES)])
-    try:
-        record = msgspec.json.decode(data, type=ErrorRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # a message too long for the first message is cut
-        record = ErrorRecord("PeerError", data.decode(errors="replace"))
+    data = _bytes(rows[rank, HEADER_BYTES : HEADER_BYTES + heads[rank][2]])
+    record = msgspec.json.decode(data, type=ErrorRecord)
     record = msgspec.structs.replace(record, problem=f"rank {rank}: {record.problem}")
     raise rebuild(record) from cause
 

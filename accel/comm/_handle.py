@@ -61,7 +61,8 @@ class Comm:
         """Drop the group, and destroy it if it was opened here. Later use raises; a second close does nothing."""
         if self._closed:
             return
-        owned = self.owned and self._group is not None
+        # somebody may have destroyed it already, and even opened another that is not ours to destroy
+        owned = self.owned and self._group is not None and dist.group.WORLD is self._group
         self._closed, self._group = True, None
         if owned:
             gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit

@@ -66,9 +66,11 @@ def prepare_loader(
 
     Raises:
         DataError: a loader that cannot be sharded exactly; the message says why and what to do.
-        ConfigError: a global batch below 1.
+        ConfigError: a global batch below 1, or an unknown tail.
     """
     raw = cast(Any, loader)  # torch leaves several attributes untyped
+    kind = cast(type[object], type(raw))
+    _refuse(not isinstance(raw, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")
     size = _batch_size(raw)
     shuffle = _is_shuffled(raw)
     _refuse(
@@ -77,6 +79,8 @@ def prepare_loader(
         "persistent_workers=True",
         "Leave it out.",
     )
+    _refuse(not getattr(raw, "in_order", True), "batches come in their order", "in_order=False", "Leave it out.")
+    _refuse(not isinstance(raw.dataset, Sized), "the dataset has no length", "no __len__", "Give it one.")
     drops = bool(loader.drop_last)
     if tail is not None and drops and tail != "drop":
         raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
@@ -114,6 +118,8 @@ def _batch_size(loader: Any) -> int:
 
 def _is_shuffled(loader: Any) -> bool:
     sampler = loader.sampler
+    given = loader.generator is not None or getattr(sampler, "generator", None) is not None
+    _refuse(given, "the cursor's seed decides the order", "a generator", "Leave generator out; use Cursor(seed=).")
     kind = cast(type[object], type(sampler))  # a subclass may order in its own way
     if kind is SequentialSampler:
         return False
@@ -121,8 +127,6 @@ def _is_shuffled(loader: Any) -> bool:
         samples = len(loader.dataset)
         drawn = sampler.replacement or sampler.num_samples != samples
         _refuse(drawn, "every sample is taken once an epoch", "a RandomSampler that draws", "Pass shuffle=True.")
-        given = loader.sampler.generator is not None
-        _refuse(given, "the cursor's seed decides the order", "a generator", "Leave generator out; use Cursor(seed=).")
         return True
     _refuse(True, "the order is in sequence or shuffled", kind.__name__, "Pass shuffle=True or no sampler.")
     return False

@@ -8,9 +8,10 @@ from typing import TypeVar
 import torch
 
 from accel.collectives import gather
+from accel.comm import Call, call_site, fail
 from accel.context import DistContext
 from accel.data._batches import Batch
-from accel.errors import DataError
+from accel.errors import DataError, TreeError
 from accel.tree import map_tensors, tensors
 
 T = TypeVar("T")
@@ -31,9 +32,17 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
         The same containers, tensors of shape [real samples of all ranks, ...].
 
     Raises:
-        DataError: a tensor whose first dimension is not the batch's.
+        DataError: a tensor whose first dimension is not the batch's; on every rank.
         CollectiveMismatch, TreeError: as `gather`.
     """
+    try:
+        _check_rows(tree, batch)
+    except (DataError, TreeError) as error:
+        fail(ctx.comm, Call("gather_for_metrics", site=call_site()), error)
+    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree))
+
+
+def _check_rows(tree: object, batch: Batch) -> None:
     for path, leaf in tensors(tree):
         if leaf.ndim and leaf.shape[0] != batch.rows:
             raise DataError(
@@ -43,7 +52,6 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
                 where=f"gather_for_metrics, {path}",
                 fix="Pass values with one row a sample, or use gather.",
             )
-    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree))
 
 
 def _real_rows(leaf: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import msgspec
 
-from accel.errors import ConfigError, DataError
+from accel.errors import ConfigError, DataError, did_you_mean
 from accel.random import check_seed
 
 Tail = Literal["ragged", "pad", "drop"]
@@ -40,6 +40,9 @@ class SampleCount(int):
 
     world: int
 
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override] - int's own gives one value; for copy, pickle
+        return int(self), self.world
+
     def __new__(cls, here: int, world: int) -> Self:
         """Make the count of this rank and of all ranks."""
         count = super().__new__(cls, here)
@@ -64,6 +67,12 @@ class Plan(msgspec.Struct, frozen=True):
     tail: Tail = "ragged"
 
     def __post_init__(self) -> None:
+        tails = get_args(Tail)
+        if self.tail not in tails:
+            raise ConfigError(
+                "unknown way to end an epoch", expected=f"one of {', '.join(tails)}", got=repr(self.tail),
+                where="tail=", fix=did_you_mean(str(self.tail), tails),
+            )  # fmt: skip
         if self.global_batch < 1:
             raise ConfigError(
                 "no samples to a step", expected="a global batch of at least 1", got=str(self.global_batch)

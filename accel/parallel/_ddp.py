@@ -40,7 +40,7 @@ def prepare_model(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise PrepareError("not a model", expected="a torch.nn.Module", got=type(model).__name__, where="prepare_model")
-    if isinstance(model, DistributedDataParallel):
+    if _replica(model) is not None:
         return model
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu" and tensor.device != ctx.device:

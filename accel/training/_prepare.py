@@ -38,8 +38,9 @@ def prepare(ctx: DistContext, *objects: Any) -> Any:
     _check_kinds(objects)
     _check_optimizers(objects)
     _check_schedulers(objects)
-    prepared = [_prepare(ctx, each) if not isinstance(each, Optimizer | LRScheduler) else each for each in objects]
-    prepared = [_prepare(ctx, each) if isinstance(each, Optimizer | LRScheduler) else each for each in prepared]
+    prepared = list(objects)
+    for kinds in ((DataLoader, Loader), (nn.Module,), (Optimizer, LRScheduler)):  # what is refused before what mutates
+        prepared = [_prepare(ctx, each) if isinstance(each, kinds) else each for each in prepared]
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 

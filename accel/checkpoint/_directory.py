@@ -73,18 +73,16 @@ def latest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
     folder = Path(out)
     if not os.path.lexists(folder):
         return None
-    with disk_errors(folder):
-        named = [(step_of(name), True, folder / name) for name in os.listdir(folder)]
-    # a writer that died between two renames left the former checkpoint of its step aside
-    aside = [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
-    candidates = [(step, final, path) for step, final, path in named + aside if step is not None]
-    for step, _, path in sorted(candidates, reverse=True):
-        try:
-            inspect(path, step)
-        except CheckpointError as error:
-            logging.getLogger("accel.checkpoint").warning("%s is not a checkpoint and is skipped: %s", path, error)
-        else:
-            return path
+    seen = None
+    while (candidates := _candidates(folder)) != seen:  # a writer may replace all of them while they are looked at
+        for step, _, path in candidates:
+            try:
+                inspect(path, step)
+            except CheckpointError as error:
+                logging.getLogger("accel.checkpoint").warning("%s is not a checkpoint and is skipped: %s", path, error)
+            else:
+                return path
+        seen = candidates
     return None
 
 
@@ -153,6 +151,16 @@ def read_checkpoint(path: Path) -> Saved:
         tensors |= {key: _as_listed(folder, manifest, key, tensor) for key, tensor in found.items()}
     tensors |= {name: tensors[target] for name, target in manifest.aliases.items()}
     return Saved(path=path, manifest=manifest, digest=digest, tensors=tensors)
+
+
+def _candidates(folder: Path) -> list[tuple[int, bool, Path]]:
+    """What may be a checkpoint by its name, newest first: step, whether it has its final name, path."""
+    with disk_errors(folder):
+        named = [(step_of(name), True, folder / name) for name in os.listdir(folder)]
+    # a writer that died between two renames left the former checkpoint of its step aside
+    aside = [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
+    found = [(step, final, path) for step, final, path in named + aside if step is not None]
+    return sorted(found, reverse=True)
 
 
 def _digest(data: memoryview) -> str:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of checkpoints: which is the newest, which stay, and disks that fail."""
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ckpt_helpers import CPU
+
+from accel.checkpoint import latest_checkpoint
+from accel.errors import CheckpointError
+from accel.training._state import load_state, save_state
+
+
+def test_retention_keeps_the_newest_and_the_one_just_written(tmp_path: Path) -> None:
+    for keep, left in ((None, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (3, [2, 3, 4])):
+        out = tmp_path / str(keep)
+        for step in (1, 2, 3, 4):
+            save_state(CPU, out, {"x": step}, step=step, keep=keep)
+            assert latest_checkpoint(out) == out / f"step-{step:08d}"
+        assert sorted(os.listdir(out)) == [f"step-{step:08d}" for step in left]
+    save_state(CPU, tmp_path / "3", {"x": 0}, step=0, keep=2)  # started anew in an old folder
+    assert sorted(os.listdir(tmp_path / "3")) == ["step-00000000", "step-00000004"]
+
+
+def test_retention_never_deletes_what_accel_did_not_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 3):
+        save_state(CPU, tmp_path, {"x": step}, step=step)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
+    (tmp_path / "step-00000000").symlink_to("step-00000003")
+    (tmp_path / "step-final").mkdir()
+    (tmp_path / "step-00000005.bak").mkdir()
+    with caplog.at_level(logging.WARNING, "accel.checkpoint"):
+        save_state(CPU, tmp_path, {"x": 4}, step=4, keep=1)
+    names = {"step-00000000", "step-00000001", "step-00000002", "step-00000004", "step-00000005.bak", "step-final"}
+    assert set(os.listdir(tmp_path)) == names
+    assert "step-00000001 stays" in caplog.text
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    for value in (1, 2):
+        path = save_state(CPU, tmp_path, {"x": value}, step=7)
+        assert load_state(CPU, path, {"x": 0}) == {"x": value}
+    assert os.listdir(tmp_path) == ["step-00000007"]
+
+
+def test_saving_over_something_else_moves_it_aside_and_keeps_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-00000007").mkdir()
+    (tmp_path / "step-00000007" / "thesis.txt").write_text("years of work")
+    path = save_state(CPU, tmp_path, {"x": 1}, step=7, keep=1)
+    assert load_state(CPU, path, {"x": 0}) == {"x": 1}
+    assert [p.read_text() for p in tmp_path.glob("*/thesis.txt")] == ["years of work"]
+    assert "stays" in caplog.text
+    assert latest_checkpoint(tmp_path) == path
+
+
+def test_latest_skips_what_is_no_checkpoint_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [save_state(CPU, tmp_path, {"x": step}, step=step) for step in range(7)]
+    (paths[6] / "manifest.json").unlink()
+    next(paths[5].glob("*.safetensors")).unlink()
+    os.truncate(next(paths[4].glob("*.safetensors")), 9)
+    (paths[3] / "manifest.json").write_bytes((paths[3] / "manifest.json").read_bytes().replace(b"3", b"4"))
+    paths[2].rename(tmp_path / "elsewhere")
+    (tmp_path / "step-00000002").symlink_to("elsewhere")
+    paths[1].rename(tmp_path / "step-00000008")
+    (tmp_path / "step-9").mkdir()
+    (tmp_path / "step-00000010").write_text("a file")
+    assert latest_checkpoint(tmp_path) == paths[0]
+    reasons = {
+        "step-00000006": "half-written",
+        "step-00000005": "missing",
+        "step-00000004": "wrong size",
+        "step-00000003": "damaged",
+        "step-00000002": "ELOOP|ENOTDIR",
+        "step-00000008": "expected step 8, got step 1",
+        "step-00000010": "ENOTDIR",
+    }
+    messages = {record.args[0].name: str(record.args[1]) for record in caplog.records if isinstance(record.args, tuple)}  # type: ignore[union-attr]
+    assert messages.keys() == reasons.keys()
+    assert all(any(word in messages[name] for word in words.split("|")) for name, words in reasons.items()), messages
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    save_state(CPU, tmp_path, {"x": 1}, step=0)
+    with pytest.raises(CheckpointError, match=r"half-written.*latest_checkpoint"):
+        load_state(CPU, tmp_path, {"x": 0})
+    with pytest.raises(CheckpointError, match="ENOENT"):
+        load_state(CPU, tmp_path / "step-00000001", {"x": 0})
+
+
+@pytest.mark.parametrize("name", ["open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"])
+def test_a_disk_that_fails_at_any_operation_leaves_the_older_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_state(CPU, tmp_path, {"x": 1}, step=1)
+    real, failures = getattr(os, name), 0
+    for moment in range(20):
+        calls = iter(range(100))
+
+        def fail(*args: Any, _calls: Any = calls, _moment: int = moment, **kwargs: Any) -> Any:
+            if next(_calls) == _moment:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0] if isinstance(args[0], str) else None)
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            try:
+                save_state(CPU, tmp_path, {"x": 2}, step=2)
+                failed = False
+            except CheckpointError as error:
+                assert "EIO" in str(error)  # noqa: PT017
+                assert str(tmp_path) in str(error)  # noqa: PT017
+                failed, failures = True, failures + 1
+        path = latest_checkpoint(tmp_path)
+        assert path is not None
+        assert load_state(CPU, path, {"x": 0})["x"] == int(path.name[-1])
+        if not failed:
+            assert path.name == "step-00000002"
+        if next(calls) <= moment:
+            break
+        if name in ("open", "write", "mkdir"):
+            assert not list(tmp_path.glob("*.tmp-*"))
+    assert failures or name in ("unlink", "rmdir")  # those only happen after the commit
+
+
+def test_a_reader_beside_a_writer_always_finds_one(tmp_path: Path) -> None:
+    save_state(CPU, tmp_path, {"x": 0}, step=0, keep=1)
+    stop, failures = threading.Event(), list[Exception]()
+
+    def write() -> None:
+        step = 0
+        while not stop.is_set():
+            step += 1
+            try:
+                save_state(CPU, tmp_path, {"x": step}, step=step // 3, keep=1)
+            except Exception as error:
+                failures.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(300):
+            assert latest_checkpoint(tmp_path) is not None
+    finally:
+        stop.set()
+        writer.join()
+    assert not failures

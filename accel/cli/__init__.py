@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `accel` command: a thin layer that parses words, calls one function, and prints errors in one line."""
 
-from ._main import main as main
+from accel.cli._main import main as main

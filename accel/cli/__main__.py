@@ -3,6 +3,6 @@
 
 import sys
 
-from ._main import main
+from accel.cli._main import main
 
 sys.exit(main())

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from accel.cli._parser import Parser
 from accel.errors import LaunchError
 from accel.launch import launch
-
-from ._parser import Parser
 
 _NPROC = "--nproc-per-node"
 _USAGE = f"accel launch [{_NPROC} N] script.py [args...]"

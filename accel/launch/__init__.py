@@ -5,9 +5,9 @@
 imports torch or writes to the environment of the calling process.
 """
 
-from ._launch import launch as launch
-from ._plan import LaunchPlan as LaunchPlan
-from ._plan import ProcessPlan as ProcessPlan
-from ._plan import plan_launch as plan_launch
-from ._record import FailureRecord as FailureRecord
-from ._run import run_plan as run_plan
+from accel.launch._launch import launch as launch
+from accel.launch._plan import LaunchPlan as LaunchPlan
+from accel.launch._plan import ProcessPlan as ProcessPlan
+from accel.launch._plan import plan_launch as plan_launch
+from accel.launch._record import FailureRecord as FailureRecord
+from accel.launch._run import run_plan as run_plan

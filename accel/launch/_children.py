@@ -9,10 +9,9 @@ import subprocess
 import time
 
 from accel.errors import LaunchError
-
-from ._plan import LaunchPlan, ProcessPlan
-from ._record import Failure, read_failure
-from ._relay import Relay, Sink
+from accel.launch._plan import LaunchPlan, ProcessPlan
+from accel.launch._record import Failure, read_failure
+from accel.launch._relay import Relay, Sink
 
 
 class Children:

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accel.errors import LaunchError, did_you_mean
-
-from ._plan import plan_launch
-from ._run import run_plan
+from accel.launch._plan import plan_launch
+from accel.launch._run import run_plan
 
 _WORKER = str(Path(__file__).with_name("_worker.py"))
 

@@ -7,8 +7,8 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 
-from ._frames import is_users
-from ._record import Failure
+from accel.launch._frames import is_users
+from accel.launch._record import Failure
 
 _MOST_OTHERS = 8
 _WORKER = "/launch/_worker.py"

@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 
-from ._children import Children
-from ._plan import LaunchPlan
-from ._record import Failure, culprit, exit_code
-from ._relay import Relay
-from ._report import failure_report, stop_report
-from ._signals import Signals, listening
+from accel.launch._children import Children
+from accel.launch._plan import LaunchPlan
+from accel.launch._record import Failure, culprit, exit_code
+from accel.launch._relay import Relay
+from accel.launch._report import failure_report, stop_report
+from accel.launch._signals import Signals, listening
 
 _SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
 _FAILED_GRACE_S = 2.5  # with the above, nothing of a failed run is left after 3 s

@@ -15,9 +15,9 @@ import torch
 _torch = cast(Any, torch)
 
 
-def norm(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the L2 norm of each tensor, shape [] each."""
-    return list(_torch._foreach_norm(list(tensors)))
+def norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norm of all tensors together, shape []; they share a dtype and a device."""
+    return _torch.linalg.vector_norm(torch.stack(_torch._foreach_norm(list(tensors))))
 
 
 def mul_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -29,7 +29,7 @@ def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     first = grads[0]
     if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
         return get_total_norm(list(grads))
-    return torch.linalg.vector_norm(torch.stack(_foreach.norm(grads)))
+    return _foreach.norm(grads)
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds the house up: direction of imports, sizes, no hidden state, one place that reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "accel"
+
+# A line may import only lines above it; neighbours on a line never import each other.
+LAYERS = [
+    {"errors"},
+    {"config", "topology", "env"},
+    {"tree", "random", "storage"},
+    {"comm"},
+    {"context"},
+    {"process", "collectives", "memory"},
+    {"data", "precision", "parallel", "optim", "checkpoint", "bigmodel", "tracking", "launch"},
+    {"training"},
+    {"testing"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+TORCH_FREE = {"errors", "config", "topology", "env", "launch", "cli"}
+ENVIRONMENT_READERS = {"context", "launch", "cli"}  # each passes os.environ on as a mapping; env.py takes the mapping
+FORBIDDEN = {"pickle", "eval", "exec"}  # except that a launch executes the script it was given
+MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+CHANGING = {"append", "add", "update", "pop", "clear", "extend", "setdefault", "remove", "popitem", "insert", "discard"}
+MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "bytearray", "count", "local"}
+
+
+def complaints(path: Path, root: Path = ROOT) -> Iterator[str]:
+    """Everything that a source file does against the rules."""
+    relative = path.relative_to(root)
+    room = relative.parts[0].removesuffix(".py")
+    text = path.read_text()
+    tree = ast.parse(text)
+    if room != "__init__" and room not in LEVEL:
+        yield f"{relative}: {room!r} has no layer"
+        return
+    if not text.startswith("# SPDX-License-Identifier: Apache-2.0\n"):
+        yield f"{relative}: no SPDX line"
+    if (lines := text.count("\n")) > MOST_LINES:
+        yield f"{relative}: {lines} lines, the most is {MOST_LINES}"
+    yield from _module_state(tree, relative)
+    for node in ast.walk(tree):
+        yield from _rules(node, relative, room, at_top=node in tree.body)
+
+
+def _rules(node: ast.AST, relative: Path, room: str, *, at_top: bool) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+        doc = ast.get_docstring(node, clean=False)
+        length = node.end_lineno - node.lineno + 1 - (doc.count("\n") + 1 if doc else 0)
+        if length > MOST_FUNCTION_LINES:
+            yield f"{relative}:{node.lineno}: {node.name} has {length} lines, the most is {MOST_FUNCTION_LINES}"
+    if isinstance(node, ast.Global):
+        yield f"{relative}:{node.lineno}: a global statement"
+    if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+        if room not in ENVIRONMENT_READERS:
+            yield f"{relative}:{node.lineno}: touches the environment"
+        if not isinstance(node.ctx, ast.Load):
+            yield f"{relative}:{node.lineno}: replaces the environment"
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and "environ" in ast.dump(node.value):
+        yield f"{relative}:{node.lineno}: writes the environment"
+    if isinstance(node, ast.Name) and node.id in FORBIDDEN and (room, node.id) != ("launch", "exec"):
+        yield f"{relative}:{node.lineno}: {node.id}"
+    for target in _imported(node, relative):
+        if target in ("torch", "safetensors") and at_top and room in TORCH_FREE:
+            yield f"{relative}:{node.lineno}: {room} is torch-free"  # type: ignore[attr-defined]
+        if target in LEVEL and room in LEVEL and target != room and LEVEL[target] >= LEVEL[room]:
+            yield f"{relative}:{node.lineno}: {room} may not import {target}"  # type: ignore[attr-defined]
+
+
+def _module_state(tree: ast.Module, relative: Path) -> Iterator[str]:
+    """Containers bound at module level must be constants: named in capitals and never changed by the module."""
+    names: set[str] = set()
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        called = value.func if isinstance(value, ast.Call) else None
+        called_name = getattr(called, "id", getattr(called, "attr", ""))
+        if isinstance(value, MUTABLE) or called_name in MUTABLE_CALLS:
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for name in sorted(names - {"__all__"}):
+        if name.lstrip("_") != name.lstrip("_").upper():
+            yield f"{relative}: module-level {name} is a mutable container and not a constant"
+    for node in ast.walk(tree):
+        changed = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+            changed = node.func.value
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed = node.value
+        if isinstance(changed, ast.Name) and changed.id in names:
+            yield f"{relative}:{node.lineno}: changes module-level {changed.id}"
+
+
+def _imported(node: ast.AST, relative: Path) -> set[str]:
+    if isinstance(node, ast.Import):
+        parts = [alias.name.split(".") for alias in node.names]
+        return {part[1] if part[0] == "accel" and len(part) > 1 else part[0] for part in parts}
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{relative}:{node.lineno}: relative imports hide their direction"
+        part = (node.module or "").split(".")
+        if part[0] != "accel":
+            return {part[0]}
+        return {part[1]} if len(part) > 1 else {alias.name for alias in node.names}
+    return set()
+
+
+def test_sources_keep_the_rules() -> None:
+    found = [complaint for path in sorted(ROOT.rglob("*.py")) for complaint in complaints(path)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "expected"),
+    [
+        ("data", "from accel.precision import autocast\n", "data may not import precision"),
+        ("errors", "import torch\n", "torch-free"),
+        ("comm", "import accel.context\n", "comm may not import context"),
+        ("data", "import os\nx = os.environ['A']\n", "touches the environment"),
+        ("launch", "import os\nos.environ['A'] = '1'\n", "writes the environment"),
+        ("data", "cache = {}\n", "mutable container"),
+        ("data", "CACHE = {}\ndef f(): CACHE['a'] = 1\n", "changes module-level"),
+        ("data", "SEEN = list()\ndef f(): SEEN.append(1)\n", "changes module-level"),
+        ("data", "def f():\n    global x\n", "global"),
+        ("data", "x = 1\n" * 401, "lines, the most is 400"),
+        ("data", "def f():\n" + "    x = 1\n" * 61, "f has 62 lines"),
+        ("data", "import pickle\npickle.loads(b'')\n", "pickle"),
+        ("surprise", "x = 1\n", "has no layer"),
+    ],
+)
+def test_the_rules_catch_what_breaks_them(tmp_path: Path, room: str, source: str, expected: str) -> None:
+    (tmp_path / room).mkdir()
+    path = tmp_path / room / "_module.py"
+    path.write_text("# SPDX-License-Identifier: Apache-2.0\n" + source)
+    assert any(expected in complaint for complaint in complaints(path, tmp_path))
+
+
+def test_importing_is_silent_and_torch_free() -> None:
+    code = (
+        "import os, sys, signal, threading, logging\n"
+        "def world():\n"
+        "    return dict(os.environ), signal.getsignal(15), threading.active_count(), logging.root.handlers[:]\n"
+        "before = world()\n"
+        "import accel, accel.env, accel.errors, accel.cli, accel.launch\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "import accel.training, accel.checkpoint, accel.testing\n"
+        "assert world() == before, (world(), before)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_every_public_name_resolves_and_is_documented() -> None:
+    import accel
+
+    for name in accel.__all__:
+        assert getattr(accel, name).__doc__, name
+    assert len(set(accel.__all__)) == len(accel.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = accel.no_such_name  # type: ignore[attr-defined]

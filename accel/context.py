@@ -99,14 +99,14 @@ def from_env(
     env = read_env(os.environ if environ is None else environ)
     chosen = _choose_device(device, env)
     seconds = _check_timeout(_first(timeout_s, env.timeout_s, DEFAULT_TIMEOUT_S))
-    number_format = _check_precision(_first(precision, env.precision, "fp32"))
+    checked_precision = _check_precision(_first(precision, env.precision, "fp32"))
     name = _first(backend, env.backend, "nccl" if chosen.type == "cuda" else "gloo")
     comm = connect(env, chosen, name, seconds) if env.world_size > 1 else alone()
     return _context(
         env,
         device=chosen,
         backend=name if env.world_size > 1 else "none",
-        precision=number_format,
+        precision=checked_precision,
         timeout_s=seconds,
         comm=comm,
     )

@@ -129,7 +129,8 @@ def decode_optimizer(
     for group, mine in zip(stored.groups, live, strict=True):
         options = {key: _beside(decode(value, where, tensors), mine.get(key)) for key, value in group.options.items()}
         groups.append(options | {key: mine[key] for key in _NAMING if key in mine})
-    return {**decode(stored.rest, where, tensors), "state": state, "param_groups": groups}
+    rest = {key: decode(value, where, tensors) for key, value in stored.rest.items()}
+    return rest | {"state": state, "param_groups": groups}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

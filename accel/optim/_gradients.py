@@ -39,6 +39,8 @@ def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
         grads: of any dtypes and devices.
         factor: a number, or a tensor of shape [].
     """
+    if isinstance(factor, torch.Tensor) and grads[0].dtype in (torch.float32, torch.float64):
+        factor = factor.to(grads[0].dtype)  # torch multiplies lists in one kernel only if dtypes are equal
     _foreach.mul_(grads, factor)
 
 

@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step against a single-process loop in float64, over splits into ranks and micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel.errors import ConfigError, NonFiniteError, PrepareError, StepError
+from accel.testing import Simulator
+
+TOLERANCE = 1e-10
+
+
+class Outcome(NamedTuple):
+    parameters: torch.Tensor
+    norms: list[float]
+    rates: list[float]
+    ids: list[int]
+
+
+def make_data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    inputs = torch.randn(samples, 5, dtype=torch.float64, generator=generator)
+    targets = torch.randn(samples, 2, dtype=torch.float64, generator=generator)
+    return TensorDataset(inputs, targets, torch.arange(samples))
+
+
+def make_model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(
+    ctx: accel.DistContext, samples: int, window: int, steps: int, max_norm: float | None, *, tail: str = "ragged"
+) -> Outcome:
+    """Two epochs with `window` samples to a step, cut into `steps` micro-batches."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LinearLR(optimizer, total_iters=10)
+    loader = DataLoader(make_data(samples), batch_size=1, shuffle=True)
+    sharded = accel.prepare_loader(ctx, loader, global_batch=window // steps, tail=tail)  # type: ignore[arg-type]
+    model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
+    cursor, accum, scaler = accel.Cursor(seed=3), accel.Accumulation(steps=steps), accel.loss_scale(ctx)
+    norms, rates, ids = [], [], []
+    while cursor.epoch < 2:
+        for batch in accel.batches(ctx, sharded, cursor):
+            inputs, targets, positions = batch.data
+            rows = batch.valid if tail == "pad" and batch.valid else batch.rows
+            accum = accum.next(last=batch.is_last)
+            with accel.accumulate(ctx, accum, model):
+                loss = mse_loss(model(inputs)[:rows], targets[:rows])
+                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+            ids += accel.gather_for_metrics(ctx, positions, batch).tolist()
+            if accum.sync:
+                rates.append(optimizer.param_groups[0]["lr"])
+                step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler, max_norm=max_norm)
+                accum, scaler = step.accum, step.scaler
+                assert step.grad_norm is not None
+                norms.append(step.grad_norm.item())
+            cursor = batch.next
+    return Outcome(flat(model), norms, rates, ids)
+
+
+def train_by_hand(samples: int, window: int, max_norm: float | None) -> Outcome:
+    """The same with torch alone: one process, one batch a step."""
+    model, data = make_model(), make_data(samples)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LinearLR(optimizer, total_iters=10)
+    norms, rates, ids = [], [], []
+    for epoch in range(2):
+        order = accel.order(3, epoch, samples).at(torch.arange(samples))
+        for start in range(0, samples, window):
+            chosen = order[start : start + window]
+            inputs, targets, _ = data[chosen]
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            limit = math.inf if max_norm is None else max_norm
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            ids += chosen
+    return Outcome(flat(model), norms, rates, ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    samples=st.integers(1, 50),
+    micro=st.integers(1, 9),
+    steps=st.sampled_from([1, 2, 3, 4]),
+    world_size=st.sampled_from([1, 2, 3, 4]),
+    max_norm=st.sampled_from([None, 0.05, 1.0]),
+    tail=st.sampled_from(["ragged", "pad"]),
+)
+def test_any_split_trains_the_same_model(
+    samples: int, micro: int, steps: int, world_size: int, max_norm: float | None, tail: str
+) -> None:
+    window = micro * steps
+    expected = train_by_hand(samples, window, max_norm)
+    with Simulator() as simulator:
+        ranks = simulator.run(
+            lambda ctx: train(ctx, samples, window, steps, max_norm, tail=tail), world_size, seed=samples
+        )
+    for rank in ranks:
+        assert torch.allclose(rank.parameters, expected.parameters, rtol=0, atol=TOLERANCE)
+        assert rank.norms == pytest.approx(expected.norms, abs=TOLERANCE)
+        assert rank.rates == expected.rates
+    for epoch in range(2):
+        part = slice(epoch * samples, (epoch + 1) * samples)
+        assert sorted(ranks[0].ids[part]) == list(range(samples))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_worlds_and_accumulations_of_the_same_global_batch(world_size: int, steps: int) -> None:
+    expected = train_by_hand(107, 16, 0.3)
+    with Simulator() as simulator:
+        ranks = simulator.run(lambda ctx: train(ctx, 107, 16, steps, 0.3), world_size)
+    assert all(torch.allclose(rank.parameters, expected.parameters, rtol=0, atol=TOLERANCE) for rank in ranks)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=4),
+    as_tensor=st.booleans(),
+)
+def test_token_weights_give_the_gradient_of_all_tokens(tokens: list[list[int]], as_tensor: bool) -> None:
+    """Ranks with other numbers of valid tokens, none included: every valid token counts the same."""
+    micro_batches = max(map(len, tokens))
+    tokens = [counts + [0] * (micro_batches - len(counts)) for counts in tokens]
+    total = sum(map(sum, tokens))
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(len(tokens), micro_batches, 4, 5, dtype=torch.float64, generator=generator)
+    labels = torch.randint(2, (len(tokens), micro_batches, 4), generator=generator)
+    for rank, counts in enumerate(tokens):
+        for at, count in enumerate(counts):
+            labels[rank, at, count:] = -100
+
+    def rank_gradient(ctx: accel.DistContext) -> tuple[bool, torch.Tensor]:
+        model = accel.prepare_model(ctx, make_model())
+        before = flat(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        accum, scaler = accel.Accumulation(steps=micro_batches), accel.loss_scale(ctx)
+        for at in range(micro_batches):
+            accum = accum.next()
+            count = tokens[ctx.rank][at]
+            with accel.accumulate(ctx, accum, model):
+                loss = cross_entropy(model(inputs[ctx.rank, at]), labels[ctx.rank, at])
+                weight = torch.tensor(count) if as_tensor else count
+                accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+        step = accel.optimizer_step(ctx, optimizer, scaler, accum)
+        return step.stepped, before - flat(model)
+
+    with Simulator() as simulator:
+        ranks = simulator.run(rank_gradient, len(tokens))
+    model = make_model()
+    if total:
+        cross_entropy(model(inputs.flatten(0, 2)), labels.flatten()).backward()
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    expected = torch.cat([grad.flatten() for grad in grads])
+    for stepped, gradient in ranks:
+        assert stepped == (total > 0)
+        assert torch.allclose(gradient, expected, rtol=0, atol=TOLERANCE)
+
+
+def one_weight(ctx: accel.DistContext) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    model = accel.prepare_model(ctx, model)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def test_a_last_window_that_is_not_full_weighs_what_it_holds() -> None:
+    """Three micro-batches with two to a window: the last step's gradient is 1, not one half."""
+    ctx = accel.single()
+    model, optimizer = one_weight(ctx)
+    accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    moves = []
+    for i in range(3):
+        accum = accum.next(last=i == 2)
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, model(torch.ones(1, 1, dtype=torch.float64)).mean(), scaler, accum)
+        if accum.sync:
+            before = flat(model)
+            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+            moves.append((before - flat(model)).item())
+    assert moves == [1.0, 1.0]
+
+
+def test_micro_batches_of_one_and_three_tokens_weigh_one_to_three() -> None:
+    """Gradients 2 over one token and 8 over three: 6.5, where the mean of means would be 5."""
+    ctx = accel.single()
+    model, optimizer = one_weight(ctx)
+    accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    for gradient, tokens in ((2.0, 1), (8.0, 3)):
+        accum = accum.next()
+        loss = model(torch.full((1, 1), gradient, dtype=torch.float64)).mean()
+        accum = accel.backward(ctx, loss, scaler, accum, weight=tokens)
+    before = flat(model)
+    _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+    assert (before - flat(model)).item() == 6.5
+
+
+def test_a_step_without_accumulation_averages_ranks() -> None:
+    def rank(ctx: accel.DistContext) -> float:
+        model, optimizer = one_weight(ctx)
+        scaler = accel.loss_scale(ctx)
+        accel.backward(ctx, model(torch.full((1, 1), float(ctx.rank), dtype=torch.float64)).mean(), scaler)
+        assert accel.optimizer_step(ctx, optimizer, scaler).stepped
+        return -flat(model).item()
+
+    with Simulator() as simulator:
+        assert simulator.run(rank, 4) == [1.5] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[list[bool], list[float], torch.Tensor, int, float]:
+        ctx = accel.replace(ctx, precision="fp16")
+        model, optimizer = one_weight(ctx)
+        scheduler = LinearLR(optimizer, start_factor=0.5, total_iters=100)
+        accum, scaler = accel.Accumulation(), accel.loss_scale(ctx, initial=8.0, growth_interval=2)
+        stepped, scales = [], [scaler.scale]
+        for i in range(4):
+            accum = accum.next()
+            inputs = torch.ones(1, 1, dtype=torch.float64)
+            if i == 1 and ctx.rank == 0:
+                inputs[:] = math.inf
+            accum = accel.backward(ctx, model(inputs).mean(), scaler, accum, weight=1)
+            rate = optimizer.param_groups[0]["lr"]
+            before = flat(model)
+            step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler, max_norm=0.5)
+            accum, scaler = step.accum, step.scaler
+            stepped.append(step.stepped)
+            scales.append(scaler.scale)
+            if not step.stepped:
+                assert torch.equal(before, flat(model))
+                assert optimizer.param_groups[0]["lr"] == rate
+        return stepped, scales, flat(model), accum.skipped, optimizer.param_groups[0]["lr"]
+
+    with Simulator() as simulator:
+        ranks = simulator.run(rank, world_size)
+    for stepped, scales, parameters, skipped, rate in ranks:
+        assert stepped == [True, False, True, True]
+        assert scales == [8.0, 8.0, 4.0, 4.0, 8.0]
+        assert skipped == 1
+        assert torch.equal(parameters, ranks[0][2])
+        assert rate == pytest.approx(0.5 + 3 * 0.005)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_nonfinite_gradients_follow_the_policy_on_every_rank(policy: str, value: float) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[str, torch.Tensor]:
+        model, optimizer = one_weight(ctx)
+        inputs = torch.full((1, 1), value if ctx.rank == 1 else 1.0, dtype=torch.float64)
+        accum = accel.Accumulation().next()
+        accum = accel.backward(ctx, model(inputs).mean(), accel.loss_scale(ctx), accum)
+        try:
+            step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum, nonfinite=policy)  # type: ignore[arg-type]
+        except NonFiniteError as error:
+            return str(error), flat(model)
+        assert step.accum.skipped == (policy == "skip")
+        return str(step.stepped), flat(model)
+
+    with Simulator() as simulator:
+        for told, parameters in simulator.run(rank, 2):
+            if policy == "raise":
+                assert "step 0" in told
+                assert "params'][0], shape [1, 1]" in told
+                assert parameters.item() == 0.0
+            elif policy == "skip":
+                assert (told, parameters.item()) == ("False", 0.0)
+            else:
+                assert told == "True"
+                assert not math.isfinite(parameters.item())
+
+
+def test_an_overflow_that_never_ends_is_an_error() -> None:
+    ctx = accel.replace(accel.single(), precision="fp16")
+    model, optimizer = one_weight(ctx)
+    scaler, steps = accel.loss_scale(ctx), 0
+    with pytest.raises(NonFiniteError, match="not finite"):  # noqa: PT012 - which of the calls raises is the question
+        for steps in range(200):  # noqa: B007
+            accel.backward(ctx, model(torch.full((1, 1), math.nan, dtype=torch.float64)).mean(), scaler)
+            scaler = accel.optimizer_step(ctx, optimizer, scaler).scaler
+    assert steps == 64
+
+
+def test_two_optimizers_share_one_norm_and_one_decision() -> None:
+    ctx = accel.replace(accel.single(), precision="fp16")
+    (first, one), (second, two) = one_weight(ctx), one_weight(ctx)
+    accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx, initial=4.0)
+    loss = (
+        3 * first(torch.ones(1, 1, dtype=torch.float64)).mean()
+        + 4 * second(torch.ones(1, 1, dtype=torch.float64)).mean()
+    )
+    accum = accel.backward(ctx, loss, scaler, accum)
+    step = accel.optimizer_step(ctx, [one, two], scaler, accum, max_norm=1.0)
+    assert step.grad_norm is not None
+    assert step.grad_norm.item() == pytest.approx(5.0)
+    assert [flat(first).item(), flat(second).item()] == pytest.approx([-0.6, -0.8], abs=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights=st.lists(st.integers(1, 5), min_size=1, max_size=3), max_norm=st.sampled_from([0.01, 0.5, 100.0]))
+def test_clipping_apart_is_clipping_in_the_step(weights: list[int], max_norm: float) -> None:
+    def rank(ctx: accel.DistContext, apart: bool) -> tuple[torch.Tensor, float]:
+        model = accel.prepare_model(ctx, make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        accum, scaler = accel.Accumulation(steps=len(weights)), accel.LossScale(scale=16.0)
+        generator = torch.Generator().manual_seed(ctx.rank)
+        for weight in weights:
+            accum = accum.next()
+            inputs = torch.randn(3, 5, dtype=torch.float64, generator=generator)
+            with accel.accumulate(ctx, accum, model):
+                accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=weight + ctx.rank)
+        if not apart:
+            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
+            assert step.grad_norm is not None
+            return flat(model), step.grad_norm.item()
+        norm = accel.clip_grad_norm_(ctx, model.parameters(), max_norm, scaler, accum)
+        _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+        return flat(model), norm.item()
+
+    with Simulator() as simulator:
+        for one, other in zip(
+            *(simulator.run(lambda ctx, a=apart: rank(ctx, a), 2) for apart in (True, False)), strict=True
+        ):
+            assert torch.allclose(one[0], other[0], rtol=0, atol=TOLERANCE)
+            assert one[1] == pytest.approx(other[1], abs=TOLERANCE)
+
+
+def test_schedulers_step_once_whatever_the_world_size() -> None:
+    with Simulator() as simulator:
+        rates = {world: simulator.run(lambda ctx: train(ctx, 30, 10, 1, None).rates, world)[0] for world in (1, 2, 4)}
+    assert rates[1] == rates[2] == rates[4]
+
+
+def test_bfloat16_losses_are_weighted_in_full_precision() -> None:
+    ctx = accel.single(precision="bf16")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    accum = accel.Accumulation().next()
+    with accel.autocast(ctx):
+        loss = model(torch.ones(2, 4)).mean()
+    assert loss.dtype == torch.bfloat16
+    accum = accel.backward(ctx, loss, accel.loss_scale(ctx), accum, weight=257)  # bf16 knows 256 and 258
+    step = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum)
+    assert step.grad_norm is not None
+    assert step.grad_norm.item() == pytest.approx(math.sqrt(4 * 4 / 16 + 4 / 16), rel=1e-2)
+
+
+class TestCallsOutOfOrder:
+    ctx = accel.single()
+
+    def test_backward_before_next(self) -> None:
+        model, _ = one_weight(self.ctx)
+        with pytest.raises(StepError, match=r"accum = accum\.next"):
+            _ = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation())
+
+    def test_accumulate_before_next(self) -> None:
+        with (
+            pytest.raises(StepError, match="no micro-batch was begun"),
+            accel.accumulate(self.ctx, accel.Accumulation()),
+        ):
+            pass
+
+    def test_next_without_a_step_after_a_window(self) -> None:
+        with pytest.raises(StepError, match=r"step\.accum"):
+            _ = accel.Accumulation().next().next()
+
+    def test_step_within_a_window(self) -> None:
+        model, optimizer = one_weight(self.ctx)
+        accum = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation(steps=2).next())
+        with pytest.raises(StepError, match="micro-batch 1 of 2"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), accum)
+        assert flat(model).item() == 0.0
+
+    def test_step_with_the_accum_that_backward_was_given(self) -> None:
+        model, optimizer = one_weight(self.ctx)
+        stale = accel.Accumulation().next()
+        _ = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), stale)
+        with pytest.raises(StepError, match="Keep what backward returns"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), stale)
+
+    def test_step_with_another_scale_than_the_gradients(self) -> None:
+        model, optimizer = one_weight(self.ctx)
+        accum = accel.backward(self.ctx, flat_loss(model), accel.LossScale(scale=4.0), accel.Accumulation().next())
+        with pytest.raises(StepError, match="in one call"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(scale=2.0), accum)
+
+    def test_step_without_backward(self) -> None:
+        _, optimizer = one_weight(self.ctx)
+        with pytest.raises(StepError, match="no gradients"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale())
+
+    def test_a_loss_that_is_no_scalar(self) -> None:
+        model, _ = one_weight(self.ctx)
+        with pytest.raises(StepError, match=r"shape \[3, 1\]"):
+            accel.backward(self.ctx, model(torch.ones(3, 1, dtype=torch.float64)), accel.LossScale())
+
+    @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
+    def test_a_weight_that_is_none(self, weight: float) -> None:
+        model, _ = one_weight(self.ctx)
+        with pytest.raises(ConfigError, match="not a weight"):
+            _ = accel.backward(
+                self.ctx, flat_loss(model), accel.LossScale(), accel.Accumulation().next(), weight=weight
+            )
+
+    def test_a_weight_that_nothing_remembers(self) -> None:
+        model, _ = one_weight(self.ctx)
+        with pytest.raises(ConfigError, match="nothing remembers"):
+            accel.backward(self.ctx, flat_loss(model), accel.LossScale(), weight=3)  # type: ignore[call-overload]
+
+    @pytest.mark.parametrize("steps", [0, -3])
+    def test_an_accumulation_below_one(self, steps: int) -> None:
+        with pytest.raises(ConfigError, match="at least 1"):
+            _ = accel.Accumulation(steps=steps)
+
+    def test_a_scheduler_that_needs_a_metric(self) -> None:
+        _, optimizer = one_weight(self.ctx)
+        with pytest.raises(ConfigError, match="metric"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), scheduler=ReduceLROnPlateau(optimizer))
+
+    def test_options_outside_their_range(self) -> None:
+        _, optimizer = one_weight(self.ctx)
+        with pytest.raises(ConfigError, match="above 0"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), max_norm=0.0)
+        with pytest.raises(ConfigError, match="Did you mean `skip`"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), nonfinite="skipp")  # type: ignore[arg-type]
+
+
+def flat_loss(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(1, 1, dtype=torch.float64)).mean()
+
+
+def test_an_unprepared_model_is_refused_where_ranks_would_drift_apart() -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        with accel.accumulate(ctx, accel.Accumulation().next(), nn.Linear(1, 1)):
+            pass
+
+    with Simulator() as simulator, pytest.raises(PrepareError, match="prepare_model"):
+        simulator.run(rank, 2)
+
+
+def test_list_operations_of_torch_do_what_plain_loops_do() -> None:
+    """Fails when torch changes the two private names in accel.optim._foreach."""
+    from accel.optim import scale_, total_norm
+
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((3, 4), (5,), ())]
+    expected = math.sqrt(sum(grad.square().sum().item() for grad in grads))
+    assert total_norm(grads).item() == pytest.approx(expected, abs=1e-12)
+    assert total_norm([*grads, torch.ones(2, dtype=torch.float32)]).item() == pytest.approx(
+        math.hypot(expected, 2**0.5)
+    )
+    doubled = [2 * grad for grad in grads]
+    scale_(grads, 2.0)
+    assert all(torch.equal(a, b) for a, b in zip(grads, doubled, strict=True))
+    scale_(grads, torch.tensor(0.5, dtype=torch.float64))
+    assert all(torch.equal(2 * a, b) for a, b in zip(grads, doubled, strict=True))

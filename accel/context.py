@@ -276,7 +276,7 @@ def _choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch
         return device
     index = cast(int | None, device.index)
     index = env.local_rank if index is None else index
-    if index >= torch.cuda.device_count():
+    if not 0 <= index < torch.cuda.device_count():  # torch wraps large numbers
         raise DeviceError(
             f"rank {env.rank} has no GPU",
             expected=f"GPU {index} for local rank {env.local_rank}",

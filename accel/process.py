@@ -192,8 +192,9 @@ def _length(inputs: object, where: str) -> int:
     refused = isinstance(inputs, str | bytes | Mapping) or hasattr(inputs, "_fields")  # a namedtuple has no slices
     if not refused and isinstance(inputs, _Sliceable):
         with contextlib.suppress(TypeError):  # a 0-d tensor or array has no length, a deque no slices
+            length = len(cast(_Sliceable, inputs))
             cast(_Sliceable, inputs)[:0]
-            return len(cast(_Sliceable, inputs))
+            return length
     raise ConfigError(
         "this cannot be split by position",
         expected="a list, tuple, tensor, array, or a dict of them",

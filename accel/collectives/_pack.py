@@ -47,8 +47,7 @@ def pack(leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     sizes = [leaf.nbytes for leaf in leaves]
     buffer = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
     for leaf, part in zip(leaves, _parts(buffer, sizes), strict=True):
-        plain = leaf.detach().resolve_conj().resolve_neg()
-        part.copy_(plain.reshape(-1).contiguous().view(torch.uint8))
+        part.view(leaf.dtype).view(leaf.shape).copy_(leaf.detach())  # copies strides and conjugate views as they read
     return buffer
 
 

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gather` is torch.cat over ranks for any tree, and every rank learns when it cannot be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel
+from accel import CollectiveMismatch, TreeError
+from accel.comm import INLINE_BYTES
+from accel.tree import tensors
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+)  # fmt: skip
+LAYOUTS = ("plain", "transposed", "strided", "expanded", "conjugated", "grad")
+worlds = st.integers(1, 8)
+relaxed = settings(deadline=None, max_examples=60)
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, generator=generator)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+def _laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in other memory."""
+    if layout == "transposed" and x.ndim >= 2:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "strided" and x.ndim:
+        return torch.stack([x, x], dim=-1)[..., 1]
+    if layout == "conjugated" and x.is_complex():
+        return x.conj().clone().resolve_conj().conj()
+    if layout == "grad" and (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1:
+        return x.clone().requires_grad_()
+    if layout == "expanded" and x.ndim and x.shape[0] == 1:
+        return x[0].expand(1, *x.shape[1:])
+    return x
+
+
+@st.composite
+def leaf_plans(draw):
+    """How a leaf looks on every rank: dtype, trailing shape (None for 0-d), rows by rank, layout by rank."""
+    trailing = draw(st.none() | st.lists(st.integers(0, 3), max_size=2).map(tuple))
+    big = draw(st.integers(0, 9)) == 0
+    rows = draw(st.lists(st.integers(0, 600 if big else 4), min_size=8, max_size=8))
+    layouts = draw(st.lists(st.sampled_from(LAYOUTS), min_size=8, max_size=8))
+    return draw(st.sampled_from(DTYPES)), trailing, rows, layouts, draw(st.integers(0, 2**20))
+
+
+def _leaf(plan, rank: int) -> torch.Tensor:
+    dtype, trailing, rows, layouts, seed = plan
+    shape = () if trailing is None else (rows[rank], *trailing)
+    return _laid_out(_values(shape, dtype, seed + rank), layouts[rank])
+
+
+def _wrapped(shape: int, leaves: list[torch.Tensor], rank: int) -> object:
+    """One of several nestings; what is no tensor differs between ranks, which must not matter."""
+    if shape == 0:
+        return leaves
+    if shape == 1:
+        return {"x": tuple(leaves), "rank": rank, "name": f"rank {rank}"}
+    if shape == 2:
+        return Pair(dict(enumerate(leaves)), [None, {}])
+    return {"deep": [{"deeper": Pair(leaf, rank)} for leaf in leaves]}
+
+
+@relaxed
+@given(
+    size=worlds, plans=st.lists(leaf_plans(), max_size=4), nesting=st.integers(0, 3), seed=st.none() | st.integers(0, 9)
+)
+def test_gather_is_cat_over_ranks(ranks, size, plans, nesting, seed):
+    inputs = [_wrapped(nesting, [_leaf(plan, rank) for plan in plans], rank) for rank in range(size)]
+    results = ranks.run(lambda ctx: accel.gather(ctx, inputs[ctx.rank]), size, seed=seed)
+    flat = [[leaf.detach() for _, leaf in tensors(tree)] for tree in inputs]
+    expected = [torch.cat([torch.atleast_1d(each) for each in parts]) for parts in zip(*flat, strict=True)]
+    for rank, result in enumerate(results):
+        assert type(result) is type(inputs[rank])
+        got = tensors(result)
+        assert [path for path, _ in got] == [path for path, _ in tensors(inputs[rank])]
+        for (_, one), other in zip(got, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert not one.requires_grad
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        if nesting == 1:
+            assert (result["rank"], result["name"]) == (rank, f"rank {rank}")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_a_column_of_few_rows_is_sent(ranks, rows):
+    """Torch calls it contiguous whatever its stride, when it has less than two rows."""
+    table = torch.arange(12.0).reshape(3, 4)
+    for result in ranks.run(lambda ctx: accel.gather(ctx, table[:rows, 1]), 2):
+        assert torch.equal(result, torch.cat([table[:rows, 1]] * 2))
+
+
+@pytest.mark.parametrize("extra", [-17, -16, -15, -1, 0, 1, 16, 4096])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_payloads_around_the_size_of_the_first_message(ranks, extra, ragged):
+    rows = INLINE_BYTES - 16 + extra  # 16 for the lengths
+    inputs = [torch.arange(rows if rank or not ragged else 3, dtype=torch.int64).to(torch.uint8) for rank in range(3)]
+    for result in ranks.run(lambda ctx: accel.gather(ctx, inputs[ctx.rank]), 3):
+        assert torch.equal(result, torch.cat(inputs))
+
+
+def test_results_are_copies_on_any_number_of_ranks(ranks):
+    for size in (1, 2):
+        inputs = [torch.ones(2) for _ in range(size)]
+
+        def rank(ctx, inputs=inputs):
+            accel.gather(ctx, inputs[ctx.rank]).zero_()
+            accel.gather(ctx, inputs)[0].zero_()
+
+        ranks.run(rank, size)
+        assert all(bool((each == 1).all()) for each in inputs)
+
+
+def test_neither_tensor_nor_global_randomness_is_touched(ranks):
+    def rank(ctx):
+        before = torch.get_rng_state()
+        accel.gather(ctx, {"a": torch.zeros(3000)})
+        return torch.equal(before, torch.get_rng_state())
+
+    assert all(ranks.run(rank, 2))
+
+
+X = torch.zeros(2, 3)
+MISMATCHES = {
+    "structure": ([X], (X,), "$[0]"),
+    "missing": ({"a": X, "b": X}, {"a": X}, "$.b: float32[*, 3]"),
+    "key": ({"a": X}, {"b": X}, "$.b"),
+    "order of keys": ({"a": X, "b": X}, {"b": X, "a": X}, "$.b"),
+    "dtype": ({"a": X, "b": {"c": X}}, {"a": X, "b": {"c": X.double()}}, "$.b.c: float64[*, 3]"),
+    "trailing shape": ([X, X], [X, torch.zeros(2, 4)], "$[1]: float32[*, 4]"),
+    "dimensions": (X, torch.zeros(2), "$: float32[*]"),
+    "no dimension": (torch.zeros(2), torch.tensor(0.0), "$: float32[]"),
+    "tensor or not": ([X, 1], [X, X], "$[1]"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_every_rank_names_both_ranks_and_the_path(ranks, name, swapped):
+    usual, odd, said = MISMATCHES[name]
+    odd_rank = 0 if swapped else 2
+
+    def rank(ctx):
+        try:
+            accel.gather(ctx, odd if ctx.rank == odd_rank else usual)
+        except CollectiveMismatch as error:
+            accel.wait_for_everyone(ctx)  # the ranks are still in step
+            return error
+        return None
+
+    for error in ranks.run(rank, 4):
+        assert error.expected.startswith("rank 0: gather at test_gather.py:")
+        assert error.got.startswith(f"rank {1 if swapped else 2}: gather at test_gather.py:")
+        assert "in rank" in error.got
+        if name != "structure":
+            assert said in error.expected + error.got
+
+
+def test_mismatches_in_large_trees_are_found(ranks):
+    def rank(ctx):
+        tree = {f"leaf{i}": torch.zeros(2) for i in range(400)}
+        if ctx.rank == 1:
+            tree["leaf399"] = torch.zeros(2, dtype=torch.int64)
+        with pytest.raises(CollectiveMismatch, match=r"leaf399: float32\[\*\].*rank 1.*leaf399: int64\[\*\]"):
+            accel.gather(ctx, tree)
+        return True
+
+    assert ranks.run(rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "other", [lambda ctx: accel.reduce(ctx, X), accel.wait_for_everyone], ids=["reduce", "barrier"]
+)
+def test_another_call_is_named(ranks, other):
+    def rank(ctx):
+        with pytest.raises(
+            CollectiveMismatch, match=r"rank 0: gather at test_gather.py.*rank 1: \w+ at test_gather.py"
+        ):
+            other(ctx) if ctx.rank else accel.gather(ctx, X)
+        return True
+
+    assert ranks.run(rank, 3) == [True] * 3
+
+
+REFUSED = {
+    "a set": ({"a": [X, {1}]}, "$.a[1]"),
+    "sparse": ({"a": X.to_sparse()}, "$.a"),
+    "another device": ([X, torch.zeros(2, device="meta")], "$[1]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("where", [{0, 1, 2}, {1}])
+def test_what_cannot_be_sent_is_refused_on_every_rank_by_its_path(ranks, name, where):
+    tree, path = REFUSED[name]
+
+    def rank(ctx):
+        with pytest.raises(TreeError) as caught:
+            accel.gather(ctx, tree if ctx.rank in where else X)
+        accel.wait_for_everyone(ctx)
+        return caught.value
+
+    for error in ranks.run(rank, 3):
+        assert error.where == path
+        assert error.problem.startswith(f"rank {min(where)}: a ")
+    with pytest.raises(TreeError, match=r"^a "):
+        accel.gather(accel.single(), tree)

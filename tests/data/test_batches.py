@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of real loaders: what the plan says, from any cursor, with and without workers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+import accel
+from accel import ConfigError, Cursor, DataError, order
+
+relaxed = settings(deadline=None, max_examples=60)
+
+
+def _context(rank: int = 0, world: int = 1) -> accel.DistContext:
+    """A rank that talks to nobody: reading data needs no communication."""
+    return accel.replace(accel.single(), rank=rank, world_size=world)
+
+
+class Augmented(Dataset):
+    """Samples with what the global streams give."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[int, float, float]:
+        return index, random.random(), torch.rand(()).item()
+
+
+class Fetching(Augmented):
+    """A dataset that reads several samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float, float]]:
+        return [(-1 - index, random.random(), torch.rand(()).item()) for index in indices]
+
+
+@st.composite
+def cases(draw):
+    n, world, size = draw(st.integers(1, 60)), draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    tail = draw(st.sampled_from(["ragged", "pad", "drop"]))
+    if tail == "drop":
+        size = max(1, min(size, n // world))
+        world = min(world, n)
+    return n, world, size, tail, draw(st.booleans())
+
+
+def _run(case, cursor: Cursor, **options: Any) -> list[list[accel.Batch]]:
+    """The batches of every rank, until the end of the cursor's epoch."""
+    n, world, size, tail, shuffle = case
+    loader = DataLoader(range(n), batch_size=size, shuffle=shuffle)
+    contexts = [_context(rank, world) for rank in range(world)]
+    return [
+        list(accel.batches(ctx, accel.prepare_loader(ctx, loader, tail=tail, **options), cursor)) for ctx in contexts
+    ]
+
+
+def _real(step: tuple[accel.Batch, ...]) -> list[int]:
+    return [sample for batch in step for sample in batch.data[: batch.valid].tolist()]
+
+
+@relaxed
+@given(case=cases(), seed=st.integers(0, 99), epoch=st.integers(0, 3))
+def test_an_epoch_over_ranks_is_the_order_of_the_dataset(case, seed, epoch):
+    n, _world, size, tail, shuffle = case
+    by_rank = _run(case, Cursor(seed=seed, epoch=epoch))
+    assert len({len(each) for each in by_rank}) == 1
+    steps = list(zip(*by_rank, strict=True))
+    taken = [sample for step in steps for sample in _real(step)]
+    whole = order(seed, epoch, n, shuffle=shuffle).at(torch.arange(n))
+    assert taken == whole[: len(taken)]
+    assert tail == "drop" or len(taken) == n
+    for step in steps:
+        assert len({batch.next for batch in step}) == 1
+        assert {batch.valid.world for batch in step} == {len(_real(step))}
+        for batch in step:
+            assert batch.rows == len(batch.data) >= 1
+            assert batch.mask.tolist() == [row < batch.valid for row in range(batch.rows)]
+            assert set(batch.data.tolist()) <= set(_real(step))  # stand-ins repeat the step's own samples
+            if tail != "ragged":
+                assert batch.rows == size
+            elif batch.valid:
+                assert batch.rows == batch.valid
+    assert [batch.is_last for batch in by_rank[0]] == [False] * (len(steps) - 1) + [True]
+    assert by_rank[0][-1].next == Cursor(seed=seed, epoch=epoch + 1)
+
+
+@relaxed
+@given(case=cases(), other=st.integers(1, 5), seed=st.integers(0, 99), data=st.data())
+def test_resuming_at_any_batch_on_any_number_of_ranks_gives_the_rest(case, other, seed, data):
+    n, world, size, tail, shuffle = case
+    by_rank = _run(case, Cursor(seed=seed))
+    steps = list(zip(*by_rank, strict=True))
+    k = data.draw(st.integers(0, len(steps) - 1))
+    cursor = by_rank[0][k - 1].next if k else Cursor(seed=seed)
+    again = _run(case, cursor)
+    for rank in range(world):
+        expected = [(batch.data.tolist(), batch.valid, batch.rows, batch.next) for batch in by_rank[rank][k:]]
+        assert [(batch.data.tolist(), batch.valid, batch.rows, batch.next) for batch in again[rank]] == expected
+    moved = _run((n, other, size, tail, shuffle), cursor, global_batch=size * world)
+    assert [_real(step) for step in zip(*moved, strict=True)] == [_real(step) for step in steps[k:]]
+
+
+def test_a_rank_left_without_samples_gets_a_stand_in():
+    by_rank = _run((5, 4, 1, "ragged", False), Cursor())
+    last = [each[-1] for each in by_rank]
+    assert [(int(batch.valid), batch.rows, batch.data.tolist()) for batch in last] == [(1, 1, [4])] + [(0, 1, [4])] * 3
+    assert [batch.mask.tolist() for batch in last] == [[True]] + [[False]] * 3
+
+
+def test_padding_keeps_the_shape_and_marks_itself():
+    by_rank = _run((5, 2, 2, "pad", False), Cursor())
+    got = [[(batch.data.tolist(), batch.mask.tolist()) for batch in each] for each in by_rank]
+    assert got == [
+        [([0, 1], [True, True]), ([4, 4], [True, False])],
+        [([2, 3], [True, True]), ([4, 4], [False, False])],
+    ]
+
+
+def test_a_start_in_the_middle_reads_nothing_before_it():
+    class Watched(Augmented):
+        def __init__(self) -> None:
+            super().__init__(10**9)
+            self.read: list[int] = []
+
+        def __getitem__(self, index: int) -> int:
+            self.read.append(index)
+            return index
+
+    dataset = Watched()
+    ctx = _context()
+    loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=4))
+    assert len(loader) == 250_000_000
+    batch = next(accel.batches(ctx, loader, Cursor(consumed=888_888_888)))
+    assert dataset.read == list(range(888_888_888, 888_888_892))
+    assert batch.next == Cursor(consumed=888_888_892)
+
+
+def test_epochs_and_seeds_are_shuffled_anew_and_the_same_cursor_repeats():
+    def ids(**fields: int) -> list[int]:
+        return [
+            sample for batch in _run((50, 1, 8, "ragged", True), Cursor(**fields))[0] for sample in batch.data.tolist()
+        ]
+
+    assert ids(seed=1) == ids(seed=1)
+    assert ids(seed=1) != ids(seed=1, epoch=1)
+    assert ids(seed=1) != ids(seed=2)
+
+
+def test_breaking_off_and_nesting_loaders_leave_each_other_alone():
+    ctx = _context()
+    outer, inner = (accel.prepare_loader(ctx, DataLoader(range(n), batch_size=2, shuffle=True)) for n in (10, 6))
+    alone = [[b.data.tolist() for b in accel.batches(ctx, each, Cursor(seed=3))] for each in (outer, inner)]
+    cursor, seen = Cursor(seed=3), []
+    while cursor.epoch == 0:
+        for batch in accel.batches(ctx, outer, cursor):
+            seen.append(batch.data.tolist())
+            cursor = batch.next
+            evaluated = [b.data.tolist() for b in accel.batches(ctx, inner, Cursor(seed=3))]
+            assert evaluated == alone[1]
+            if len(seen) % 2:
+                break  # and go on from the cursor
+    assert seen == alone[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_draws_nothing_from_the_global_streams(workers):
+    ctx = _context()
+    loader = accel.prepare_loader(ctx, DataLoader(range(20), batch_size=3, shuffle=True, num_workers=workers))
+    before = torch.get_rng_state(), random.getstate()
+    assert sum(batch.rows for batch in accel.batches(ctx, loader, Cursor())) == 20
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def _augmented(dataset: Dataset, cursor: Cursor, workers: int, ctx: accel.DistContext) -> list[tuple]:
+    raw = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers)
+    loader = accel.prepare_loader(ctx, raw)
+    return [(batch.next, *(column.tolist() for column in batch.data)) for batch in accel.batches(ctx, loader, cursor)]
+
+
+@pytest.mark.parametrize("dataset", [Augmented(21), Fetching(21)], ids=["items", "getitems"])
+def test_workers_augment_the_same_after_a_resume_and_whichever_worker_reads(dataset):
+    ctx = _context()
+    torch.manual_seed(1)
+    whole = _augmented(dataset, Cursor(seed=5), 2, ctx)
+    torch.manual_seed(2)  # the caller's streams have no part in it
+    random.seed(2)
+    assert _augmented(dataset, whole[2][0], 2, ctx) == whole[3:]
+    assert _augmented(dataset, Cursor(seed=5), 1, ctx) == whole
+    draws = [value for _, _, first, second in whole for value in (*first, *second)]
+    assert len(set(draws)) == len(draws)  # no two samples were augmented alike
+    assert _augmented(dataset, Cursor(seed=5, epoch=1), 2, ctx)[0][2] != whole[0][2]
+    first, second = (_augmented(dataset, Cursor(seed=5), 1, _context(rank, 2)) for rank in range(2))
+    assert not {value for row in first for value in row[2]} & {value for row in second for value in row[2]}
+
+
+def test_without_workers_and_with_them_the_samples_are_the_same():
+    ctx = _context(1, 2)
+    raw = [DataLoader(range(23), batch_size=3, shuffle=True, num_workers=workers) for workers in (0, 2)]
+    none, two = (list(accel.batches(ctx, accel.prepare_loader(ctx, each), Cursor(seed=4))) for each in raw)
+    assert [(b.data.tolist(), b.valid, b.next) for b in none] == [(b.data.tolist(), b.valid, b.next) for b in two]
+
+
+class Sample(NamedTuple):
+    image: torch.Tensor
+    label: int
+
+
+def test_collating_and_options_are_the_users():
+    def collate(samples: list[int]) -> dict[str, Any]:
+        return {"sum": sum(samples), "of": Sample(torch.tensor(samples), len(samples))}
+
+    ctx = _context()
+    raw = DataLoader(range(5), batch_size=2, collate_fn=collate, drop_last=True)
+    loader = accel.prepare_loader(ctx, raw)
+    got = [batch.data for batch in accel.batches(ctx, loader, Cursor())]
+    assert [each["sum"] for each in got] == [1, 5]
+    assert [each["of"].image.tolist() for each in got] == [[0, 1], [2, 3]]
+    assert loader.plan.tail == "drop"
+    assert [each["sum"] for each in raw] == [1, 5]  # the user's loader is as it was
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self):
+        return reversed(range(len(self.data_source)))
+
+
+DATA = list(range(10))
+REFUSED = {
+    "stream": (lambda: DataLoader(Stream()), "IterableDataset.*map-style"),
+    "batch sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 2, False)),
+        "batch_size=",
+    ),
+    "no batch": (lambda: DataLoader(DATA, batch_size=None), "batch_size="),
+    "own sampler": (lambda: DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "got SubsetRandomSampler.*shuffle"),
+    "subclass": (lambda: DataLoader(DATA, sampler=Backwards(DATA)), "got Backwards"),
+    "replacement": (
+        lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)),
+        "that draws.*shuffle=True",
+    ),
+    "fewer": (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=3)), "that draws"),
+    "generator": (lambda: DataLoader(DATA, shuffle=True, generator=torch.Generator()), "a generator.*Cursor"),
+    "generator in sequence": (lambda: DataLoader(DATA, generator=torch.Generator()), "a generator.*Cursor"),
+    "sampler's generator": (
+        lambda: DataLoader(DATA, sampler=RandomSampler(DATA, generator=torch.Generator())),
+        "Cursor",
+    ),
+    "persistent": (lambda: DataLoader(DATA, num_workers=1, persistent_workers=True), "persistent_workers=True"),
+    "any order": (lambda: DataLoader(DATA, num_workers=1, in_order=False), "in_order=False"),
+    "no length": (lambda: DataLoader(Unsized()), "no __len__"),
+    "empty": (lambda: DataLoader([]), "empty"),
+    "all dropped": (lambda: DataLoader(DATA, batch_size=11, drop_last=True), "drops the whole epoch"),
+    "no loader": (lambda: DATA, "got list.*DataLoader"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loader_that_cannot_be_sharded_exactly_is_refused(name):
+    make, said = REFUSED[name]
+    with pytest.raises(DataError, match=said):
+        accel.prepare_loader(_context(), make())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"global_batch": 0}, "at least 1"),
+        ({"tail": "keep"}, "ragged, pad, drop"),
+        ({"tail": "pad"}, "drop_last=True and tail='pad'"),
+    ],
+)
+def test_options_that_contradict_are_refused(options, said):
+    raw = DataLoader(DATA, batch_size=2, drop_last="drop_last" in said)
+    with pytest.raises(ConfigError, match=said):
+        accel.prepare_loader(_context(), raw, **options)
+
+
+def test_the_global_batch_is_the_loaders_batch_on_every_rank_unless_it_is_given():
+    raw = DataLoader(DATA, batch_size=2)
+    assert accel.prepare_loader(_context(0, 3), raw).plan.global_batch == 6
+    assert accel.prepare_loader(_context(0, 3), raw, global_batch=4).plan.global_batch == 4
+
+
+def test_iterating_what_is_not_meant_to_be_is_refused_with_the_way_out():
+    ctx = _context()
+    loader = accel.prepare_loader(ctx, DataLoader(DATA))
+    with pytest.raises(DataError, match=r"accel.batches"):
+        iter(loader)
+    with pytest.raises(DataError, match=r"got DataLoader.*prepare_loader"):
+        next(accel.batches(ctx, DataLoader(DATA), Cursor()))
+    with pytest.raises(DataError, match=r"rank 1 of 2.*rank 0 of 1"):
+        next(accel.batches(_context(1, 2), loader, Cursor()))
+    with pytest.raises(DataError, match="10 consumed"):
+        next(accel.batches(ctx, loader, Cursor(consumed=10)))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is gathered for metrics is the dataset, each sample once, whatever stood in for what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import accel
+from accel import CollectiveMismatch, Cursor, DataError, TreeError
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 50),
+    world=st.integers(1, 6),
+    size=st.integers(1, 12),
+    tail=st.sampled_from(["ragged", "pad"]),
+    epoch=st.integers(0, 3),
+    shuffle=st.booleans(),
+)
+def test_gathered_ids_are_the_datasets(ranks, n, world, size, tail, epoch, shuffle):
+    def rank(ctx):
+        raw = DataLoader(range(n), batch_size=size, shuffle=shuffle)
+        loader = accel.prepare_loader(ctx, raw, tail=tail)
+        ids, squares, means = [], [], 0
+        for batch in accel.batches(ctx, loader, Cursor(seed=1, epoch=epoch)):
+            values = {"id": batch.data, "rows": (batch.data[:, None] ** 2, [batch.data.double().mean()])}
+            got = accel.gather_for_metrics(ctx, values, batch)
+            assert len(got["id"]) == batch.valid.world
+            ids += got["id"].tolist()
+            squares += got["rows"][0].flatten().tolist()
+            means += len(got["rows"][1][0])
+            assert len(got["rows"][1][0]) == min(world, batch.valid.world)  # ranks that hold a real sample
+        return ids, squares, means
+
+    results = ranks.run(rank, world)
+    assert all(result == results[0] for result in results)
+    ids, squares, _ = results[0]
+    assert sorted(ids) == list(range(n))
+    assert squares == [each**2 for each in ids]
+
+
+@settings(deadline=None, max_examples=30)
+@given(n=st.integers(1, 40), world=st.integers(1, 4), size=st.integers(1, 6), inner=st.integers(1, 10))
+def test_an_evaluation_within_the_training_loop_is_whole_each_time(ranks, n, world, size, inner):
+    def rank(ctx):
+        outer = accel.prepare_loader(ctx, DataLoader(range(n), batch_size=size, shuffle=True))
+        evaluation = accel.prepare_loader(ctx, DataLoader(range(inner), batch_size=3), tail="pad")
+        ids = []
+        for batch in accel.batches(ctx, outer, Cursor()):
+            seen = []
+            for each in accel.batches(ctx, evaluation, Cursor()):
+                seen += accel.gather_for_metrics(ctx, each.data, each).tolist()
+            assert seen == list(range(inner))
+            ids += accel.gather_for_metrics(ctx, batch.data, batch).tolist()
+        return sorted(ids)
+
+    assert ranks.run(rank, world) == [list(range(n))] * world
+
+
+def test_dropped_samples_are_the_only_ones_missing(ranks):
+    def rank(ctx):
+        loader = accel.prepare_loader(ctx, DataLoader(range(11), batch_size=2, drop_last=True))
+        gathered = [accel.gather_for_metrics(ctx, b.data, b).tolist() for b in accel.batches(ctx, loader, Cursor())]
+        return [each for ids in gathered for each in ids]
+
+    assert ranks.run(rank, 2) == [list(range(8))] * 2
+
+
+def _first_batch(ctx: accel.DistContext) -> accel.Batch:
+    return next(accel.batches(ctx, accel.prepare_loader(ctx, DataLoader(range(8), batch_size=2)), Cursor()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"logits": torch.zeros(3, 2)}, DataError, r"rank 1: .*expected 2 rows, got shape \[3, 2\].*\$\.logits"),
+        ({"logits": {1}}, TreeError, r"rank 1: a container.*\$\.logits"),
+        ({"other": torch.zeros(2, 2)}, CollectiveMismatch, r"rank 1: gather at test_metrics.py.*\$\.other"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, wrong, error, said):
+    def rank(ctx):
+        batch = _first_batch(ctx)
+        with pytest.raises(error, match=said):
+            accel.gather_for_metrics(ctx, wrong if ctx.rank == 1 else {"logits": torch.zeros(2, 2)}, batch)
+        accel.wait_for_everyone(ctx)
+        return True
+
+    assert ranks.run(rank, 3) == [True] * 3

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the environment says is read exactly, or refused by name."""
+
+from __future__ import annotations
+
+import os
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import EnvError, LaunchEnv, read_env
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def _without(*names: str, **changes: str) -> dict[str, str]:
+    return {name: value for name, value in (TORCHRUN | changes).items() if name not in names}
+
+
+def test_torchruns_variables():
+    assert read_env(TORCHRUN) == LaunchEnv(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        node_rank=1,
+        num_nodes=2,
+        master_addr="node0",
+        master_port=29500,
+        launcher="torchrun",
+    )
+
+
+def test_nothing_set_is_one_process():
+    assert read_env({}) == LaunchEnv(rank=0, world_size=1, local_world_size=1, num_nodes=1, launcher="none")
+
+
+def test_a_launched_world_of_one_needs_no_address():
+    env = read_env({"RANK": "0", "WORLD_SIZE": "1"})
+    assert (env.world_size, env.master_addr, env.launcher) == (1, None, "torchrun")
+
+
+@settings(deadline=None, max_examples=100)
+@given(nodes=st.integers(1, 1000), per_node=st.integers(1, 64), data=st.data())
+def test_every_consistent_assignment_reads_back(nodes, per_node, data):
+    node, local = data.draw(st.integers(0, nodes - 1)), data.draw(st.integers(0, per_node - 1))
+    variables = {
+        "RANK": node * per_node + local,
+        "WORLD_SIZE": nodes * per_node,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": node,
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": 1,
+    }
+    for name in data.draw(st.sets(st.sampled_from(["LOCAL_RANK", "GROUP_RANK"]))):  # they follow from the others
+        del variables[name]
+    env = read_env({name: str(value) for name, value in variables.items()})
+    assert (env.rank, env.world_size) == (node * per_node + local, nodes * per_node)
+    assert (env.local_rank, env.local_world_size) == (local, per_node)
+    assert (env.node_rank, env.num_nodes) == (node, nodes)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (_without("WORLD_SIZE"), ("WORLD_SIZE", "without it")),
+        (_without("RANK"), ("expected RANK", "WORLD_SIZE")),
+        ({"LOCAL_RANK": "0"}, ("LOCAL_RANK alone", "accel launch")),
+        (_without(RANK="8"), ("RANK below WORLD_SIZE=8", "RANK=8")),
+        (_without(RANK="-1"), ("RANK", "'-1'")),
+        (_without(LOCAL_RANK="4"), ("LOCAL_RANK below LOCAL_WORLD_SIZE=4", "LOCAL_RANK=4")),
+        (_without(GROUP_RANK="2"), ("GROUP_RANK below", "GROUP_RANK=2")),
+        (_without(LOCAL_WORLD_SIZE="3", LOCAL_RANK="0"), ("divides WORLD_SIZE=8", "LOCAL_WORLD_SIZE=3")),
+        (_without(WORLD_SIZE="0"), ("WORLD_SIZE", "at least 1")),
+        (_without(RANK="five"), ("RANK", "'five'")),
+        (_without(WORLD_SIZE="8.0"), ("WORLD_SIZE", "'8.0'")),
+        (_without(LOCAL_WORLD_SIZE=""), ("LOCAL_WORLD_SIZE", "''")),
+        (_without("MASTER_ADDR"), ("MASTER_ADDR", "WORLD_SIZE=8")),
+        (_without(MASTER_ADDR=""), ("MASTER_ADDR",)),
+        (_without("MASTER_PORT"), ("MASTER_PORT",)),
+        (_without(MASTER_PORT="http"), ("MASTER_PORT", "'http'")),
+        (_without(MASTER_PORT="0"), ("MASTER_PORT", "'0'")),
+    ],
+)
+def test_contradictions_are_refused_by_name(environ, said):
+    with pytest.raises(EnvError) as caught:
+        read_env(environ)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_settings_are_read_beside_a_launcher_and_without():
+    settings_ = {"ACCEL_DEVICE": "cpu", "ACCEL_BACKEND": "gloo", "ACCEL_PRECISION": "bf16", "ACCEL_TIMEOUT_S": "1.5"}
+    for environ in (settings_, TORCHRUN | settings_):
+        env = read_env(environ)
+        assert (env.device, env.backend, env.precision, env.timeout_s) == ("cpu", "gloo", "bf16", 1.5)
+
+
+def test_an_empty_setting_says_nothing():
+    names = ("ACCEL_DEVICE", "ACCEL_BACKEND", "ACCEL_PRECISION", "ACCEL_TIMEOUT_S")
+    assert read_env(dict.fromkeys(names, "")) == LaunchEnv()
+
+
+@pytest.mark.parametrize("name", ["ACCEL_PRECISON", "ACCEL_TIMEOUT", "ACCEL_DEVICES", "ACCEL_BACKENDS"])
+def test_a_near_miss_is_a_typo(name):
+    with pytest.raises(EnvError, match=rf"{name}='x'.*Did you mean `ACCEL_"):
+        read_env({name: "x"})
+
+
+def test_names_of_other_software_are_left_alone():
+    assert read_env({"ACCEL_XYZ_7": "1", "ACCELERATE_USE_CPU": "1", "PRECISION": "no"}) == LaunchEnv()
+
+
+@pytest.mark.parametrize(("precision", "hint"), [("fp61", "`fp16`"), ("BF16", "bf16"), ("float32", "fp32")])
+def test_an_unknown_precision_lists_the_choices(precision, hint):
+    with pytest.raises(EnvError, match=rf"one of fp32, bf16, fp16.*{precision}.*ACCEL_PRECISION.*{hint}"):
+        read_env({"ACCEL_PRECISION": precision})
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "nan", "inf", "soon"])
+def test_a_time_out_is_a_time(seconds):
+    with pytest.raises(EnvError, match=f"'{seconds}' - at ACCEL_TIMEOUT_S"):
+        read_env({"ACCEL_TIMEOUT_S": seconds})
+
+
+def test_reading_changes_neither_the_mapping_nor_the_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "77")  # must not be seen: another mapping was given
+    before = dict(os.environ)
+    read_only = MappingProxyType(dict(TORCHRUN))
+    assert read_env(read_only) == read_env(read_only)
+    assert read_env(read_only).rank == 5
+    assert read_only == TORCHRUN
+    assert dict(os.environ) == before

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors answer four questions, as text and as fields, and survive the way to another rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel
+from accel import errors
+from accel.errors import AccelError, ErrorRecord, PeerError, describe, did_you_mean, rebuild
+
+KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, AccelError)]
+facts = st.text(max_size=20)
+
+
+def test_the_four_answers_in_one_line():
+    error = errors.ConfigError("not a rank", expected="0 to 3", got="4", where="on_process", fix="Pass another.")
+    assert str(error) == "not a rank: expected 0 to 3, got 4 - at on_process. Pass another."
+    assert str(errors.ConfigError("alone")) == "alone"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=20)
+@given(problem=facts, expected=facts, got=facts, where=facts, fix=facts)
+def test_every_kind_survives_records_json_pickle_and_copy(kind, problem, expected, got, where, fix):
+    error = kind(problem, expected=expected, got=got, where=where, fix=fix)
+    record = msgspec.json.decode(msgspec.json.encode(describe(error)), type=ErrorRecord)
+    for again in (rebuild(record), pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is kind
+        assert (again.problem, again.expected, again.got, again.where, again.fix) == (
+            problem,
+            expected,
+            got,
+            where,
+            fix,
+        )
+        assert str(again) == str(error)
+
+
+def test_what_is_not_ours_is_quoted():
+    record = describe(KeyError("weight"))
+    assert type(rebuild(record)) is PeerError
+    assert "KeyError: 'weight'" in str(rebuild(record))
+
+
+def test_an_unknown_kind_is_still_ours():
+    again = rebuild(ErrorRecord("FromANewerVersion", "broken", got="x"))
+    assert type(again) is AccelError
+    assert again.got == "x"
+
+
+def test_kinds_are_caught_as_what_they_are():
+    assert issubclass(accel.EnvError, ValueError)
+    assert issubclass(accel.TreeError, TypeError)
+    assert issubclass(accel.MissingExtraError, ImportError)
+    assert issubclass(accel.NonFiniteError, FloatingPointError)
+    for name in dir(accel):
+        if name.endswith(("Error", "Mismatch")):
+            assert issubclass(getattr(accel, name), AccelError)
+
+
+def test_did_you_mean_names_the_closest_or_all():
+    assert did_you_mean("fp61", ("fp32", "fp16", "bf16")) == "Did you mean `fp16`?"
+    assert did_you_mean("zzz", ("b", "a")) == "Choose one of a, b."

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks return or all raise; work goes to the ranks it is meant for; parts put together are the whole."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel
+from accel import CheckpointError, CollectiveMismatch, ConfigError, PeerError
+from accel.process import agree, agreed
+
+worlds = st.integers(1, 8)
+seeds = st.none() | st.integers(0, 1000)
+relaxed = settings(deadline=None, max_examples=40)
+
+
+def _caught(function, *args) -> BaseException | None:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+@relaxed
+@given(size=st.integers(2, 8), data=st.data(), seed=seeds)
+def test_all_raise_the_lowest_failing_ranks_error_or_none_does(ranks, size, data, seed):
+    failing = data.draw(st.sets(st.integers(0, size - 1)))
+
+    def rank(ctx):
+        mine = (
+            CheckpointError(f"no room for {ctx.rank}", where="disk", fix="Free some.") if ctx.rank in failing else None
+        )
+        error = _caught(agree, ctx, mine, "saving")
+        accel.wait_for_everyone(ctx)  # ranks are still in step
+        return error
+
+    for error in ranks.run(rank, size, seed=seed):
+        if failing:
+            lowest = min(failing)
+            assert type(error) is CheckpointError
+            assert str(error) == f"rank {lowest}: no room for {lowest} - at disk. Free some."
+        else:
+            assert error is None
+
+
+def test_the_failing_rank_keeps_its_own_error_as_the_cause(ranks):
+    mine = OSError("no space")
+    errors = ranks.run(lambda ctx: _caught(agree, ctx, mine if ctx.rank == 1 else None, "saving"), 3)
+    assert [type(error) for error in errors] == [PeerError] * 3
+    assert {str(error) for error in errors} == {"rank 1: OSError: no space"}
+    assert [error.__cause__ for error in errors] == [None, mine, None]
+
+
+def test_a_single_rank_raises_its_error_as_it_is():
+    mine = OSError("no space")
+    assert _caught(agree, accel.single(), mine, "saving") is mine
+    assert _caught(agree, accel.single(), None, "saving") is None
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "\0" * 3000, "é😀" * 2000, "a file \udcff name", 'a "quote"\n' * 600])
+def test_any_message_reaches_the_others_with_its_kind(ranks, text):
+    def rank(ctx):
+        mine = CheckpointError("cannot write", got=text, where=text, fix="Free some.") if ctx.rank == 1 else None
+        return _caught(agree, ctx, mine, "saving")
+
+    for error in ranks.run(rank, 2):
+        assert type(error) is CheckpointError
+        assert error.problem == "rank 1: cannot write"
+        assert error.fix == "Free some."
+        assert error.got.startswith(text[:7])
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        accel.wait_for_everyone,
+        lambda ctx: accel.gather(ctx, torch.zeros(3)),
+        lambda ctx: accel.reduce(ctx, torch.zeros(5000)),
+        lambda ctx: _whole_block(ctx),
+    ],
+    ids=["barrier", "gather", "reduce", "block"],
+)
+def test_a_failure_reaches_ranks_in_another_call(ranks, elsewhere):
+    def rank(ctx):
+        if ctx.rank == 2:
+            return _caught(agree, ctx, CheckpointError("broken"), "saving")
+        return _caught(elsewhere, ctx)
+
+    for error in ranks.run(rank, 4):
+        assert type(error) is CheckpointError
+        assert str(error) == "rank 2: broken"
+
+
+def _whole_block(ctx: accel.DistContext) -> None:
+    with agreed(ctx, "a block"):
+        pass
+
+
+def test_an_agreed_block_that_fails_somewhere_fails_everywhere(ranks):
+    def rank(ctx):
+        done = []
+
+        def work():
+            with agreed(ctx, "work"):
+                if ctx.rank == 1:
+                    raise KeyError("lost")
+                done.append(ctx.rank)
+
+        return _caught(work), done
+
+    results = ranks.run(rank, 3)
+    assert [str(error) for error, _ in results] == ["rank 1: KeyError: 'lost'"] * 3
+    assert [done for _, done in results] == [[0], [], [2]]
+
+
+@relaxed
+@given(size=worlds, seed=seeds, per_node=st.sampled_from([1, 2, 4]))
+def test_the_first_go_first(ranks, size, seed, per_node):
+    size *= per_node
+
+    def run(first):
+        happened = []
+
+        def rank(group):
+            ctx = accel.from_group(group, device="cpu", local_world_size=per_node)
+            with first(ctx):
+                happened.append((ctx.rank, ctx.local_rank))
+            return ctx.rank
+
+        assert ranks.run_groups(rank, size, seed=seed) == list(range(size))
+        return happened
+
+    if size > 16:
+        size = 16
+    order = run(accel.main_process_first)
+    assert order[0] == (0, 0)
+    assert sorted(rank for rank, _ in order) == list(range(size))
+    order = run(accel.local_main_process_first)
+    assert {local for _, local in order[: size // per_node]} == {0}
+    assert sorted(rank for rank, _ in order) == list(range(size))
+
+
+@pytest.mark.parametrize("first", [accel.main_process_first, accel.local_main_process_first])
+def test_a_failure_of_the_first_reaches_the_others_before_their_turn(ranks, first):
+    began = []
+
+    def rank(ctx):
+        def work():
+            with first(ctx):
+                began.append(ctx.rank)
+                raise KeyError("download")
+
+        error = _caught(work)
+        accel.wait_for_everyone(ctx)
+        return error
+
+    main, *others = ranks.run(rank, 3)
+    assert began == [0]
+    assert type(main) is KeyError  # its own, with its traceback
+    assert [str(error) for error in others] == ["rank 0: KeyError: 'download'"] * 2
+    assert all(type(error) is PeerError for error in others)
+    assert isinstance(_caught(functools.partial(rank, accel.single())), type(None))
+
+
+def test_a_failure_on_one_node_reaches_the_other_nodes(ranks):
+    def rank(group):
+        ctx = accel.from_group(group, device="cpu", local_world_size=2)
+
+        def work():
+            with accel.local_main_process_first(ctx):
+                if ctx.node_rank == 1:
+                    raise CheckpointError("node 1 is full")
+
+        return _caught(work)
+
+    assert [str(error) for error in ranks.run_groups(rank, 4)] == [
+        "rank 2: node 1 is full",
+        "rank 2: node 1 is full",
+        "node 1 is full",
+        "rank 2: node 1 is full",
+    ]
+
+
+def test_different_calls_are_named_with_their_sites(ranks):
+    def rank(ctx):
+        if ctx.rank == 1:
+            return _caught(agree, ctx, None, "saving")
+        return _caught(accel.wait_for_everyone, ctx)
+
+    for error in ranks.run(rank, 3):
+        assert type(error) is CollectiveMismatch
+        assert error.expected.startswith("rank 0: wait_for_everyone at test_process.py:")
+        assert error.got.startswith("rank 1: saving at test_process.py:")
+        assert "in _caught" in error.got
+
+
+def test_work_runs_where_it_is_meant_to(ranks):
+    def work(value, *, plus):
+        """Documented."""
+        return value + plus
+
+    def rank(group):
+        ctx = accel.from_group(group, device="cpu", local_world_size=2)
+        chosen = {
+            "main": accel.on_main_process(ctx, work),
+            "local main": accel.on_local_main_process(ctx, work),
+            "last": accel.on_last_process(ctx, work),
+            "2": accel.on_process(ctx, work, 2),
+            "local 1": accel.on_local_process(ctx, work, 1),
+        }
+        assert all((each.__name__, each.__doc__) == ("work", "Documented.") for each in chosen.values())
+        return {name for name, each in chosen.items() if each(1, plus=2) == 3 or each(1, plus=2) is not None}
+
+    assert ranks.run_groups(rank, 4) == [{"main", "local main"}, {"local 1"}, {"local main", "2"}, {"last", "local 1"}]
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_rank_that_does_not_exist_is_refused_on_every_rank(ranks, number):
+    def rank(ctx):
+        return [_caught(on, ctx, print, number) for on in (accel.on_process, accel.on_local_process)]
+
+    for errors in ranks.run(rank, 2):
+        assert all(type(error) is ConfigError and error.expected == "0 to 1" for error in errors)
+
+
+def test_printing_is_the_builtin_on_rank_0(ranks):
+    def rank(ctx):
+        file = io.StringIO()
+        accel.print(ctx, "a", 1, sep="-", end="!", file=file)
+        return file.getvalue()
+
+    assert ranks.run(rank, 3) == ["a-1!", "", ""]
+
+
+def _parts(size: int, inputs: object, **options: bool) -> list:
+    contexts = [accel.replace(accel.single(), rank=rank, world_size=size) for rank in range(size)]
+    return [accel.split_between_processes(ctx, inputs, **options) for ctx in contexts]
+
+
+KINDS = {
+    "list": (list, lambda parts: [each for part in parts for each in part]),
+    "tuple": (tuple, lambda parts: [each for part in parts for each in part]),
+    "tensor": (lambda xs: torch.tensor(xs, dtype=torch.int64), lambda parts: torch.cat(parts).tolist()),
+    "array": (np.array, lambda parts: np.concatenate(parts).tolist()),
+    "range": (lambda xs: range(len(xs)), lambda parts: [each for part in parts for each in part]),
+}
+
+
+@relaxed
+@given(size=worlds, length=st.integers(0, 30), kind=st.sampled_from(list(KINDS)))
+def test_parts_put_together_are_the_input_and_are_equally_long_but_for_one(size, length, kind):
+    make, join = KINDS[kind]
+    inputs = make(list(range(length)))
+    parts = _parts(size, inputs)
+    assert join(parts) == list(range(length))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert {type(part) for part in parts} == {type(inputs)}
+
+
+@relaxed
+@given(size=worlds, length=st.integers(0, 30), kind=st.sampled_from(["list", "tuple", "tensor"]))
+def test_padded_parts_are_equally_long_and_begin_with_the_input(size, length, kind):
+    make, join = KINDS[kind]
+    inputs = make(list(range(length)))
+    parts = _parts(size, inputs, pad=True)
+    assert {len(part) for part in parts} == {-(-length // size)}
+    assert {type(part) for part in parts} == {type(inputs)}
+    plain = _parts(size, inputs)
+    for part, real in zip(parts, plain, strict=True):
+        assert list(part[: len(real)]) == list(real)
+        assert all(each == length - 1 for each in part[len(real) :])
+    assert list(range(length)) == join(plain)
+
+
+@relaxed
+@given(size=worlds, length=st.integers(0, 20))
+def test_a_dict_is_split_value_by_value_and_left_as_it_was(size, length):
+    inputs = {"x": list(range(length)), "y": torch.arange(length) * 2}
+    before = {"x": list(inputs["x"]), "y": inputs["y"]}
+    parts = _parts(size, inputs)
+    assert [each for part in parts for each in part["x"]] == before["x"]
+    assert torch.equal(torch.cat([part["y"] for part in parts]), before["y"])
+    assert all(part["y"].tolist() == [2 * each for each in part["x"]] for part in parts)
+    assert inputs["x"] == before["x"]
+    assert inputs["y"] is before["y"]
+    assert list(inputs) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ("a prompt", r"got str.*, \$"),
+        (b"bytes", "got bytes"),
+        ({1, 2}, "got set"),
+        (5, "got int"),
+        (torch.tensor(5), "got Tensor"),
+        (np.array(5), "got ndarray"),
+        ({"a": [1, 2], "b": "cd"}, r"got str.*\$\['b'\]"),
+        ({"a": {"b": [1]}}, r"got dict.*\$\['a'\]"),
+        (collections.UserDict(a=[1]), "got UserDict"),
+        (collections.deque([1, 2]), "got deque"),
+        (collections.namedtuple("Batch", "x y")([1], [2]), "got Batch"),
+        ({"a": [1, 2], "b": [1]}, "different lengths.*'a': 2, 'b': 1"),
+    ],
+)
+def test_what_has_no_positions_is_refused(inputs, said):
+    with pytest.raises(ConfigError, match=said):
+        accel.split_between_processes(accel.single(), inputs)
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_what_cannot_be_padded_is_refused_on_every_rank(length):
+    for rank in range(2):
+        ctx = accel.replace(accel.single(), rank=rank, world_size=2)
+        with pytest.raises(ConfigError, match="can be padded"):
+            accel.split_between_processes(ctx, np.zeros(length), pad=True)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys are values; captured streams go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import ConfigError, Key
+from accel.random import RngState, capture_rng, check_seed, restore_rng, seed_rng
+
+CPU = torch.device("cpu")
+names = st.text(max_size=5) | st.integers(-(2**40), 2**40)
+relaxed = settings(deadline=None, max_examples=60)
+
+
+def _draw() -> tuple[float, ...]:
+    return random.random(), random.gauss(), np.random.rand(), np.random.standard_normal(), torch.rand(()).item()
+
+
+@pytest.fixture(autouse=True)
+def _streams_as_before():
+    before = capture_rng(CPU)
+    yield
+    restore_rng(before, CPU)
+
+
+@relaxed
+@given(seed=st.integers(0, 2**63 - 1), first=st.lists(names, max_size=4), second=st.lists(names, max_size=4))
+def test_keys_are_equal_exactly_when_their_paths_are(seed, first, second):
+    a, b = Key(seed).fold_in(*first), Key(seed).fold_in(*second)
+    assert (a == b) == (first == second) == (a.integers(4) == b.integers(4))
+
+
+@relaxed
+@given(seed=st.integers(0, 2**63 - 1), path=st.lists(names, max_size=4), cut=st.integers(0, 4))
+def test_folding_in_steps_is_folding_at_once(seed, path, cut):
+    assert Key(seed).fold_in(*path[:cut]).fold_in(*path[cut:]) == Key(seed).fold_in(*path)
+
+
+def test_equal_keys_draw_equal_numbers_whatever_the_type_of_integer():
+    for one in (np.int64(1), True, torch.tensor(1)):
+        assert Key(0).fold_in("a", one).integers(3) == Key(0).fold_in("a", 1).integers(3)
+    assert Key(0).fold_in("1").integers(3) != Key(0).fold_in(1).integers(3)
+    with pytest.raises(TypeError):
+        Key(0).fold_in(1.5).integers(1)
+
+
+@relaxed
+@given(count=st.integers(0, 40), more=st.integers(0, 40), bits=st.integers(1, 64))
+def test_integers_are_a_stream_of_so_many_bits(count, more, bits):
+    key = Key(3).fold_in("x")
+    drawn = key.integers(count + more, bits=bits)
+    assert len(drawn) == count + more
+    assert all(0 <= each < 2**bits for each in drawn)
+    assert drawn[:count] == key.integers(count, bits=bits)
+
+
+def test_keys_do_not_change_between_versions():
+    """Data order and augmentation of a saved run hang on these."""
+    assert Key(0).fold_in("data", 1).integers(2, bits=32) == [2398116433, 3069721474]
+
+
+def test_a_keys_generator_repeats_and_touches_no_global_stream():
+    before = torch.get_rng_state()
+    first, again = (torch.rand(3, generator=Key(5).fold_in("g").generator()) for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first, torch.rand(3, generator=Key(5).fold_in("h").generator()))
+
+
+def test_seeding_sets_every_stream_and_keys_differ():
+    seed_rng(Key(1), CPU)
+    first = _draw()
+    seed_rng(Key(1), CPU)
+    assert _draw() == first
+    seed_rng(Key(2), CPU)
+    assert not set(_draw()) & set(first)
+
+
+@relaxed
+@given(seed=st.integers(0, 2**32), before=st.integers(0, 3), after=st.integers(1, 3))
+def test_streams_go_on_from_a_captured_state_through_json(seed, before, after):
+    seed_rng(Key(seed), CPU)
+    for _ in range(before):
+        _draw()
+    random.gauss()  # leaves a pending one, which belongs to the state
+    np.random.standard_normal()
+    state = capture_rng(CPU)
+    expected = [_draw() for _ in range(after)]
+    seed_rng(Key(seed + 1), CPU)
+    restore_rng(msgspec.json.decode(msgspec.json.encode(state), type=RngState), CPU)
+    assert [_draw() for _ in range(after)] == expected
+
+
+def test_capturing_draws_nothing():
+    assert capture_rng(CPU) == capture_rng(CPU)
+
+
+def test_numpy_is_left_out_where_the_program_does_not_use_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpy")
+    assert capture_rng(CPU).numpy is None
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, "0", True, None])
+def test_what_is_not_a_seed_is_refused_with_its_place(seed):
+    with pytest.raises(ConfigError, match=r"not a seed.*- at here"):
+        check_seed(seed, where="here")
+    assert check_seed(2**63 - 1, where="here") == 2**63 - 1

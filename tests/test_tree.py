@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees are taken apart and put together without loss; what cannot be is refused by its path."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import TreeError
+from accel.tree import leaves, map_leaves, map_tensors, replace_tensors, structure, tensors
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Plain:
+    a: Any
+    b: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Any
+    b: Any
+
+    def __post_init__(self) -> None:
+        if self.a == "never":
+            raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slotted:
+    a: Any
+
+
+class Record(msgspec.Struct, frozen=True):
+    a: Any
+    b: Any = ()
+
+
+class Named(dict):
+    """A subclass with a setting of its own."""
+
+    def __init__(self, *args: Any, title: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.title = title
+
+
+def _default(items: dict[Any, Any]) -> collections.defaultdict[Any, Any]:
+    return collections.defaultdict(list, items)
+
+
+atoms = (
+    st.integers()
+    | st.text(max_size=4)
+    | st.none()
+    | st.booleans()
+    | st.binary(max_size=3)
+    | st.builds(lambda n: torch.arange(n), st.integers(0, 3))
+)
+keys = st.text(max_size=3) | st.integers(-3, 3) | st.tuples(st.integers(0, 2))
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    items = st.dictionaries(keys, inner, max_size=3)
+    return st.one_of(
+        items,
+        items.map(collections.OrderedDict),
+        items.map(_default),
+        items.map(lambda d: Named(d, title="kept")),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.builds(Plain, inner, inner),
+        st.builds(Frozen, inner, inner),
+        st.builds(lambda a: Slotted(a=a), inner),
+        st.builds(Record, inner, inner),
+    )
+
+
+trees = st.recursive(atoms, _containers, max_leaves=12)
+relaxed = settings(deadline=None, max_examples=100)
+
+
+def _same(a: Any, b: Any) -> None:
+    """Equal in types, keys, their order, and leaves; written without the functions under test."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        assert vars(a) == vars(b) if isinstance(a, Named) else True
+        assert getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
+        for key in a:
+            _same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            _same(one, other)
+    elif isinstance(a, Plain | Frozen | Record):
+        _same(a.a, b.a)
+        _same(a.b, b.b)
+    elif isinstance(a, Slotted):
+        _same(a.a, b.a)
+    else:
+        assert a == b
+
+
+@relaxed
+@given(tree=trees)
+def test_mapping_nothing_gives_an_equal_tree(tree):
+    _same(map_leaves(lambda leaf: leaf, tree), tree)
+    _same(replace_tensors(tree, [leaf for _, leaf in tensors(tree)]), tree)
+    assert structure(map_leaves(lambda leaf: leaf, tree)) == structure(tree)
+
+
+@relaxed
+@given(tree=trees)
+def test_containers_are_new_and_the_old_are_left_as_they_were(tree):
+    before = leaves(tree)
+    marked = map_leaves(lambda _: "mark", tree)
+    assert [leaf for _, leaf in leaves(marked)] == ["mark"] * len(before)
+    assert [path for path, _ in leaves(marked)] == [path for path, _ in before]
+    after = leaves(tree)
+    assert [path for path, _ in after] == [path for path, _ in before]
+    assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
+
+
+@relaxed
+@given(tree=trees, offset=st.integers(-5, 5))
+def test_maps_compose_and_touch_tensors_only(tree, offset):
+    once = map_tensors(lambda x: x + offset, tree)
+    _same(map_tensors(lambda x: x - offset, once), tree)
+    assert [x.tolist() for _, x in tensors(once)] == [(x + offset).tolist() for _, x in tensors(tree)]
+    others = [leaf for _, leaf in leaves(tree) if not isinstance(leaf, torch.Tensor)]
+    assert [leaf for _, leaf in leaves(once) if not isinstance(leaf, torch.Tensor)] == others
+
+
+@relaxed
+@given(tree=trees)
+def test_tensors_are_the_leaves_that_are_tensors_in_order(tree):
+    expected = [(path, leaf) for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    assert [(path, id(leaf)) for path, leaf in tensors(tree)] == [(path, id(leaf)) for path, leaf in expected]
+
+
+def test_paths_read_as_python():
+    tree = {"inputs": [1, (2,)], 3: Pair(4, Plain(5, Record(6, 7)))}
+    assert leaves(tree) == [
+        ("$.inputs[0]", 1),
+        ("$.inputs[1][0]", 2),
+        ("$[3].first", 4),
+        ("$[3].second.a", 5),
+        ("$[3].second.b.a", 6),
+        ("$[3].second.b.b", 7),
+    ]
+
+
+def test_a_frozen_dataclass_is_rebuilt_without_running_its_checks_again():
+    assert map_leaves(lambda _: "never", Frozen(1, 2)) == map_leaves(lambda _: "never", Frozen(3, 4))
+
+
+def test_structures_tell_containers_keys_and_kinds_apart():
+    x = torch.zeros(2)
+    different = [x, [x], (x,), {"a": x}, {"b": x}, {0: x}, Pair(x, x), [x, x], Plain(x, x), Record(x, x), [1], [""], []]
+    assert len({structure(each) for each in different}) == len(different)
+    assert structure({"a": x}) == structure({"a": torch.ones(5, dtype=torch.int64)})
+
+
+class Window(collections.abc.Sequence):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        collections.UserDict(a=torch.zeros(1)),
+        collections.UserList([torch.zeros(1)]),
+        {1, 2},
+        frozenset({1}),
+        collections.deque([torch.zeros(1)]),
+        Window(),
+        {"a": 1}.values().mapping,
+        {"a": 1}.keys(),
+        torch.ones(2, 2).max(0),
+        torch.Size([2, 3]),
+        type("Rows", (list,), {})([1]),
+    ],
+    ids=lambda container: type(container).__name__,
+)
+def test_unknown_containers_are_refused_with_their_path(container):
+    for function in (leaves, tensors, structure, lambda tree: map_leaves(lambda leaf: leaf, tree)):
+        with pytest.raises(TreeError) as caught:
+            function({"batch": [0, Pair(1, container)]})
+        assert caught.value.where == "$.batch[1].second"
+        assert caught.value.got == type(container).__name__
+        assert "dict" in caught.value.expected
+
+
+@pytest.mark.parametrize("leaf", [torch.zeros(2), "text", b"bytes", 1.5, None, range(3), Plain, object()])
+def test_leaves_are_leaves(leaf):
+    assert leaves(leaf) == [("$", leaf)]
+    assert map_leaves(lambda each: [each], leaf) == [leaf]

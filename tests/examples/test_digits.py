@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digits example: what it prints and leaves behind, its accuracy, and runs that are killed and go on."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import accel
+from accel.testing import simulate
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+STEPS = 23  # optimizer steps in an epoch: 1,437 training images in batches of 64
+
+
+@pytest.fixture(scope="module")
+def digits() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("digits_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where msgspec looks up the types of fields
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(autouse=True)
+def streams() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def launch(script: Path, world: int, *words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(world), str(script)]
+    return subprocess.Popen(
+        [*command, *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for a launch to end well, and return what it printed."""
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    return out
+
+
+def kill_once(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    """Kill the launcher's process group as soon as it is ready; its ranks die with it."""
+    end = time.monotonic() + 60
+    try:
+        while not ready():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end, "waited in vain"
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)  # returns when the ranks, which hold the pipes, are gone too
+
+
+def newest(out: Path) -> int:
+    """Return the step of the newest checkpoint, -1 if there is none."""
+    return max((int(path.name[5:]) for path in out.glob("step-" + "[0-9]" * 8)), default=-1)
+
+
+def stored(digits: ModuleType, out: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Return the parameters of the last checkpoint, and the lines of its table without what a clock decides."""
+    path = accel.latest_checkpoint(out)
+    assert path is not None
+    model, names = digits.make_model(), json.loads((path / "manifest.json").read_text())["items"]
+    items = {name: None for name in names if name != "recipe"} | {"model": model, "log": digits.Log(), "recipe": {}}
+    log = accel.load_state(accel.single(), path, items)["log"]
+    rows = [msgspec.to_builtins(row) for row in log.epochs]
+    return model.state_dict(), [{key: row[key] for key in row if key != "samples_per_s"} for row in rows]
+
+
+def assert_same_numbers(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-3)
+        assert mine.test_loss == pytest.approx(theirs.test_loss, rel=1e-3)
+        assert mine.lr == theirs.lr
+        assert (mine.tested, theirs.tested) == (360, 360)
+        assert abs(mine.right - theirs.right) <= 2
+
+
+def test_a_short_run_leaves_table_curves_and_checkpoints(
+    digits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].split("  ") == ["epoch", "train loss", "test loss", "accuracy", "", "", "", "lr", "samples/s"]
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert lines[3] == f"{table[-1].right} right of 360 tested images; the test split has 360"
+    assert len(lines) == 4
+    assert max(map(len, lines)) < 70
+    assert err == ""  # no progress bar where there is no terminal
+    assert table[-1].right / table[-1].tested > 0.85
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000023", "step-00000046"]
+
+    again = digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
+    assert again == table  # complete, and nothing was trained or measured anew
+    assert capsys.readouterr().out.splitlines()[2:4] == lines[1:3]
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 4), (2, 1), (3, 2)])
+def test_ranks_and_accumulation_do_not_change_the_run(
+    digits: ModuleType, tmp_path: Path, world: int, accumulate: int
+) -> None:
+    alone = digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path / "alone")))
+    settings = digits.Settings(epochs=1, out=str(tmp_path / "many"), accumulate=accumulate)
+    for table in simulate(lambda ctx: digits.main(ctx, settings), world):
+        assert_same_numbers(table, alone)
+
+
+def test_other_settings_than_the_checkpoints_are_refused(digits: ModuleType, tmp_path: Path) -> None:
+    digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path)))
+    with pytest.raises(accel.ConfigError, match=r"expected --lr 0\.004, got --lr 0\.1 - at .*step-00000023\. Give the"):
+        digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path), lr=0.1))
+    assert len(digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--epochs -1", "argument --epochs: Expected `int` >= 1, got '-1'"),
+        ("--epochs many", "argument --epochs: Expected `int`, got `str`, got 'many'"),
+        ("--lr nan", "argument --lr: Expected `float` > 0.0, got 'nan'"),
+        ("--save-every -2", "argument --save-every: Expected `int` >= 0, got '-2'"),
+        ("--batch-size 10 --accumulate 3", "--batch-size 10 is no multiple of --accumulate 3"),
+        ("--epoch 3", "unrecognized arguments: --epoch 3"),
+    ],
+)
+def test_bad_flags_take_one_line(
+    digits: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, told: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["digits.py", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        digits.read_flags()
+    assert capsys.readouterr() == ("", f"digits.py: error: {told}\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("sklearn.datasets", "scikit-learn"), ("matplotlib.figure", "matplotlib")]
+)
+def test_a_missing_package_is_named_before_training(
+    digits: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(accel.MissingExtraError, match=rf"{package}.*pip install 'accel\[examples\]'"):
+        digits.main(accel.single(), digits.Settings(out=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("columns", [0, 12, 40, 200])
+def test_the_progress_bar_keeps_to_its_line_and_leaves_nothing(
+    digits: ModuleType, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        for done in (0.0, 0.5, 0.999, 1.0):
+            digits.show_progress(accel.single(), "epoch 1", done)
+        text = b""
+        while text.count(b"\r\x1b[K") < 4:
+            text += os.read(main, 4096)
+        drawn = text.decode().split("\r\x1b[K")[1:]
+    os.close(main)
+    assert max(map(len, drawn)) < (columns or 80)
+    assert drawn[3] == ""
+    if columns == 40:
+        assert drawn[1:3] == ["epoch 1 ############............  50%", "epoch 1 ########################  99%"]
+
+
+@pytest.mark.multiprocess
+def test_two_processes_reach_97_percent(digits: ModuleType, tmp_path: Path) -> None:
+    printed = finish(launch(EXAMPLE, 2, "--out", tmp_path))
+    _, rows = stored(digits, tmp_path)
+    assert len(rows) == 12
+    assert rows[-1]["right"] >= 0.97 * 360
+    assert f"[rank 0] {rows[-1]['right']} right of 360 tested images; the test split has 360\n" in printed
+    assert "[rank 1]" not in printed
+    assert (tmp_path / "curves.png").is_file()
+
+
+@pytest.mark.multiprocess
+def test_a_run_killed_in_an_epoch_ends_as_one_never_killed(digits: ModuleType, tmp_path: Path) -> None:
+    flags = ("--epochs", 3, "--save-every", 5, "--out")
+    finish(launch(EXAMPLE, 2, *flags, tmp_path / "whole"))
+
+    killed = tmp_path / "killed"
+    kill_once(launch(EXAMPLE, 2, *flags, killed), lambda: newest(killed) > STEPS)
+    assert STEPS < newest(killed) < 2 * STEPS  # in the middle of the second epoch
+    assert f"going on from {killed}/step-000000" in finish(launch(EXAMPLE, 2, *flags, killed))
+
+    (whole, table), (resumed, resumed_table) = stored(digits, tmp_path / "whole"), stored(digits, killed)
+    assert table == resumed_table
+    assert len(table) == 3
+    for name, parameter in whole.items():
+        assert torch.equal(parameter.view(torch.int32), resumed[name].view(torch.int32)), name
+
+
+SAMPLES, BATCH = 203, 8
+ID_SCRIPT = f"""
+import json, sys, time
+from pathlib import Path
+import accel, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+out = Path(sys.argv[1])
+with accel.session() as ctx:
+    def note(**line):
+        with open(out / "ids.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\\n")
+
+    note = accel.on_main_process(ctx, note)
+    data = DataLoader(TensorDataset(torch.arange({SAMPLES})), batch_size={BATCH}, shuffle=True)
+    loader, cursor, step = accel.prepare_loader(ctx, data, global_batch={BATCH}), accel.Cursor(seed=3), 0
+    if found := accel.latest_checkpoint(out / "saved"):
+        loaded = accel.load_state(ctx, found, {{"cursor": cursor, "step": step}})
+        cursor, step = loaded["cursor"], loaded["step"]
+        note(resumed=step, world=ctx.world_size)
+    while cursor.epoch < 1:
+        for batch in accel.batches(ctx, loader, cursor):
+            cursor, step = batch.next, step + 1
+            note(step=step, ids=accel.gather_for_metrics(ctx, batch.data[0], batch).tolist())
+            accel.save_state(ctx, out / "saved", {{"cursor": cursor, "step": step}}, step=step, keep=2)
+            time.sleep(0.02)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_run_killed_on_two_ranks_and_resumed_on_one_sees_every_sample_once(tmp_path: Path) -> None:
+    script = tmp_path / "ids.py"
+    script.write_text(ID_SCRIPT)
+    kill_once(launch(script, 2, tmp_path), lambda: newest(tmp_path / "saved") >= 7)
+    finish(launch(script, 1, tmp_path))
+
+    lines = [json.loads(line) for line in (tmp_path / "ids.jsonl").read_text().splitlines()]
+    (at,) = (i for i, line in enumerate(lines) if "resumed" in line)
+    resumed = lines[at]["resumed"]
+    assert 7 <= resumed < SAMPLES // BATCH
+    assert lines[at]["world"] == 1
+    # a step whose samples were noted, but which no checkpoint holds, has not been
+    taken = [line for line in lines[:at] if line["step"] <= resumed] + lines[at + 1 :]
+    assert [line["step"] for line in taken] == list(range(1, len(taken) + 1))
+    assert sorted(sample for line in taken for sample in line["ids"]) == list(range(SAMPLES))

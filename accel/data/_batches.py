@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -74,26 +75,19 @@ def batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch
             got=f"rank {loader.rank} of {loader.world_size}",
             fix="Prepare it with this context.",
         )
-    for part, data in zip(_shards(loader, cursor), _read(loader, cursor), strict=True):
+    asked: deque[Shard] = deque()  # workers read ahead of what has been given
+    for data in _read(loader, cursor, asked):
+        part = asked.popleft()
         yield Batch(_to_device(data, ctx.device), part.valid, part.rows, part.is_last, part.next)
 
 
-def _shards(loader: Loader, cursor: Cursor) -> Iterator[Shard]:
-    epoch = cursor.epoch
-    while cursor.epoch == epoch:
-        part = shard(loader.plan, cursor, loader.rank, loader.world_size)
-        yield part
-        cursor = part.next
-
-
-def _read(loader: Loader, cursor: Cursor) -> Iterator[Any]:
+def _read(loader: Loader, cursor: Cursor, asked: deque[Shard]) -> Iterator[Any]:
     key = Key(cursor.seed).fold_in("worker", cursor.epoch)
-    requests = _requests(loader, cursor)
     workers = loader.num_workers > 0
     return iter(
         DataLoader(
             _KeyedDataset(loader.dataset, key) if workers else loader.dataset,
-            batch_sampler=_Once(requests if workers else (indices for _, indices in requests)),
+            batch_sampler=_Requests(loader, cursor, asked),
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             generator=key.generator(),  # so that starting an epoch draws nothing from the global stream
@@ -102,8 +96,23 @@ def _read(loader: Loader, cursor: Cursor) -> Iterator[Any]:
     )
 
 
-def _requests(loader: Loader, cursor: Cursor) -> Iterator[tuple[int, list[int]]]:
-    """The first position and the dataset indices of each of this rank's batches, evaluated in chunks."""
+class _Requests:
+    """The batch sampler of the rest of an epoch: indices, and for workers the position that seeds their streams."""
+
+    def __init__(self, loader: Loader, cursor: Cursor, asked: deque[Shard]) -> None:
+        self._loader = loader
+        self._cursor = cursor
+        self._asked = asked
+
+    def __iter__(self) -> Iterator[Any]:
+        workers = self._loader.num_workers > 0
+        for part, indices in _requests(self._loader, self._cursor):
+            self._asked.append(part)
+            yield (part.start, indices) if workers else indices
+
+
+def _requests(loader: Loader, cursor: Cursor) -> Iterator[tuple[Shard, list[int]]]:
+    """This rank's shards with their dataset indices, the order evaluated in chunks."""
     epoch_order = order(cursor.seed, cursor.epoch, loader.plan.samples, shuffle=loader.plan.shuffle)
     waiting: list[Shard] = []
     rows, limit = 0, 1  # the first batch must not wait for a whole chunk
@@ -115,7 +124,15 @@ def _requests(loader: Loader, cursor: Cursor) -> Iterator[tuple[int, list[int]]]
             waiting, rows, limit = [], 0, min(limit * 8 + part.rows, _LOOKAHEAD)
 
 
-def _evaluate(epoch_order: Order, parts: list[Shard]) -> Iterator[tuple[int, list[int]]]:
+def _shards(loader: Loader, cursor: Cursor) -> Iterator[Shard]:
+    epoch = cursor.epoch
+    while cursor.epoch == epoch:
+        part = shard(loader.plan, cursor, loader.rank, loader.world_size)
+        yield part
+        cursor = part.next
+
+
+def _evaluate(epoch_order: Order, parts: list[Shard]) -> Iterator[tuple[Shard, list[int]]]:
     spans = [torch.arange(part.start, part.start + part.rows) for part in parts]
     for span, part in zip(spans, parts, strict=True):
         if part.rows > part.valid:  # stand-ins repeat a sample of the same step
@@ -123,18 +140,8 @@ def _evaluate(epoch_order: Order, parts: list[Shard]) -> Iterator[tuple[int, lis
     indices = epoch_order.at(torch.cat(spans))
     at = 0
     for part in parts:
-        yield part.start, indices[at : at + part.rows]
+        yield part, indices[at : at + part.rows]
         at += part.rows
-
-
-class _Once:
-    """A batch sampler over an iterator that is made for one epoch."""
-
-    def __init__(self, requests: Iterator[Any]) -> None:
-        self._requests = requests
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._requests
 
 
 class _KeyedDataset(Dataset[Any]):

@@ -53,7 +53,7 @@ def test_reduce_is_the_reduction_of_all_ranks_values(ranks, size, op, data, seed
     big = data.draw(st.booleans())  # above the first message, so that an all-reduce does it
     shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
     plans = data.draw(st.lists(st.tuples(shapes, st.sampled_from(ALLOWED[op]), st.booleans()), max_size=4))
-    plans += [((1500,), ALLOWED[op][0], False)] if big else []
+    plans += [((3000,), ALLOWED[op][0], False)] if big else []
     inputs = [
         {
             "x": [_values(shape, dtype, rank * 7 + i, strided=cut) for i, (shape, dtype, cut) in enumerate(plans)],

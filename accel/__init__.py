@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accel.data import Batch as Batch
     from accel.data import Cursor as Cursor
     from accel.data import Loader as Loader
+    from accel.data import SampleCount as SampleCount
     from accel.data import batches as batches
     from accel.data import gather_for_metrics as gather_for_metrics
     from accel.data import order as order
@@ -79,7 +80,7 @@ _HOMES = {
     "checkpoint": ("latest_checkpoint",),
     "collectives": ("gather", "reduce"),
     "context": ("DistContext", "close", "from_env", "from_group", "replace", "session", "single"),
-    "data": ("Batch", "Cursor", "Loader", "batches", "gather_for_metrics", "order", "prepare_loader"),
+    "data": ("Batch", "Cursor", "Loader", "SampleCount", "batches", "gather_for_metrics", "order", "prepare_loader"),
     "env": ("LaunchEnv", "read_env"),
     "errors": (
         "AccelError",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from accel.comm import Comm, adopt, alone, connect
 from accel.env import LaunchEnv, PrecisionName, read_env
-from accel.errors import ConfigError, DeviceError, did_you_mean
+from accel.errors import ConfigError, DeviceError, check_choice, did_you_mean
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -100,16 +100,8 @@ def from_env(
     chosen = _choose_device(device, env)
     seconds = _check_timeout(_first(timeout_s, env.timeout_s, DEFAULT_TIMEOUT_S))
     checked_precision = _check_precision(_first(precision, env.precision, "fp32"))
-    name = _first(backend, env.backend, "nccl" if chosen.type == "cuda" else "gloo")
-    comm = connect(env, chosen, name, seconds) if env.world_size > 1 else alone()
-    return _context(
-        env,
-        device=chosen,
-        backend=name if env.world_size > 1 else "none",
-        precision=checked_precision,
-        timeout_s=seconds,
-        comm=comm,
-    )
+    comm = connect(env, chosen, backend or env.backend, seconds) if env.world_size > 1 else alone()
+    return _context(env, device=chosen, precision=checked_precision, timeout_s=seconds, comm=comm)
 
 
 @contextlib.contextmanager
@@ -152,7 +144,6 @@ def single(device: torch.device | str = "cpu", *, precision: PrecisionName = "fp
     return _context(
         env,
         device=_choose_device(device, env),
-        backend="none",
         precision=_check_precision(precision),
         timeout_s=DEFAULT_TIMEOUT_S,
         comm=alone(),
@@ -204,7 +195,6 @@ def from_group(
     return _context(
         env,
         device=chosen,
-        backend=group.name(),
         precision=_check_precision(precision),
         timeout_s=_check_timeout(timeout_s),
         comm=adopt(group, chosen),
@@ -239,7 +229,6 @@ def _context(
     env: LaunchEnv,
     *,
     device: torch.device,
-    backend: str,
     precision: PrecisionName,
     timeout_s: float,
     comm: Comm,
@@ -252,7 +241,7 @@ def _context(
         node_rank=env.node_rank,
         num_nodes=env.num_nodes,
         device=device,
-        backend=backend,
+        backend=comm.backend,
         precision=precision,
         timeout_s=timeout_s,
         comm=comm,
@@ -288,15 +277,7 @@ def _choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch
 
 
 def _check_precision(name: str) -> PrecisionName:
-    names = get_args(PrecisionName)
-    if name not in names:
-        raise ConfigError(
-            "unknown precision",
-            expected=f"one of {', '.join(names)}",
-            got=repr(name),
-            where="precision=",
-            fix=did_you_mean(str(name), names),
-        )
+    check_choice(name, get_args(PrecisionName), "unknown precision", where="precision=")
     return msgspec.convert(name, PrecisionName)
 
 

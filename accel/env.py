@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from accel.errors import EnvError, did_you_mean
+from accel.errors import EnvError, check_choice, did_you_mean
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -107,15 +107,8 @@ def _settings(environ: Mapping[str, str]) -> LaunchEnv:
             if hint.startswith("Did you mean"):  # other software may own other names; a near miss is a typo
                 raise EnvError("unknown setting", got=f"{name}={environ[name]!r}", where="the environment", fix=hint)
     precision = environ.get("ACCEL_PRECISION") or None
-    names = get_args(PrecisionName)
-    if precision is not None and precision not in names:
-        raise EnvError(
-            "unknown precision",
-            expected=f"one of {', '.join(names)}",
-            got=repr(precision),
-            where="ACCEL_PRECISION",
-            fix=did_you_mean(precision, names),
-        )
+    if precision is not None:
+        check_choice(precision, get_args(PrecisionName), "unknown precision", where="ACCEL_PRECISION", error=EnvError)
     return LaunchEnv(
         device=environ.get("ACCEL_DEVICE") or None,
         backend=environ.get("ACCEL_BACKEND") or None,
@@ -138,7 +131,9 @@ def _master_addr(environ: Mapping[str, str], world_size: int) -> str | None:
     return environ["MASTER_ADDR"]
 
 
-def _integer(environ: Mapping[str, str], name: str, *, least: int = 0, default: int | None = None) -> int:
+def _integer(
+    environ: Mapping[str, str], name: str, *, least: int = 0, most: int | None = None, default: int | None = None
+) -> int:
     text = environ.get(name)
     if text is None:
         if default is not None:
@@ -151,14 +146,12 @@ def _integer(environ: Mapping[str, str], name: str, *, least: int = 0, default: 
             where="the environment",
             fix=f"Start the script with `accel launch` or `torchrun`, or unset {', '.join(present)}.",
         )
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
+    digits = text.strip()
+    value = int(digits) if digits.isdecimal() else -1
+    if value < least or (most is not None and value > most):
         raise EnvError(
             "a variable does not hold a usable integer",
-            expected=f"an integer of at least {least}",
+            expected=f"an integer of at least {least}" + (f" and at most {most}" if most is not None else ""),
             got=repr(text),
             where=name,
             fix=f"Correct {name}, or let `accel launch` set it.",

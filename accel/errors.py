@@ -8,7 +8,7 @@ person reads. `describe` and `rebuild` carry an error across ranks, so that all 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -127,8 +127,27 @@ def rebuild(record: ErrorRecord) -> AccelError:
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return "Did you mean `x`?" for the valid name closest to `name`, or the list of valid names."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"Did you mean `{close[0]}`?" if close else f"Choose one of {', '.join(names)}."
+    return _nearest(name, names) or f"Choose one of {', '.join(names)}."
+
+
+def check_choice(
+    got: object, choices: Sequence[str], problem: str, *, where: str, error: type[AccelError] = ConfigError
+) -> None:
+    """Raise `error` if a value is none of the choices; the message lists them and names the closest."""
+    if got not in choices:
+        raise error(
+            problem,
+            expected=f"one of {', '.join(choices)}",
+            got=repr(got),
+            where=where,
+            fix=_nearest(str(got), choices),
+        )
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    folded = {known.casefold(): known for known in names}
+    close = [folded[near] for near in difflib.get_close_matches(name.casefold(), folded, n=1)]
+    return f"Did you mean `{close[0]}`?" if close else ""
 
 
 def _subclasses(cls: type[AccelError]) -> list[type[AccelError]]:

@@ -97,11 +97,11 @@ def test_an_argument_beats_the_environment_which_beats_the_default(field, variab
 def test_the_backend_of_a_group_follows_argument_then_environment_then_device(monkeypatch):
     seen = []
 
-    def connect(env, device, backend, timeout_s):
-        seen.append((backend, timeout_s))
-        return accel.single().comm
+    def init_process_group(backend, *, timeout, **rest):
+        seen.append((backend, timeout.total_seconds()))
 
-    monkeypatch.setattr("accel.context.connect", connect)
+    monkeypatch.setattr("accel.comm._handle.open_store", lambda env, timeout_s: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1", "ACCEL_DEVICE": "cpu"}
     accel.from_env(environ)
     accel.from_env(environ | {"ACCEL_BACKEND": "mpi", "ACCEL_TIMEOUT_S": "7"})

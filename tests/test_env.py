@@ -122,7 +122,9 @@ def test_names_of_other_software_are_left_alone():
     assert read_env({"ACCEL_XYZ_7": "1", "ACCELERATE_USE_CPU": "1", "PRECISION": "no"}) == LaunchEnv()
 
 
-@pytest.mark.parametrize(("precision", "hint"), [("fp61", "`fp16`"), ("BF16", "bf16"), ("float32", "fp32")])
+@pytest.mark.parametrize(
+    ("precision", "hint"), [("fp61", "Did you mean `fp16`"), ("BF16", "Did you mean `bf16`"), ("float32", "$")]
+)
 def test_an_unknown_precision_lists_the_choices(precision, hint):
     with pytest.raises(EnvError, match=rf"one of fp32, bf16, fp16.*{precision}.*ACCEL_PRECISION.*{hint}"):
         read_env({"ACCEL_PRECISION": precision})

@@ -11,7 +11,7 @@ from accel import tree as trees
 from accel.collectives._pack import check_packable, describe, pack, unpack
 from accel.comm import INLINE_BYTES, Call, all_reduce_flat, call_site, exchange, fail
 from accel.context import DistContext
-from accel.errors import ConfigError, TreeError, did_you_mean
+from accel.errors import ConfigError, TreeError, check_choice
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "min", "product"]
@@ -40,7 +40,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
             every rank.
     """
     try:
-        _check_op(op)
+        check_choice(op, get_args(Reduction), "unknown operation", where="reduce(op=)")
         found = trees.tensors(tree)
         for path, leaf in found:
             check_packable(path, leaf, ctx.device)
@@ -90,15 +90,6 @@ def _combine(stacked: torch.Tensor, op: Reduction) -> torch.Tensor:
     if op == "product":
         return stacked.prod(0, dtype=stacked.dtype)
     return stacked.amax(0) if op == "max" else stacked.amin(0)
-
-
-def _check_op(op: str) -> None:
-    names = get_args(Reduction)
-    if op not in names:
-        raise ConfigError(
-            "unknown operation", expected=f"one of {', '.join(names)}", got=repr(op), where="reduce(op=)",
-            fix=did_you_mean(str(op), names),
-        )  # fmt: skip
 
 
 def _check_dtype(path: str, leaf: torch.Tensor, op: Reduction) -> None:

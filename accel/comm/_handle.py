@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from accel.comm._rendezvous import open_store
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, ContextClosedError, PeerError
 
@@ -18,19 +19,28 @@ class Comm:
 
     Attributes:
         rank, size: this process's place in the group.
+        backend: c10d's name for what carries tensors on the rank's device; "none" without a group.
         control: the device that small control messages travel on; the CPU wherever the group can.
         owned: whether `close` destroys the group.
     """
 
-    __slots__ = ("_closed", "_group", "control", "owned", "rank", "size")
+    __slots__ = ("_closed", "_group", "backend", "control", "owned", "rank", "size")
 
     def __init__(
-        self, group: dist.ProcessGroup | None, rank: int, size: int, control: torch.device, *, owned: bool
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        *,
+        backend: str,
+        control: torch.device,
+        owned: bool,
     ) -> None:
         self._group = group
         self._closed = False
         self.rank = rank
         self.size = size
+        self.backend = backend
         self.control = control
         self.owned = owned
 
@@ -71,31 +81,33 @@ class Comm:
 
 def alone() -> Comm:
     """A handle for one process without a group."""
-    return Comm(None, 0, 1, torch.device("cpu"), owned=False)
+    return Comm(None, 0, 1, backend="none", control=torch.device("cpu"), owned=False)
 
 
-def connect(env: LaunchEnv, device: torch.device, backend: str, timeout_s: float) -> Comm:
+def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s: float) -> Comm:
     """Open the default process group, or adopt the one that somebody has opened before. A collective.
 
     Args:
         env: this process's place, from `read_env`.
         device: this rank's device.
-        backend: c10d backend for tensors on that device, such as "gloo" or "nccl".
+        backend: c10d backend for tensors on that device; None for nccl on CUDA and gloo elsewhere.
         timeout_s: seconds after which a collective that misses a rank fails.
 
     Raises:
-        ConfigError: an open default group disagrees with the environment.
+        ConfigError: an open default group disagrees with the environment, or with the backend asked for.
         PeerError: the other ranks could not be reached.
     """
     if dist.is_initialized():
-        return _adopt_default(env, device)
+        return _adopt_default(env, device, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    both = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    both = chosen if device.type == "cpu" else f"cpu:gloo,{device.type}:{chosen}"
+    store = open_store(env, timeout_s)
     try:
         dist.init_process_group(
             both,
-            init_method=f"tcp://{env.master_addr}:{env.master_port}",
+            store=store,
             rank=env.rank,
             world_size=env.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -107,7 +119,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str, timeout_s: float
             where="from_env",
             fix="See whether another rank failed before, and whether that address can be reached.",
         ) from error
-    return Comm(dist.group.WORLD, env.rank, env.world_size, torch.device("cpu"), owned=True)
+    return Comm(dist.group.WORLD, env.rank, env.world_size, backend=chosen, control=torch.device("cpu"), owned=True)
 
 
 def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
@@ -117,10 +129,11 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
         group: any process group of torch, or a subclass.
         device: this rank's device.
     """
-    return Comm(group, group.rank(), group.size(), _control_device(group, device), owned=False)
+    control = _control_device(group, device)
+    return Comm(group, group.rank(), group.size(), backend=group.name(), control=control, owned=False)
 
 
-def _adopt_default(env: LaunchEnv, device: torch.device) -> Comm:
+def _adopt_default(env: LaunchEnv, device: torch.device, backend: str | None) -> Comm:
     group = dist.group.WORLD
     assert group is not None  # is_initialized() said so
     if (group.rank(), group.size()) != (env.rank, env.world_size):
@@ -130,6 +143,14 @@ def _adopt_default(env: LaunchEnv, device: torch.device) -> Comm:
             got=f"rank {group.rank()} of {group.size()}",
             where="from_env",
             fix="Adopt the open group with from_group(group), or open none before.",
+        )
+    if backend is not None and backend not in dist.get_backend_config(group):
+        raise ConfigError(
+            "a process group is open already over another backend",
+            expected=backend,
+            got=str(dist.get_backend_config(group)),
+            where="from_env, backend",
+            fix="Leave the backend out, or open no group before.",
         )
     return adopt(group, device)
 

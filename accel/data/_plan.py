@@ -7,7 +7,7 @@ from typing import Literal, Self, get_args
 
 import msgspec
 
-from accel.errors import ConfigError, DataError, did_you_mean
+from accel.errors import ConfigError, DataError, check_choice
 from accel.random import check_seed
 
 Tail = Literal["ragged", "pad", "drop"]
@@ -67,12 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
     tail: Tail = "ragged"
 
     def __post_init__(self) -> None:
-        tails = get_args(Tail)
-        if self.tail not in tails:
-            raise ConfigError(
-                "unknown way to end an epoch", expected=f"one of {', '.join(tails)}", got=repr(self.tail),
-                where="tail=", fix=did_you_mean(str(self.tail), tails),
-            )  # fmt: skip
+        check_choice(self.tail, get_args(Tail), "unknown way to end an epoch", where="tail=")
         if self.global_batch < 1:
             raise ConfigError(
                 "no samples to a step", expected="a global batch of at least 1", got=str(self.global_batch)

@@ -93,11 +93,10 @@ def backward(
         The accumulation with the weight added, to be kept; None without one.
 
     Raises:
-        StepError: not a scalar loss, or calls out of order.
+        StepError: not a scalar loss with a gradient, or calls out of order.
         ConfigError: a weight that is negative or not finite, or without an accumulation to remember it.
     """
-    if loss.ndim:
-        raise StepError("a loss must be a scalar", expected="shape []", got=f"shape {list(loss.shape)}")
+    _check_loss(loss)
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits
     if accum is None:
@@ -132,6 +131,21 @@ def _run(loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -
     else:
         seed = torch.full((), factor, dtype=loss.dtype, device=loss.device)
     torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    if not isinstance(loss, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass what models return
+        raise StepError("a loss must be a tensor", got=type(loss).__name__, where="backward")
+    if loss.ndim:
+        raise StepError("a loss must be a scalar", expected="shape []", got=f"shape {list(loss.shape)}")
+    if not loss.requires_grad:
+        raise StepError(
+            "the loss has no gradient",
+            expected="a loss computed from trainable parameters",
+            got="requires_grad=False",
+            where="backward",
+            fix="Look for no_grad, detach() or item() on its way, and for a model that is frozen.",
+        )
 
 
 def _check_weight(weight: float) -> float:

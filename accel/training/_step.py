@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.comm import all_reduce_flat
 from accel.context import DistContext
-from accel.errors import ConfigError, NonFiniteError, StepError, did_you_mean
+from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import Accumulation, first_nonfinite, gradients, scale_, total_norm
 from accel.precision import LossScale
 
@@ -216,12 +216,7 @@ def _check_options(
 ) -> list[LRScheduler]:
     if max_norm is not None and not max_norm > 0:
         raise ConfigError("not a norm to clip to", expected="above 0", got=repr(max_norm), where="max_norm=")
-    choices = get_args(NonFinite)
-    if nonfinite not in choices:
-        raise ConfigError(
-            "unknown policy", expected=f"one of {', '.join(choices)}", got=repr(nonfinite), where="nonfinite=",
-            fix=did_you_mean(str(nonfinite), choices),
-        )  # fmt: skip
+    check_choice(nonfinite, get_args(NonFinite), "unknown policy", where="nonfinite=")
     single = isinstance(scheduler, LRScheduler)
     schedulers: list[LRScheduler] = [scheduler] if single else list(scheduler or ())
     if any(isinstance(each, ReduceLROnPlateau) for each in schedulers):

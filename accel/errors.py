@@ -39,6 +39,9 @@ class AccelError(Exception):
         text += f" - at {self.where}" if self.where else ""
         return f"{text}. {self.fix}" if self.fix else text
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     def __reduce__(self) -> tuple[object, ...]:
         return rebuild, (describe(self),)
 

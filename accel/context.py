@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from accel.comm import Comm, adopt, alone, connect
 from accel.env import LaunchEnv, PrecisionName, read_env
-from accel.errors import ConfigError, DeviceError, check_choice, did_you_mean
+from accel.errors import ConfigError, DeviceError, check_choice
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -100,7 +100,8 @@ def from_env(
     chosen = _choose_device(device, env)
     seconds = _check_timeout(_first(timeout_s, env.timeout_s, DEFAULT_TIMEOUT_S))
     checked_precision = _check_precision(_first(precision, env.precision, "fp32"))
-    comm = connect(env, chosen, backend or env.backend, seconds) if env.world_size > 1 else alone()
+    carrier = _check_backend(backend or env.backend)
+    comm = connect(env, chosen, carrier, seconds) if env.world_size > 1 else alone()
     return _context(env, device=chosen, precision=checked_precision, timeout_s=seconds, comm=comm)
 
 
@@ -201,28 +202,26 @@ def from_group(
     )
 
 
-def replace(ctx: DistContext, **changes: Any) -> DistContext:
-    """Return a copy of the context with some fields changed; the handle is shared.
+def replace(
+    ctx: DistContext, *, device: torch.device | str | None = None, precision: PrecisionName | None = None
+) -> DistContext:
+    """Return a copy of the context that computes elsewhere or in another precision; the group is shared.
 
     Args:
         ctx: the context.
-        changes: field names and new values.
+        device: where to compute; None for where it does.
+        precision: "fp32", "bf16" or "fp16"; None for what it has.
 
     Raises:
-        ConfigError: an unknown field or precision, or a time-out out of its range.
         DeviceError: the device is not there.
+        ConfigError: the precision is not one of the three.
     """
-    names = {field.name for field in dataclasses.fields(ctx)}
-    for name in changes.keys() - names:
-        raise ConfigError("unknown field", got=name, where="replace", fix=did_you_mean(name, names))
-    if "precision" in changes:
-        _check_precision(changes["precision"])
-    if "timeout_s" in changes:
-        _check_timeout(changes["timeout_s"])
-    if "device" in changes:
-        here = LaunchEnv(rank=ctx.rank, local_rank=changes.get("local_rank", ctx.local_rank))
-        changes["device"] = _choose_device(changes["device"], here)
-    return dataclasses.replace(ctx, **changes)
+    here = LaunchEnv(rank=ctx.rank, local_rank=ctx.local_rank)
+    return dataclasses.replace(
+        ctx,
+        device=ctx.device if device is None else _choose_device(device, here),
+        precision=ctx.precision if precision is None else _check_precision(precision),
+    )
 
 
 def _context(
@@ -262,7 +261,7 @@ def _choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch
     if device.type == "cpu":
         return torch.device("cpu")  # tensors never say cpu:0
     if device.type != "cuda":
-        return device
+        return _check_present(device, where)
     index = cast(int | None, device.index)
     index = env.local_rank if index is None else index
     if not 0 <= index < torch.cuda.device_count():  # torch wraps large numbers
@@ -276,13 +275,34 @@ def _choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch
     return torch.device("cuda", index)
 
 
+def _check_present(device: torch.device, where: str) -> torch.device:
+    try:
+        _ = torch.zeros(1, device=device).item()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise DeviceError(
+            "nothing can be computed there", expected="a device of this machine", got=str(device), where=where
+        ) from error
+    return device
+
+
 def _check_precision(name: str) -> PrecisionName:
     check_choice(name, get_args(PrecisionName), "unknown precision", where="precision=")
     return msgspec.convert(name, PrecisionName)
 
 
+def _check_backend(name: str | None) -> str | None:
+    if name is not None and not dist.is_backend_available(name.lower()):
+        raise ConfigError(
+            "this build of torch has no such backend",
+            expected="gloo, nccl or another that torch.distributed.is_backend_available knows",
+            got=repr(name),
+            where="backend=, ACCEL_BACKEND",
+        )
+    return name
+
+
 def _check_timeout(seconds: float) -> float:
-    if not 0 < seconds < float("inf"):
+    if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError("not a time-out", expected="seconds, above 0", got=repr(seconds), where="timeout_s=")
     return seconds
 

@@ -7,13 +7,14 @@ in, a `LaunchEnv` out, so that a test needs no monkeypatch and two contexts can 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
 import msgspec
 
-from accel.errors import EnvError, check_choice, did_you_mean
+from accel.errors import EnvError, check_choice
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -61,14 +62,15 @@ def read_env(environ: Mapping[str, str]) -> LaunchEnv:
     """
     settings = _settings(environ)
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        if "LOCAL_RANK" in environ:
-            raise EnvError(
-                "the launcher's variables are incomplete",
-                expected="RANK and WORLD_SIZE beside LOCAL_RANK",
-                got="LOCAL_RANK alone",
-                where="the environment",
-                fix="Start the script with `accel launch` or `torchrun`, or unset LOCAL_RANK.",
-            )
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            if name in environ:
+                raise EnvError(
+                    "the launcher's variables are incomplete",
+                    expected=f"RANK and WORLD_SIZE beside {name}",
+                    got=f"{name} without them",
+                    where="the environment",
+                    fix=f"Start the script with `accel launch` or `torchrun`, or unset {name}.",
+                )
         return msgspec.structs.replace(settings, launcher="none")
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE", least=1)
     _below("RANK", rank, "WORLD_SIZE", world_size)
@@ -103,9 +105,14 @@ def read_env(environ: Mapping[str, str]) -> LaunchEnv:
 def _settings(environ: Mapping[str, str]) -> LaunchEnv:
     for name in environ:
         if name.startswith("ACCEL_") and name not in SETTINGS:
-            hint = did_you_mean(name, SETTINGS)
-            if hint.startswith("Did you mean"):  # other software may own other names; a near miss is a typo
-                raise EnvError("unknown setting", got=f"{name}={environ[name]!r}", where="the environment", fix=hint)
+            near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.85)
+            if near:  # other software may own other names; a near miss is a typo
+                raise EnvError(
+                    "unknown setting",
+                    got=f"{name}={environ[name]!r}",
+                    where="the environment",
+                    fix=f"Did you mean `{near[0]}`?",
+                )
     precision = environ.get("ACCEL_PRECISION") or None
     if precision is not None:
         check_choice(precision, get_args(PrecisionName), "unknown precision", where="ACCEL_PRECISION", error=EnvError)

@@ -205,6 +205,7 @@ def _length(inputs: object, where: str) -> int:
 
 @contextlib.contextmanager
 def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
+    ctx.comm.check_open()
     if not goes_first:
         _meet(ctx, name)
         yield

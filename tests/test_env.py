@@ -76,7 +76,8 @@ def test_every_consistent_assignment_reads_back(nodes, per_node, data):
     [
         (_without("WORLD_SIZE"), ("WORLD_SIZE", "without it")),
         (_without("RANK"), ("expected RANK", "WORLD_SIZE")),
-        ({"LOCAL_RANK": "0"}, ("LOCAL_RANK alone", "accel launch")),
+        ({"LOCAL_RANK": "0"}, ("LOCAL_RANK without them", "accel launch")),
+        ({"LOCAL_WORLD_SIZE": "2"}, ("LOCAL_WORLD_SIZE without them",)),
         (_without(RANK="8"), ("RANK below WORLD_SIZE=8", "RANK=8")),
         (_without(RANK="-1"), ("RANK", "'-1'")),
         (_without(LOCAL_RANK="4"), ("LOCAL_RANK below LOCAL_WORLD_SIZE=4", "LOCAL_RANK=4")),
@@ -119,7 +120,9 @@ def test_a_near_miss_is_a_typo(name):
 
 
 def test_names_of_other_software_are_left_alone():
-    assert read_env({"ACCEL_XYZ_7": "1", "ACCELERATE_USE_CPU": "1", "PRECISION": "no"}) == LaunchEnv()
+    assert (
+        read_env({"ACCEL_XYZ_7": "1", "ACCEL_DEBUG": "1", "ACCELERATE_USE_CPU": "1", "PRECISION": "no"}) == LaunchEnv()
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import io
 
@@ -242,7 +243,7 @@ def test_printing_is_the_builtin_on_rank_0(ranks):
 
 
 def _parts(size: int, inputs: object, **options: bool) -> list:
-    contexts = [accel.replace(accel.single(), rank=rank, world_size=size) for rank in range(size)]
+    contexts = [dataclasses.replace(accel.single(), rank=rank, world_size=size) for rank in range(size)]
     return [accel.split_between_processes(ctx, inputs, **options) for ctx in contexts]
 
 
@@ -320,6 +321,6 @@ def test_what_has_no_positions_is_refused(inputs, said):
 @pytest.mark.parametrize("length", [4, 5])
 def test_what_cannot_be_padded_is_refused_on_every_rank(length):
     for rank in range(2):
-        ctx = accel.replace(accel.single(), rank=rank, world_size=2)
+        ctx = dataclasses.replace(accel.single(), rank=rank, world_size=2)
         with pytest.raises(ConfigError, match="can be padded"):
             accel.split_between_processes(ctx, np.zeros(length), pad=True)

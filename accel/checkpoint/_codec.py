@@ -87,7 +87,7 @@ def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: decode(child, where, tensors) for key, child in fields.items()}
     try:
         return _decode_tagged(tag, fields[tag], where, tensors)
-    except (TypeError, ValueError, KeyError, binascii.Error, struct.error) as error:
+    except (TypeError, ValueError, LookupError, binascii.Error, struct.error) as error:
         raise CheckpointError(f"not a stored value: {tag}", where=where) from error
 
 

@@ -15,7 +15,7 @@ import torch
 
 from accel.checkpoint._directory import committed, is_committed, is_exactly_ours, step_name, step_of
 from accel.checkpoint._manifest import FORMAT, MANIFEST, RANKS, Item, Manifest, Piece, TensorEntry, encode_manifest
-from accel.checkpoint._plan import Plan, plan_writes, tied
+from accel.checkpoint._plan import Plan, checksum, plan_writes, tied
 from accel.checkpoint._settle import settle
 from accel.comm import Call, call_site
 from accel.context import DistContext
@@ -51,6 +51,13 @@ class Content:
     row: bytes
 
 
+class _Rank(msgspec.Struct, frozen=True):
+    """What every rank says before a save: its own bytes, and what its share of the state sums up to."""
+
+    row: bytes
+    checksum: int
+
+
 class _Share(msgspec.Struct, frozen=True):
     """A file that a rank has written, None if it had nothing to write."""
 
@@ -80,8 +87,12 @@ def save(ctx: DistContext, out: Path, content: Content, *, step: int, keep: int 
     shared = {name: tensor for name, tensor in content.shared.items() if name not in aliases}
     main = {name: tensor for name, tensor in content.main.items() if name not in aliases}
     detail = "\n".join([f"step {step}", *_facts(shared), *sorted(f"{a} is {b}" for a, b in aliases.items())])
-    rows = settle(ctx, Call("save_state", detail, site), None, content.row, bytes)
-    main[RANKS] = _stack(rows)
+    ranks = settle(ctx, Call("save_state", detail, site), None, _Rank(content.row, checksum(shared)), _Rank)
+    if len({rank.checksum for rank in ranks}) > 1:
+        if ctx.is_main_process:
+            _warn("ranks hold different parameters or optimizer states; %s holds rank 0's", target)
+        main, shared = {**shared, **main}, {}
+    main[RANKS] = _stack([rank.row for rank in ranks])
     plan = plan_writes({k: v.nbytes for k, v in shared.items()}, {k: v.nbytes for k, v in main.items()}, ctx.world_size)
     stage = _open_stage(ctx, target, site)
     try:

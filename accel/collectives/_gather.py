@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from accel import tree as trees
-from accel.collectives._pack import check_packable, describe, pack, packed_bytes, unpack
+from accel.collectives._pack import describe, pack, packed_bytes, tensor_leaves, unpack
 from accel.comm import Call, all_gather_flat, call_site, exchange, fail
 from accel.context import DistContext
 from accel.errors import TreeError
@@ -23,19 +23,18 @@ def gather(ctx: DistContext, tree: T) -> T:
     Args:
         ctx: the context.
         tree: nested containers; tensors of shape [rows, ...], where rows may differ between ranks, or of shape [],
-            which count as one row. Leaves that are no tensors stay this rank's own.
+            which count as one row; and None.
 
     Returns:
         The same containers with new tensors of shape [rows of all ranks, ...], on the device each tensor was on.
 
     Raises:
         CollectiveMismatch: ranks differ in structure, dtype or trailing shape; on every rank.
-        TreeError: a container that cannot be taken apart, or a tensor that cannot be sent; by its path, on every rank.
+        TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
+            its path, on every rank.
     """
     try:
-        found = trees.tensors(tree)
-        for path, leaf in found:
-            check_packable(path, leaf, ctx.device)
+        found = tensor_leaves(tree, ctx.device)
     except TreeError as error:
         fail(ctx.comm, Call("gather", site=call_site()), error)
     rows = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for _, leaf in found]

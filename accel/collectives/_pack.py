@@ -9,8 +9,31 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from accel.errors import TreeError
+from accel.tree import leaves
 
 _ALIGN = 16  # the widest dtype's size
+
+
+def tensor_leaves(tree: object, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+    """List the tensors of a tree with their paths.
+
+    Raises:
+        TreeError: a leaf that is no tensor, other than None; or a tensor that cannot be sent; by its path.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            check_packable(path, leaf, device)
+            found.append((path, leaf))
+        elif leaf is not None:
+            raise TreeError(
+                "only tensors are combined over ranks",
+                expected="a tensor",
+                got=f"{type(leaf).__name__} {leaf!r:.40}",
+                where=path,
+                fix="Pass torch.as_tensor(...) of numbers and arrays, and leave out what is none.",
+            )
+    return found
 
 
 def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 
 from accel import tree as trees
-from accel.collectives._pack import check_packable, describe, pack, unpack
+from accel.collectives._pack import describe, pack, tensor_leaves, unpack
 from accel.comm import INLINE_BYTES, Call, all_reduce_flat, call_site, exchange, fail
 from accel.context import DistContext
 from accel.errors import ConfigError, TreeError, check_choice
@@ -25,8 +25,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
 
     Args:
         ctx: the context.
-        tree: nested containers; each tensor has the same shape and dtype on every rank. Leaves that are no tensors
-            stay this rank's own.
+        tree: nested containers; each tensor has the same shape and dtype on every rank; and None.
         op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so are arithmetic on bool and
             anything but sum and mean of complex numbers.
 
@@ -41,9 +40,8 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
     """
     try:
         check_choice(op, get_args(Reduction), "unknown operation", where="reduce(op=)")
-        found = trees.tensors(tree)
+        found = tensor_leaves(tree, ctx.device)
         for path, leaf in found:
-            check_packable(path, leaf, ctx.device)
             _check_dtype(path, leaf, op)
     except (ConfigError, TreeError) as error:
         fail(ctx.comm, Call("reduce", site=call_site()), error)

@@ -13,3 +13,4 @@ from accel.comm._handle import alone as alone
 from accel.comm._handle import connect as connect
 from accel.comm._torch import all_gather_flat as all_gather_flat
 from accel.comm._torch import all_reduce_flat as all_reduce_flat
+from accel.comm._torch import broadcast_flat as broadcast_flat

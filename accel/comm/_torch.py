@@ -47,6 +47,21 @@ def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tenso
     return mine
 
 
+def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
+    """Overwrite a tensor by that of one rank. A collective.
+
+    Args:
+        comm: an open handle of more than one rank.
+        tensor: the same shape and dtype on every rank; overwritten on all but `source`.
+        source: whose tensor all get.
+    """
+    group = comm.group
+    plain = tensor.contiguous()
+    _run("broadcast", lambda: cast(Any, dist).broadcast(plain, group=group, group_src=source))
+    if plain is not tensor:
+        _ = tensor.copy_(plain)
+
+
 def _all_gather() -> Callable[..., Any]:
     # torch 2.13 renamed the function and warns about the old name
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

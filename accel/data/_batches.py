@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from accel.comm import Call, call_site, exchange
 from accel.context import DistContext
 from accel.data._loader import Loader
 from accel.data._order import Order, order
@@ -51,9 +52,10 @@ class _Movable(Protocol):
 
 
 def batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:
-    """Give this rank's batches from the cursor to the end of its epoch. No communication.
+    """Give this rank's batches from the cursor to the end of its epoch. A collective at the first.
 
-    All ranks take equally many steps. Starting in the middle costs what starting at the beginning costs.
+    All ranks take equally many steps. Starting in the middle costs what starting at the beginning costs. Before the
+    first batch, ranks compare their plans and cursors in one message.
 
     Args:
         ctx: the context that the loader was prepared for.
@@ -65,6 +67,8 @@ def batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch
 
     Raises:
         DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset.
+        CollectiveMismatch: ranks hold other cursors, datasets of other lengths or other batch sizes; on every rank.
+        ContextClosedError: the context is closed.
     """
     if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's
         raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
@@ -75,6 +79,8 @@ def batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch
             got=f"rank {loader.rank} of {loader.world_size}",
             fix="Prepare it with this context.",
         )
+    same = Call("batches", f"{cursor}\n{loader.plan}", call_site())
+    _ = exchange(ctx.comm, same, torch.empty(0, dtype=torch.uint8))
     asked: deque[Shard] = deque()  # workers read ahead of what has been given
     for data in _read(loader, cursor, asked):
         part = asked.popleft()
@@ -145,17 +151,29 @@ def _evaluate(epoch_order: Order, parts: list[Shard]) -> Iterator[tuple[Shard, l
 
 
 class _KeyedDataset(Dataset[Any]):
-    """In a worker: seed the random streams per batch, so that augmentation repeats whichever worker reads it."""
+    """In a worker: seed the random streams per batch, so that augmentation repeats whichever worker reads it.
+
+    To a `worker_init_fn`, which finds it as `get_worker_info().dataset`, it has the attributes of the user's dataset,
+    and what is set on it is set there.
+    """
 
     def __init__(self, dataset: Any, key: Key) -> None:
-        self._dataset = dataset
-        self._key = key
+        self.__dict__.update(_dataset=dataset, _key=key)
 
     def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
         position, indices = request
         seed_rng(self._key.fold_in(position), torch.device("cpu"))
         whole = getattr(self._dataset, "__getitems__", None)
         return whole(indices) if whole is not None else [self._dataset[index] for index in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._dataset, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _KeyedDataset, (self._dataset, self._key)
 
 
 def _to_device(data: Any, device: torch.device) -> Any:

@@ -68,6 +68,7 @@ def prepare_loader(
         DataError: a loader that cannot be sharded exactly; the message says why and what to do.
         ConfigError: a global batch below 1, or an unknown tail.
     """
+    ctx.comm.check_open()
     raw = cast(Any, loader)  # torch leaves several attributes untyped
     kind = cast(type[object], type(raw))
     _refuse(not isinstance(raw, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")

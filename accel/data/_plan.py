@@ -68,9 +68,12 @@ class Plan(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         check_choice(self.tail, get_args(Tail), "unknown way to end an epoch", where="tail=")
-        if self.global_batch < 1:
+        if type(self.global_batch) is not int or self.global_batch < 1:
             raise ConfigError(
-                "no samples to a step", expected="a global batch of at least 1", got=str(self.global_batch)
+                "not a number of samples to a step",
+                expected="an integer of at least 1",
+                got=repr(self.global_batch),
+                where="global_batch=",
             )
         if self.samples < 1:
             raise DataError("the dataset is empty", expected="at least one sample", got=str(self.samples))

@@ -15,6 +15,7 @@ class Accumulation(msgspec.Struct, frozen=True):
     Attributes:
         steps: micro-batches in a full window.
         micro: micro-batches begun in this window; 0 between windows.
+        backwards: backward passes in this window.
         sync: whether the current micro-batch ends the window, so that ranks exchange gradients in its backward.
         updates: optimizer steps taken since the run began.
         skipped: steps left out because a gradient was not finite.
@@ -27,6 +28,7 @@ class Accumulation(msgspec.Struct, frozen=True):
 
     steps: int = 1
     micro: int = 0
+    backwards: int = 0
     sync: bool = False
     updates: int = 0
     skipped: int = 0
@@ -36,9 +38,12 @@ class Accumulation(msgspec.Struct, frozen=True):
     scale: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        if type(self.steps) is not int or self.steps < 1:
             raise ConfigError(
-                "no micro-batches to a step", expected="at least 1", got=str(self.steps), where="Accumulation.steps"
+                "not a number of micro-batches",
+                expected="an integer of at least 1",
+                got=repr(self.steps),
+                where="Accumulation.steps",
             )
 
     def next(self, *, last: bool = False) -> Accumulation:
@@ -84,7 +89,12 @@ class Accumulation(msgspec.Struct, frozen=True):
             )
         both = own if self.own_weight is None else self.own_weight if own is None else self.own_weight + own
         return msgspec.structs.replace(
-            self, scale=scale, unit=unit, world_weight=self.world_weight + world, own_weight=both
+            self,
+            backwards=self.backwards + 1,
+            scale=scale,
+            unit=unit,
+            world_weight=self.world_weight + world,
+            own_weight=both,
         )
 
     def close(self, *, stepped: bool, finite: bool = True) -> Accumulation:

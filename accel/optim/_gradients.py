@@ -14,14 +14,15 @@ from accel.optim import _foreach
 
 
 def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """List the gradients of the optimizers' parameters, in their order; parameters without one are left out."""
-    return [
-        parameter.grad
+    """List the gradients of the optimizers' parameters, in their order, each once; parameters without are left out."""
+    found = {
+        id(parameter.grad): parameter.grad
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.grad is not None
-    ]
+    }
+    return list(found.values())
 
 
 def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:

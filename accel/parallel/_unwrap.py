@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,10 +13,14 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     Args:
         model: from `prepare_model`, or compiled, or plain.
     """
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = cast(nn.Module, model.module)
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    while (name := wrapped_name(model)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def wrapped_name(module: nn.Module) -> str | None:
+    """Return the attribute under which a wrapper holds what it wraps, None for a module that wraps nothing."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
+    return "_orig_mod" if compiled else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from contextlib import AbstractContextManager
 from typing import overload
 
 import torch
@@ -19,12 +20,11 @@ from accel.context import DistContext
 from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
-from accel.parallel import check_prepared, no_sync
+from accel.parallel import check_exchanged, check_prepared, no_sync
 from accel.precision import LossScale
 
 
-@contextlib.contextmanager
-def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Generator[None]:
+def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
     """Hold back the exchange of gradients in this block's forward and backward until `accum.sync`.
 
     Args:
@@ -32,23 +32,44 @@ def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Gen
         accum: from `accum.next(...)`.
         models: from `prepare_model`; all that the block trains.
 
+    Returns:
+        A context manager for one block.
+
     Raises:
-        StepError: no micro-batch was begun.
+        StepError: no micro-batch was begun; at the end of a window's last block, a parameter took no part in the loss.
         PrepareError: a trainable model that is not prepared, on more ranks than one.
+        ContextClosedError: the context is closed.
     """
+    ctx.comm.check_open()
     if accum.micro == 0:
         raise StepError(
             "no micro-batch was begun",
             expected="accum = accum.next(last=batch.is_last) before accumulate",
             got="an accum between two windows",
+            where=f"rank {ctx.rank}, accumulate",
         )
+    if ctx.world_size == 1:
+        return contextlib.nullcontext()
+    if accum.sync:
+        return _exchanging(ctx, models)
+    return no_sync(ctx, models[0]) if len(models) == 1 else _holding(ctx, models)
+
+
+@contextlib.contextmanager
+def _holding(ctx: DistContext, models: tuple[nn.Module, ...]) -> Generator[None]:
     with contextlib.ExitStack() as held:
         for model in models:
-            if accum.sync:
-                check_prepared(ctx, model)
-            else:
-                held.enter_context(no_sync(ctx, model))
+            held.enter_context(no_sync(ctx, model))
         yield
+
+
+@contextlib.contextmanager
+def _exchanging(ctx: DistContext, models: tuple[nn.Module, ...]) -> Generator[None]:
+    for model in models:
+        check_prepared(ctx, model)
+    yield
+    for model in models:
+        check_exchanged(ctx, model)
 
 
 @overload
@@ -85,8 +106,9 @@ def backward(
         loss: shape [], a mean over `weight` units on this rank.
         scaler: from `loss_scale`, or the last step's.
         accum: the current micro-batch; None for a script that takes a step after each backward.
-        weight: how many real units the mean is over: samples (`batch.valid`) or valid tokens. 0 adds nothing. Left
-            out, every micro-batch of every rank counts the same.
+        weight: how many real units the mean is over: samples (`batch.valid`) or valid tokens. 0 adds nothing, so long
+            as the loss's own gradient is finite: divide by tokens.clamp(min=1). Left out, every micro-batch of every
+            rank counts the same.
         retain_graph: as in torch.autograd.backward.
 
     Returns:
@@ -96,6 +118,7 @@ def backward(
         StepError: not a scalar loss with a gradient, or calls out of order.
         ConfigError: a weight that is negative or not finite, or without an accumulation to remember it.
     """
+    ctx.comm.check_open()
     _check_loss(loss)
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits
@@ -110,7 +133,7 @@ def backward(
             )
         _run(loss, scaler.scale, retain_graph)
         return None
-    unit = accum.unit or (weight.world / ctx.world_size if isinstance(weight, SampleCount) else 1.0)
+    unit = accum.unit or _unit(ctx, weight, accum.steps)
     if isinstance(weight, torch.Tensor):
         own = weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
         added = accum.add(scale=scaler.scale, unit=unit, own=own)
@@ -123,6 +146,13 @@ def backward(
         added = accum.add(scale=scaler.scale, unit=unit, own=own)
     _run(loss, (1.0 if weight is None else weight) / unit * scaler.scale, retain_graph)
     return added
+
+
+def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
+    """What the window's weights are measured in: a full window of equal parts then needs no division at its end."""
+    if isinstance(weight, SampleCount):
+        return weight.world / ctx.world_size * steps
+    return float(steps) if weight is None else 1.0
 
 
 def _run(loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from accel.checkpoint import Content, Item, ItemKind, encode
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
-from accel.training._modules import ModuleState, module_state, unwrapped
+from accel.parallel import unwrap_model
+from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
 from accel.training._rng import rng_row
 
@@ -72,7 +73,7 @@ def kind_of(item: object) -> ItemKind:
 
 def type_name(item: object) -> str:
     """Return the name of an item's class, without wrappers."""
-    return type(unwrapped(item) if isinstance(item, nn.Module) else item).__qualname__
+    return type(unwrap_model(item) if isinstance(item, nn.Module) else item).__qualname__
 
 
 def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accel.checkpoint import check_tensor
 from accel.errors import CheckpointError
+from accel.parallel import wrapped_name
 
 _EXTRA_STATE = "_extra_state"  # the key that torch gives to what get_extra_state() returns
 
@@ -69,22 +69,8 @@ def _clean(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
     kept: list[str] = []
     node = module
     for part in raw.split("."):
-        if part != _wrapped_at(node):
+        if part != wrapped_name(node):
             kept.append(part)
         child = getattr(node, part, None)
         node = child if isinstance(child, nn.Module) else node
     return ".".join(kept), node
-
-
-def _wrapped_at(module: nn.Module) -> str | None:
-    if isinstance(module, DistributedDataParallel):
-        return "module"
-    compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
-    return "_orig_mod" if compiled else None
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside DDP and torch.compile."""
-    while (attribute := _wrapped_at(module)) is not None:
-        module = getattr(module, attribute)
-    return module

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from accel.context import DistContext
 from accel.data import Loader, prepare_loader
 from accel.errors import DeviceError, PrepareError
-from accel.parallel import prepare_model
+from accel.parallel import check_devices, prepare_model
+from accel.process import agreed
 
 O_ = TypeVar("O_", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)
@@ -34,10 +35,15 @@ def prepare(ctx: DistContext, *objects: Any) -> Any:
         PrepareError: an object of another kind; an optimizer whose parameters belong to none of the models; a
             scheduler of none of the optimizers. Nothing has been changed then.
         DeviceError, DataError: as `prepare_model` and `prepare_loader`.
+        ContextClosedError: the context is closed.
     """
-    _check_kinds(objects)
-    _check_optimizers(objects)
-    _check_schedulers(objects)
+    with agreed(ctx, "prepare"):  # a rank that refuses must not leave the others waiting for its model
+        _check_kinds(objects)
+        _check_optimizers(objects)
+        _check_schedulers(objects)
+        for each in objects:
+            if isinstance(each, nn.Module):
+                check_devices(ctx, each)
     prepared = list(objects)
     for kinds in ((DataLoader, Loader), (nn.Module,), (Optimizer, LRScheduler)):  # what is refused before what mutates
         prepared = [_prepare(ctx, each) if isinstance(each, kinds) else each for each in prepared]
@@ -54,6 +60,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     Raises:
         DeviceError: a parameter on another device.
     """
+    ctx.comm.check_open()
     for group_at, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if parameter.device != ctx.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args, overload
 
 import torch
 from torch.optim import Optimizer
@@ -17,25 +17,52 @@ from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import Accumulation, first_nonfinite, gradients, scale_, total_norm
 from accel.precision import LossScale
 
+A = TypeVar("A")
 NonFinite = Literal["raise", "skip", "ignore"]
 
 _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
 
 
-class StepResult(NamedTuple):
+class StepResult(NamedTuple, Generic[A]):
     """What `optimizer_step` did, and the records to go on with.
 
     Attributes:
         stepped: whether parameters were changed.
-        accum: the accumulation, between two windows.
+        accum: the accumulation, between two windows; None if none was passed.
         scaler: the loss scale for the next window.
         grad_norm: L2 norm of the gradients before clipping, shape []; None where nothing asked for it.
     """
 
     stepped: bool
-    accum: Accumulation
+    accum: A
     scaler: LossScale
     grad_norm: torch.Tensor | None
+
+
+@overload
+def optimizer_step(
+    ctx: DistContext,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scaler: LossScale,
+    accum: None = None,
+    *,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+    max_norm: float | None = None,
+    nonfinite: NonFinite = "raise",
+) -> StepResult[None]: ...
+
+
+@overload
+def optimizer_step(
+    ctx: DistContext,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scaler: LossScale,
+    accum: Accumulation,
+    *,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+    max_norm: float | None = None,
+    nonfinite: NonFinite = "raise",
+) -> StepResult[Accumulation]: ...
 
 
 def optimizer_step(
@@ -47,7 +74,7 @@ def optimizer_step(
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     max_norm: float | None = None,
     nonfinite: NonFinite = "raise",
-) -> StepResult:
+) -> StepResult[Accumulation] | StepResult[None]:
     """Divide, check, clip, step, and clear the gradients. Mutates parameters; a collective if weights need summing.
 
     The gradients of the window are divided by its weight over ranks and micro-batches and by the loss scale, in one
@@ -61,7 +88,8 @@ def optimizer_step(
         scheduler: stepped once after the optimizer, whatever the world size.
         max_norm: longest L2 norm of the gradients; longer ones are shortened to it. None does not clip.
         nonfinite: what inf or NaN in a gradient does: `raise`, `skip` the step, or `ignore`, which does not look (and
-            so need not wait for the device). Under a dynamic loss scale an overflow is always skipped.
+            so need not wait for the device; a window without weight is then a step with zero gradients). Under a
+            dynamic loss scale an overflow is always skipped.
 
     Returns:
         What happened, and the records to keep.
@@ -69,25 +97,23 @@ def optimizer_step(
     Raises:
         StepError: calls out of order; nothing was changed.
         NonFiniteError: as `nonfinite` says, on every rank; parameters and gradients are left as they were.
-        ConfigError: an option outside its range, or a scheduler that needs a metric.
+        ConfigError: an option outside its range, or a scheduler or optimizer that needs more than a step.
+        ContextClosedError: the context is closed.
     """
+    ctx.comm.check_open()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    schedulers = _check_options(scheduler, max_norm, nonfinite)
+    schedulers = _check_options(optimizers, scheduler, max_norm, nonfinite)
     _check_window(scaler, accum)
-    grads = gradients(optimizers)
-    if not grads:
-        raise StepError("there are no gradients", expected="a backward before the step", got="every .grad is None")
-    window = accum or _plain_window(ctx, scaler)
-    weight = _total_weight(ctx, window)
+    grads = _checked(gradients(optimizers))
+    weight = _total_weight(ctx, accum or _plain_window(ctx, scaler))
     looks = nonfinite != "ignore" or scaler.dynamic
     norm = total_norm(grads) if looks or max_norm is not None else None
-    finite, empty = _read(norm, weight) if looks and norm is not None else (True, weight == 0.0)
+    finite, empty = _read(norm, weight) if looks and norm is not None else (True, False)
     if not finite and (nonfinite == "raise" or scaler.dynamic):
-        _check_overflow(scaler, window, optimizers, grads)
-    if not finite or (isinstance(empty, bool) and empty):
+        _check_overflow(scaler, accum, optimizers, grads)
+    if not finite or empty:
         _clear(optimizers)
-        after = window.close(stepped=False, finite=finite)
-        return StepResult(False, after, scaler.update(finite=False) if not finite else scaler, None)
+        return _result(False, accum, scaler, None, finite=finite)
     factor = _factor(ctx, scaler, weight)
     norm = None if norm is None else norm * factor
     if max_norm is not None and norm is not None:
@@ -99,15 +125,15 @@ def optimizer_step(
     _clear(optimizers)
     for each in schedulers:
         each.step()
-    return StepResult(True, window.close(stepped=True), scaler.update(finite=True), norm)
+    return _result(True, accum, scaler, norm, finite=True)
 
 
 def clip_grad_norm_(
     ctx: DistContext,
     parameters: Iterable[torch.Tensor],
     max_norm: float,
-    scaler: LossScale | None = None,
-    accum: Accumulation | None = None,
+    scaler: LossScale,
+    accum: Accumulation | None,
 ) -> torch.Tensor:
     """Shorten gradients in place to a norm and return the norm before. A collective if weights need summing.
 
@@ -127,13 +153,11 @@ def clip_grad_norm_(
         StepError: the window has not ended, or there are no gradients.
         ConfigError: max_norm is not above 0.
     """
-    _check_options(None, max_norm, "raise")
-    scale = scaler or LossScale()
-    _check_window(scale, accum)
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        raise StepError("there are no gradients", expected="a backward before clipping", got="every .grad is None")
-    factor = _factor(ctx, scale, _total_weight(ctx, accum or _plain_window(ctx, scale)))
+    ctx.comm.check_open()
+    _ = _check_options([], None, max_norm, "raise")
+    _check_window(scaler, accum)
+    grads = _checked([parameter.grad for parameter in parameters if parameter.grad is not None])
+    factor = _factor(ctx, scaler, _total_weight(ctx, accum or _plain_window(ctx, scaler)))
     norm = total_norm(grads) * factor
     scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
@@ -141,7 +165,7 @@ def clip_grad_norm_(
 
 def _plain_window(ctx: DistContext, scaler: LossScale) -> Accumulation:
     """What a script without accumulation did: one backward, every rank of equal weight."""
-    return Accumulation(micro=1, sync=True, unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
+    return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
 
 
 def _total_weight(ctx: DistContext, window: Accumulation) -> float | torch.Tensor:
@@ -161,19 +185,22 @@ def _factor(ctx: DistContext, scaler: LossScale, weight: float | torch.Tensor) -
 
 def _read(norm: torch.Tensor, weight: float | torch.Tensor) -> tuple[bool, bool]:
     """Whether the gradients are finite and whether the window is empty, in one wait for the device."""
-    if isinstance(weight, torch.Tensor):
-        values = torch.stack([norm.to(weight.dtype), weight.to(norm.device)])
-        return bool(torch.isfinite(values[0])), bool(values[1] == 0)
-    return math.isfinite(norm.item()), weight == 0.0
+    if not isinstance(weight, torch.Tensor):
+        return math.isfinite(norm.item()), weight == 0.0
+    values = torch.stack([norm.to(weight.dtype), weight.to(norm.device)])
+    length, total = (float(value) for value in values.cpu())
+    if not total >= 0:
+        raise ConfigError("not a weight", expected="a sum of 0 or above", got=repr(total), where="backward(weight=)")
+    return math.isfinite(length), total == 0
 
 
 def _check_overflow(
-    scaler: LossScale, window: Accumulation, optimizers: list[Optimizer], grads: list[torch.Tensor]
+    scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer], grads: list[torch.Tensor]
 ) -> None:
     if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
         return
     raise NonFiniteError(
-        f"a gradient of step {window.updates} is not finite",
+        "a gradient is not finite" if accum is None else f"a gradient of step {accum.updates} is not finite",
         expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
         got=f"inf or NaN among {len(grads)} gradients",
         where=first_nonfinite(optimizers),
@@ -181,9 +208,36 @@ def _check_overflow(
     )
 
 
+def _result(
+    stepped: bool, accum: Accumulation | None, scaler: LossScale, norm: torch.Tensor | None, *, finite: bool
+) -> StepResult[Accumulation] | StepResult[None]:
+    after = scaler.update(finite=finite) if stepped or not finite else scaler
+    if accum is None:
+        return StepResult(stepped, None, after, norm)
+    return StepResult(stepped, accum.close(stepped=stepped, finite=finite), after, norm)
+
+
 def _clear(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
+
+
+def _checked(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not grads:
+        raise StepError(
+            "there are no gradients",
+            expected="a backward before the step",
+            got="every .grad is None",
+            fix="Call accel.backward first, on a loss of these parameters.",
+        )
+    if any(grad.layout is not torch.strided for grad in grads):
+        raise StepError(
+            "a sparse gradient cannot be clipped and scaled",
+            expected="dense gradients",
+            got=f"{sum(grad.layout is not torch.strided for grad in grads)} sparse ones",
+            fix="Build the embedding with sparse=False.",
+        )
+    return grads
 
 
 def _check_window(scaler: LossScale, accum: Accumulation | None) -> None:
@@ -194,13 +248,14 @@ def _check_window(scaler: LossScale, accum: Accumulation | None) -> None:
             "the window has not ended",
             expected="optimizer_step when accum.sync",
             got=f"micro-batch {accum.micro} of {accum.steps}",
+            fix="Guard the call with `if accum.sync:`.",
         )
-    if accum.scale == 0.0:
+    if accum.backwards < accum.micro:
         raise StepError(
-            "the accumulation knows of no backward",
-            expected="accum = accel.backward(ctx, loss, scaler, accum, ...)",
-            got="an accum that no backward returned",
-            fix="Keep what backward returns.",
+            "the accumulation does not know of every backward",
+            expected=f"{accum.micro} backward passes, one in each micro-batch",
+            got=f"{accum.backwards}",
+            fix="Keep what backward returns: accum = accel.backward(ctx, loss, scaler, accum, ...).",
         )
     if accum.scale != scaler.scale:
         raise StepError(
@@ -212,8 +267,15 @@ def _check_window(scaler: LossScale, accum: Accumulation | None) -> None:
 
 
 def _check_options(
-    scheduler: LRScheduler | Sequence[LRScheduler] | None, max_norm: float | None, nonfinite: str
+    optimizers: list[Optimizer],
+    scheduler: LRScheduler | Sequence[LRScheduler] | None,
+    max_norm: float | None,
+    nonfinite: str,
 ) -> list[LRScheduler]:
+    if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        raise ConfigError(
+            "LBFGS evaluates the loss within its step", where="optimizer_step", fix="Call optimizer.step(closure)."
+        )
     if max_norm is not None and not max_norm > 0:
         raise ConfigError("not a norm to clip to", expected="above 0", got=repr(max_norm), where="max_norm=")
     check_choice(nonfinite, get_args(NonFinite), "unknown policy", where="nonfinite=")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,15 +68,15 @@ def _leaf(plan, rank: int) -> torch.Tensor:
     return _laid_out(_values(shape, dtype, seed + rank), layouts[rank])
 
 
-def _wrapped(shape: int, leaves: list[torch.Tensor], rank: int) -> object:
-    """One of several nestings; what is no tensor differs between ranks, which must not matter."""
+def _wrapped(shape: int, leaves: list[torch.Tensor]) -> object:
+    """One of several nestings."""
     if shape == 0:
         return leaves
     if shape == 1:
-        return {"x": tuple(leaves), "rank": rank, "name": f"rank {rank}"}
+        return {"x": tuple(leaves), "nothing": None}
     if shape == 2:
         return Pair(dict(enumerate(leaves)), [None, {}])
-    return {"deep": [{"deeper": Pair(leaf, rank)} for leaf in leaves]}
+    return {"deep": [{"deeper": Pair(leaf, None)} for leaf in leaves]}
 
 
 @relaxed
@@ -83,7 +84,7 @@ def _wrapped(shape: int, leaves: list[torch.Tensor], rank: int) -> object:
     size=worlds, plans=st.lists(leaf_plans(), max_size=4), nesting=st.integers(0, 3), seed=st.none() | st.integers(0, 9)
 )
 def test_gather_is_cat_over_ranks(ranks, size, plans, nesting, seed):
-    inputs = [_wrapped(nesting, [_leaf(plan, rank) for plan in plans], rank) for rank in range(size)]
+    inputs = [_wrapped(nesting, [_leaf(plan, rank) for plan in plans]) for rank in range(size)]
     results = ranks.run(lambda ctx: accel.gather(ctx, inputs[ctx.rank]), size, seed=seed)
     flat = [[leaf.detach() for _, leaf in tensors(tree)] for tree in inputs]
     expected = [torch.cat([torch.atleast_1d(each) for each in parts]) for parts in zip(*flat, strict=True)]
@@ -96,7 +97,7 @@ def test_gather_is_cat_over_ranks(ranks, size, plans, nesting, seed):
             assert not one.requires_grad
             torch.testing.assert_close(one, other, rtol=0, atol=0)
         if nesting == 1:
-            assert (result["rank"], result["name"]) == (rank, f"rank {rank}")
+            assert result["nothing"] is None
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
@@ -147,7 +148,7 @@ MISMATCHES = {
     "trailing shape": ([X, X], [X, torch.zeros(2, 4)], "$[1]: float32[*, 4]"),
     "dimensions": (X, torch.zeros(2), "$: float32[*]"),
     "no dimension": (torch.zeros(2), torch.tensor(0.0), "$: float32[]"),
-    "tensor or not": ([X, 1], [X, X], "$[1]"),
+    "tensor or not": ([X, None], [X, X], "$[1]"),
 }
 
 
@@ -222,3 +223,17 @@ def test_what_cannot_be_sent_is_refused_on_every_rank_by_its_path(ranks, name, w
         assert error.problem.startswith(f"rank {min(where)}: a ")
     with pytest.raises(TreeError, match=r"^a "):
         accel.gather(accel.single(), tree)
+
+
+@pytest.mark.parametrize("leaf", [1, 2.5, True, "name", np.ones(2)], ids=lambda leaf: type(leaf).__name__)
+@pytest.mark.parametrize("call", [accel.gather, accel.reduce], ids=["gather", "reduce"])
+def test_what_is_no_tensor_is_refused_on_every_rank(ranks, leaf, call):
+    """A number that came back as this rank's own would look like a metric of all ranks."""
+
+    def rank(ctx):
+        with pytest.raises(TreeError, match=r"only tensors.*\$\.loss"):
+            call(ctx, {"loss": leaf if ctx.rank == 1 or ctx.world_size == 1 else X})
+        return True
+
+    assert ranks.run(rank, 1)
+    assert ranks.run(rank, 3)

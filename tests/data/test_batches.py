@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ relaxed = settings(deadline=None, max_examples=60)
 
 def _context(rank: int = 0, world: int = 1) -> accel.DistContext:
     """A rank that talks to nobody: reading data needs no communication."""
-    return accel.replace(accel.single(), rank=rank, world_size=world)
+    return dataclasses.replace(accel.single(), rank=rank, world_size=world)
 
 
 class Augmented(Dataset):
@@ -320,3 +321,44 @@ def test_iterating_what_is_not_meant_to_be_is_refused_with_the_way_out():
         next(accel.batches(_context(1, 2), loader, Cursor()))
     with pytest.raises(DataError, match="10 consumed"):
         next(accel.batches(ctx, loader, Cursor(consumed=10)))
+
+
+@pytest.mark.parametrize("odd", ["seed", "position", "batch size", "length"])
+def test_ranks_that_disagree_about_the_data_are_told_so(ranks, odd):
+    """Otherwise each would read another order, and some samples twice."""
+
+    def rank(ctx):
+        here = ctx.rank == 1
+        dataset = list(range(21 if here and odd == "length" else 20))
+        loader = DataLoader(dataset, batch_size=3 if here and odd == "batch size" else 2, shuffle=True)
+        cursor = accel.Cursor(seed=int(here and odd == "seed"), consumed=4 * (here and odd == "position"))
+        with pytest.raises(accel.CollectiveMismatch, match="batches"):
+            next(accel.batches(ctx, accel.prepare_loader(ctx, loader), cursor))
+        return True
+
+    assert all(ranks.run(rank, 2))
+
+
+class Opened(Dataset):
+    """Needs a handle that each worker opens for itself."""
+
+    def __init__(self):
+        self.root, self.handle = "folder", None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return f"{self.handle} {index}"
+
+
+def _open(worker):
+    dataset = torch.utils.data.get_worker_info().dataset
+    dataset.handle = f"{dataset.root}/{worker}"
+
+
+def test_a_worker_init_fn_finds_the_users_dataset():
+    ctx = accel.single()
+    loader = accel.prepare_loader(ctx, DataLoader(Opened(), batch_size=2, num_workers=2, worker_init_fn=_open))
+    got = [batch.data for batch in accel.batches(ctx, loader, accel.Cursor())]
+    assert got == [["folder/0 0", "folder/0 1"], ["folder/1 2", "folder/1 3"]]

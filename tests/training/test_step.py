@@ -400,6 +400,40 @@ class TestCallsOutOfOrder:
         with pytest.raises(StepError, match="Keep what backward returns"):
             _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), stale)
 
+    def test_step_without_one_of_the_backwards(self) -> None:
+        model, optimizer = one_weight(self.ctx)
+        accum = accel.Accumulation(steps=2)
+        for _ in range(2):
+            accum = accum.next()
+            kept = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accum)
+        with pytest.raises(StepError, match=r"2 backward passes.*got 1"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), kept)
+        assert flat(model).item() == 0.0
+
+    def test_a_loss_without_a_gradient(self) -> None:
+        with pytest.raises(StepError, match="requires_grad=False"):
+            accel.backward(self.ctx, torch.ones(()), accel.LossScale())
+        with pytest.raises(StepError, match="got float"):
+            accel.backward(self.ctx, 1.0, accel.LossScale())  # type: ignore[call-overload]
+
+    def test_a_weight_on_the_device_that_is_negative(self) -> None:
+        model, optimizer = one_weight(self.ctx)
+        accum = accel.Accumulation().next()
+        accum = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accum, weight=torch.tensor(-2.0))
+        with pytest.raises(ConfigError, match="not a weight"):
+            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), accum)
+        assert flat(model).item() == 0.0
+
+    def test_optimizers_that_need_more_than_a_step(self) -> None:
+        model, _ = one_weight(self.ctx)
+        flat_loss(model).backward()
+        with pytest.raises(ConfigError, match="closure"):
+            _ = accel.optimizer_step(self.ctx, torch.optim.LBFGS(model.parameters()), accel.LossScale())
+        table = nn.Embedding(3, 2, sparse=True)
+        table(torch.tensor([0, 2])).sum().backward()
+        with pytest.raises(StepError, match="sparse=False"):
+            _ = accel.optimizer_step(self.ctx, torch.optim.SparseAdam(table.parameters()), accel.LossScale())
+
     def test_step_with_another_scale_than_the_gradients(self) -> None:
         model, optimizer = one_weight(self.ctx)
         accum = accel.backward(self.ctx, flat_loss(model), accel.LossScale(scale=4.0), accel.Accumulation().next())
@@ -429,8 +463,8 @@ class TestCallsOutOfOrder:
         with pytest.raises(ConfigError, match="nothing remembers"):
             accel.backward(self.ctx, flat_loss(model), accel.LossScale(), weight=3)  # type: ignore[call-overload]
 
-    @pytest.mark.parametrize("steps", [0, -3])
-    def test_an_accumulation_below_one(self, steps: int) -> None:
+    @pytest.mark.parametrize("steps", [0, -3, 2.5, True, "4"])
+    def test_an_accumulation_that_is_no_number_of_micro_batches(self, steps: int) -> None:
         with pytest.raises(ConfigError, match="at least 1"):
             _ = accel.Accumulation(steps=steps)
 
@@ -449,6 +483,17 @@ class TestCallsOutOfOrder:
 
 def flat_loss(model: nn.Module) -> torch.Tensor:
     return model(torch.ones(1, 1, dtype=torch.float64)).mean()
+
+
+def test_a_parameter_of_two_optimizers_is_scaled_once() -> None:
+    ctx = accel.single()
+    model, one = one_weight(ctx)
+    two = torch.optim.SGD(model.parameters(), lr=0.0)
+    accum = accel.Accumulation(steps=2)
+    for _ in range(2):
+        accum = accel.backward(ctx, 3 * flat_loss(model), accel.LossScale(), accum.next(), weight=4)
+    _ = accel.optimizer_step(ctx, [one, two], accel.LossScale(), accum)
+    assert flat(model).item() == -3.0
 
 
 def test_an_unprepared_model_is_refused_where_ranks_would_drift_apart() -> None:

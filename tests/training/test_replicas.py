@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas stay replicas: what DDP would let drift apart is refused, and resume keeps every bit at any world size."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import accel
+from accel.errors import PrepareError, StepError
+from accel.testing import Simulator
+
+
+class Branches(nn.Module):
+    """Two layers, of which the second takes part only when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        hidden = self.first(inputs)
+        return self.second(hidden) if both else hidden
+
+
+def test_parameters_without_a_part_in_the_loss_are_named_before_the_step(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(ctx, Branches())
+        accum = accel.Accumulation().next()
+        with pytest.raises(StepError, match=r"no gradient for second\.weight, second\.bias.*find_unused_parameters"):  # noqa: SIM117
+            with accel.accumulate(ctx, accum, model):
+                _ = accel.backward(ctx, model(torch.ones(1, 2), both=False).sum(), accel.loss_scale(ctx), accum)
+
+    ranks.run(rank, 2)
+
+
+def test_unused_parameters_that_were_announced_are_fine(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> torch.Tensor:
+        torch.manual_seed(ctx.rank)
+        model = accel.prepare_model(ctx, Branches(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accum, scaler = accel.Accumulation().next(), accel.loss_scale(ctx)
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, model(torch.ones(1, 2) * ctx.rank, both=False).sum(), scaler, accum)
+        assert accel.optimizer_step(ctx, optimizer, scaler, accum).stepped
+        return accel.unwrap_model(model).first.weight.detach()
+
+    first, second = ranks.run(rank, 2)
+    assert torch.equal(first, second)
+
+
+def test_a_parameter_unfrozen_after_preparing_is_named(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        plain = Branches()
+        plain.first.weight.requires_grad_(False)
+        model = accel.prepare_model(ctx, plain)
+        plain.first.weight.requires_grad_(True)
+        with (
+            pytest.raises(PrepareError, match=r"first\.weight as well"),
+            accel.accumulate(ctx, accel.Accumulation().next(), model),
+        ):
+            pass
+
+    ranks.run(rank, 2)
+
+
+def test_a_frozen_model_is_rank_0s_on_every_rank_and_stays_unwrapped(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        torch.manual_seed(ctx.rank)
+        plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+        nn.init.normal_(plain[1].running_mean)
+        assert accel.prepare_model(ctx, plain) is plain
+        return {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+
+    states = ranks.run(rank, 3)
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 3).weight
+    assert torch.equal(states[0]["0.weight"], expected)
+    assert all(torch.equal(state[name], states[0][name]) for state in states for name in state)
+
+
+def test_preparing_leaves_no_gradient_and_draws_nothing(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        stream = torch.get_rng_state()
+        prepared = accel.prepare_model(ctx, model)
+        assert torch.equal(torch.get_rng_state(), stream)
+        assert all(parameter.grad is None for parameter in prepared.parameters())
+        assert prepared.training
+        assert accel.unwrap_model(prepared) is model
+        if ctx.rank == 0:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    ranks.run(rank, 2)
+
+
+def test_a_checkpoint_of_replicas_that_drifted_is_rank_0s_and_says_so(
+    ranks: Simulator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[torch.Tensor, torch.Tensor]:
+        model = nn.Linear(4, 4)  # never prepared, so every rank has weights of its own
+        with torch.no_grad():
+            _ = model.weight.fill_(ctx.rank)
+            _ = model.bias.fill_(ctx.rank)
+        found = accel.save_state(ctx, tmp_path, {"model": model}, step=1)
+        _ = accel.load_state(ctx, found, {"model": model})
+        return model.weight.detach(), model.bias.detach()
+
+    with caplog.at_level(logging.WARNING, "accel.checkpoint"):
+        for weight, bias in ranks.run(rank, 3):
+            assert not weight.any()
+            assert not bias.any()
+    assert "ranks hold different parameters" in caplog.text
+
+
+RESUME = """
+import os, sys
+import torch, accel
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+out, stop = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+data = torch.randn(203, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):  # layers registered in another order than they are used in
+    def __init__(self):
+        super().__init__()
+        self.last, self.middle, self.first = nn.Linear(67, 4), nn.Linear(129, 67), nn.Linear(16, 129)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.relu(self.middle(torch.relu(self.first(x))))))
+
+
+with accel.session(device="cpu") as ctx:
+    torch.manual_seed(5)
+    model = Model()
+    torch.manual_seed(100 + ctx.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(data, data[:, :4]), batch_size=7, shuffle=True)
+    model, optimizer, loader = accel.prepare(ctx, model, optimizer, loader)
+    cursor, accum, scaler = accel.Cursor(seed=3), accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    items = lambda: dict(model=model, optimizer=optimizer, cursor=cursor, accum=accum, scaler=scaler)
+    if found := accel.latest_checkpoint(out):
+        loaded = accel.load_state(ctx, found, items())
+        cursor, accum, scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
+    while cursor.epoch < 2:
+        for batch in accel.batches(ctx, loader, cursor):
+            inputs, targets = batch.data
+            accum = accum.next(last=batch.is_last)
+            with accel.accumulate(ctx, accum, model):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+            cursor = batch.next
+            if accum.sync:
+                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+                accum, scaler = step.accum, step.scaler
+                if accum.updates == stop:
+                    accel.save_state(ctx, out, items(), step=stop)
+                    os._exit(0)
+    accel.save_state(ctx, out, items(), step=1000)
+"""
+
+
+@pytest.mark.multiprocess
+def test_resume_on_three_ranks_keeps_every_bit(tmp_path: Path) -> None:
+    """With three summands their order matters, and DDP's layout of buckets decides it."""
+    script = tmp_path / "resume.py"
+    script.write_text(RESUME)
+
+    def run(out: str, stop: int) -> None:
+        command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "3"]
+        subprocess.run([*command, str(script), str(tmp_path / out), str(stop)], check=True, timeout=120)
+
+    run("straight", 0)
+    run("stopped", 3)
+    run("stopped", 0)
+    models = []
+    for out in ("straight", "stopped"):
+        found = accel.latest_checkpoint(tmp_path / out)
+        assert found is not None
+        tensors = {name: each for path in found.glob("*.safetensors") for name, each in load_file(path).items()}
+        models.append({name: each for name, each in tensors.items() if not name.startswith("$")})
+    assert models[0].keys() == models[1].keys()
+    assert len(models[0]) == 6 * 4
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])

@@ -119,17 +119,18 @@ def no_sync(ctx: DistContext, model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         PrepareError: a trainable model that is not prepared, on more ranks than one.
     """
-    check_prepared(ctx, model)
-    replica = _replica(model)
+    replica = check_prepared(ctx, model)
     return contextlib.nullcontext() if replica is None else cast(Any, replica).no_sync()
 
 
-def check_prepared(ctx: DistContext, model: nn.Module) -> None:
-    """Raise `PrepareError` if the model has a trainable parameter whose gradient nobody would exchange."""
-    if ctx.world_size == 1:
-        return
+def check_prepared(ctx: DistContext, model: nn.Module) -> DistributedDataParallel | None:
+    """Return what exchanges the model's gradients, None if nothing has to.
+
+    Raises:
+        PrepareError: the model has a trainable parameter whose gradient nobody would exchange.
+    """
     replica = _replica(model)
-    if replica is None and any(parameter.requires_grad for parameter in model.parameters()):
+    if replica is None and ctx.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
         raise PrepareError(
             "the model is not prepared, so its gradients would stay on each rank",
             expected="model = accel.prepare_model(ctx, model)",
@@ -137,16 +138,16 @@ def check_prepared(ctx: DistContext, model: nn.Module) -> None:
             where=f"rank {ctx.rank}",
             fix="Prepare the model before the loop.",
         )
-    if isinstance(replica, Replica):
-        for name, parameter in replica.frozen:
-            if parameter.requires_grad:
-                raise PrepareError(
-                    "a parameter became trainable after preparing, so its gradient would stay on each rank",
-                    expected="the parameters that were trainable then",
-                    got=f"{name} as well",
-                    where=f"rank {ctx.rank}",
-                    fix="Set requires_grad first, then prepare: accel.prepare_model(ctx, accel.unwrap_model(model)).",
-                )
+    for name, parameter in replica.frozen if isinstance(replica, Replica) else ():
+        if parameter.requires_grad:
+            raise PrepareError(
+                "a parameter became trainable after preparing, so its gradient would stay on each rank",
+                expected="the parameters that were trainable then",
+                got=f"{name} as well",
+                where=f"rank {ctx.rank}",
+                fix="Set requires_grad first, then prepare: accel.prepare_model(ctx, accel.unwrap_model(model)).",
+            )
+    return replica
 
 
 def check_exchanged(ctx: DistContext, model: nn.Module) -> None:

@@ -66,7 +66,7 @@ def _holding(ctx: DistContext, models: tuple[nn.Module, ...]) -> Generator[None]
 @contextlib.contextmanager
 def _exchanging(ctx: DistContext, models: tuple[nn.Module, ...]) -> Generator[None]:
     for model in models:
-        check_prepared(ctx, model)
+        _ = check_prepared(ctx, model)
     yield
     for model in models:
         check_exchanged(ctx, model)
@@ -156,9 +156,10 @@ def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> 
 
 
 def _run(loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -> None:
+    seed = None  # torch's own: a gradient of 1
     if isinstance(factor, torch.Tensor):
         seed = factor.detach().reshape(()).to(loss.device, loss.dtype)
-    else:
+    elif factor != 1.0:
         seed = torch.full((), factor, dtype=loss.dtype, device=loss.device)
     torch.autograd.backward(loss, seed, retain_graph=retain_graph)
 

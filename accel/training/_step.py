@@ -20,6 +20,7 @@ from accel.precision import LossScale
 A = TypeVar("A")
 NonFinite = Literal["raise", "skip", "ignore"]
 
+_POLICIES = get_args(NonFinite)
 _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
 
 
@@ -278,7 +279,7 @@ def _check_options(
         )
     if max_norm is not None and not max_norm > 0:
         raise ConfigError("not a norm to clip to", expected="above 0", got=repr(max_norm), where="max_norm=")
-    check_choice(nonfinite, get_args(NonFinite), "unknown policy", where="nonfinite=")
+    check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     single = isinstance(scheduler, LRScheduler)
     schedulers: list[LRScheduler] = [scheduler] if single else list(scheduler or ())
     if any(isinstance(each, ReduceLROnPlateau) for each in schedulers):

@@ -16,6 +16,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -64,9 +65,15 @@ def hand_written(ctx: accel.DistContext, width: int, steps: int, max_norm: float
 
 
 def with_accel(
-    ctx: accel.DistContext, width: int, steps: int, max_norm: float | None, token_weights: bool = False
+    ctx: accel.DistContext,
+    width: int,
+    steps: int,
+    max_norm: float | None,
+    *,
+    token_weights: bool = False,
+    nonfinite: Literal["raise", "ignore"] = "raise",
 ) -> Loop:
-    """The loop of the README, its batch made once."""
+    """The loop of the README, its batch made once; `ignore` looks for inf and NaN as little as the hand-written one."""
     model = make_model(width)
     model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     inputs, targets = make_batch(ctx)
@@ -84,7 +91,7 @@ def with_accel(
                 weight = float(BATCH) if token_weights else batch.valid
                 accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
+                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm, nonfinite=nonfinite)
                 accum, scaler = step.accum, step.scaler
 
     return loop
@@ -149,6 +156,7 @@ def main() -> None:
                 )
                 arguments = (ctx, options.width, steps, max_norm)
                 variants = {"torch, by hand": hand_written(*arguments), "accel": with_accel(*arguments)}
+                variants["accel, ignore"] = with_accel(*arguments, nonfinite="ignore")
                 variants["accel, token weights"] = with_accel(*arguments, token_weights=True)
                 if has_accelerate:
                     variants["accelerate"] = with_accelerate(*arguments)

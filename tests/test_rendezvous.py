@@ -35,6 +35,19 @@ except accel.PeerError as error:
 """
 
 
+LEFT = """
+import sys, torch, accel
+with accel.session(device="cpu", timeout_s=20) as ctx:
+    if ctx.rank == 1:
+        sys.exit(0)
+    try:
+        accel.gather(ctx, torch.ones(1))
+    except accel.PeerError as error:
+        assert "rank 0, gather at left.py:7 in <module>" in str(error), error
+        sys.exit(7)
+"""
+
+
 @pytest.mark.parametrize("launcher", [["accel.cli", "launch"], ["torch.distributed.run"]], ids=["accel", "torchrun"])
 def test_one_session_after_another(tmp_path: Path, launcher: list[str]) -> None:
     script = tmp_path / "sessions.py"
@@ -46,6 +59,13 @@ def test_one_session_after_another(tmp_path: Path, launcher: list[str]) -> None:
 def test_a_rank_that_does_not_come_is_told_of(tmp_path: Path) -> None:
     script = tmp_path / "absent.py"
     script.write_text(ABSENT)
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
+    assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 7
+
+
+def test_a_rank_that_leaves_is_missed_by_the_call_that_waited(tmp_path: Path) -> None:
+    script = tmp_path / "left.py"
+    script.write_text(LEFT)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
     assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 7
 

@@ -20,7 +20,7 @@ import torch
 
 from accel.comm._handle import Comm
 from accel.comm._torch import all_gather_flat
-from accel.errors import CollectiveMismatch, ErrorRecord, describe, rebuild
+from accel.errors import CollectiveMismatch, ErrorRecord, PeerError, describe, rebuild
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def _exchange(
     message[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     inline = min(payload.numel(), INLINE_BYTES)
     message[HEADER_BYTES : HEADER_BYTES + inline] = payload[:inline]
-    rows = all_gather_flat(comm, message.to(comm.control)).cpu()
+    rows = _gather_rows(comm, call, message)
     heads = [_HEADER.unpack(_bytes(row[: _HEADER.size])) for row in rows]
     if any(head[3] for head in heads):
         _raise_failure(comm, rows, heads, cause)
@@ -122,7 +122,7 @@ def _exchange(
     sizes = [head[2] for head in heads]
     if max(sizes) <= INLINE_BYTES:
         return [row[HEADER_BYTES : HEADER_BYTES + size] for row, size in zip(rows, sizes, strict=True)]
-    return _gather_bytes(comm, payload, sizes)
+    return _gather_bytes(comm, call, payload, sizes)
 
 
 def _failure(error: BaseException) -> torch.Tensor:
@@ -141,11 +141,19 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]} [cut]"
 
 
-def _gather_bytes(comm: Comm, payload: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+def _gather_rows(comm: Comm, call: Call, mine: torch.Tensor) -> torch.Tensor:
+    try:
+        return all_gather_flat(comm, mine.to(comm.control)).cpu()
+    except PeerError as error:  # say which call was left alone
+        where = f"rank {comm.rank}, {call.name} at {call.site}"
+        raise PeerError(error.problem, expected=error.expected, where=where, fix=error.fix) from error
+
+
+def _gather_bytes(comm: Comm, call: Call, payload: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     width = -(-max(sizes) // 16) * 16  # so that every row stays aligned for every dtype
     padded = torch.zeros(width, dtype=torch.uint8)
     padded[: payload.numel()] = payload
-    rows = all_gather_flat(comm, padded.to(comm.control)).cpu()
+    rows = _gather_rows(comm, call, padded)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -167,7 +175,7 @@ def _raise_mismatch(
     text = bytearray(f"{call.name}\n{call.detail}".encode())
     lengths = all_gather_flat(comm, torch.tensor([len(text)], dtype=torch.int64, device=comm.control))
     sizes = [int(length) for length in lengths.flatten()]
-    details = _gather_bytes(comm, torch.frombuffer(text, dtype=torch.uint8), sizes)
+    details = _gather_bytes(comm, call, torch.frombuffer(text, dtype=torch.uint8), sizes)
     left, right = (_bytes(details[i]).decode().split("\n") for i in (0, other))
     longest = max(len(left), len(right))
     left, right = left + ["nothing"] * (longest - len(left)), right + ["nothing"] * (longest - len(right))

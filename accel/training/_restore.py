@@ -163,7 +163,8 @@ def _new_value(ctx: DistContext, saved: Saved, name: str, live: object, item: It
     if isinstance(live, msgspec.Struct):
         return _record(name, live, value, problems)
     live_type = torch.Tensor if isinstance(live, torch.Tensor) else type(live)
-    if live is not None and type(value) is not live_type:
+    numbers = {live_type, type(value)} <= {int, float}  # 0 stands for a number that may have become 0.5
+    if live is not None and type(value) is not live_type and not numbers:
         problems.wrong_type(f"item {name}", live_type.__name__, type(value).__name__)
     return value
 

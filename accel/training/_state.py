@@ -69,7 +69,7 @@ def load_state(ctx: DistContext, path: str | os.PathLike[str], items: Mapping[st
         ctx: the context.
         path: a checkpoint's folder, such as `latest_checkpoint` returns.
         items: what was saved, by the same names: live objects to load into, and records and plain values of the types
-            to return. None for an item leaves it in the file.
+            to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
 
     Returns:
         Every item: the live objects that were passed, and new records and values.

@@ -363,3 +363,11 @@ def test_no_pickle_anywhere() -> None:
         text = file.read_text()
         for word in ("pickle", "torch.load", "torch.save", "yaml", "eval(", "exec("):
             assert word not in text, (file, word)
+
+
+def test_a_number_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    found = save_state(CPU, tmp_path, {"best": 0.5, "count": 3}, step=0)
+    loaded = load_state(CPU, found, {"best": 0, "count": 0.0})
+    assert (loaded["best"], loaded["count"]) == (0.5, 3)
+    with pytest.raises(CheckpointError, match="best"):
+        load_state(CPU, found, {"best": "none", "count": 0})

@@ -117,7 +117,8 @@ def _same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
     if live is None:
         return item.kind == "value"
     named = kind_of(live) != "module"  # a module is its tensors, whatever its class
-    if kind_of(live) != item.kind or (named and type_name(live) != item.type):
+    numbers = {type_name(live), item.type} <= {"int", "float"}  # 0 stands for a number that may have become 0.5
+    if kind_of(live) != item.kind or (named and type_name(live) != item.type and not numbers):
         problems.wrong_type(f"item {name}", f"{kind_of(live)} {type_name(live)}", f"{item.kind} {item.type}")
         return False
     return True
@@ -163,7 +164,7 @@ def _new_value(ctx: DistContext, saved: Saved, name: str, live: object, item: It
     if isinstance(live, msgspec.Struct):
         return _record(name, live, value, problems)
     live_type = torch.Tensor if isinstance(live, torch.Tensor) else type(live)
-    numbers = {live_type, type(value)} <= {int, float}  # 0 stands for a number that may have become 0.5
+    numbers = {live_type, type(value)} <= {int, float}
     if live is not None and type(value) is not live_type and not numbers:
         problems.wrong_type(f"item {name}", live_type.__name__, type(value).__name__)
     return value

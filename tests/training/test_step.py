@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -133,6 +136,31 @@ def test_worlds_and_accumulations_of_the_same_global_batch(world_size: int, step
     with Simulator() as simulator:
         ranks = simulator.run(lambda ctx: train(ctx, 107, 16, steps, 0.3), world_size)
     assert all(torch.allclose(rank.parameters, expected.parameters, rtol=0, atol=TOLERANCE) for rank in ranks)
+
+
+REAL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, accel
+from test_step import TOLERANCE, train, train_by_hand
+torch.set_num_threads(1)
+expected = train_by_hand(107, 16, 0.3)
+with accel.session(device="cpu") as ctx:
+    assert ctx.world_size == int(sys.argv[2])
+    for steps in (1, 2, 4):
+        got = train(ctx, 107, 16, steps, 0.3)
+        assert torch.allclose(got.parameters, expected.parameters, rtol=0, atol=TOLERANCE), steps
+        assert sorted(got.ids[:107]) == sorted(got.ids[107:]) == list(range(107)), steps
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_real_processes_train_the_same_model(tmp_path: Path, world_size: int) -> None:
+    script = tmp_path / "real.py"
+    script.write_text(REAL)
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(world_size), str(script)]
+    subprocess.run([*command, str(Path(__file__).parent), str(world_size)], check=True, timeout=120)
 
 
 @settings(max_examples=25, deadline=None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -25,12 +26,21 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the L2 norm of all gradients together, shape []; inf or NaN if one of them is not finite."""
+def total_norm(grads: Sequence[torch.Tensor]) -> float | torch.Tensor:
+    """Return the L2 norm of all gradients together; inf or NaN if one of them is not finite.
+
+    Args:
+        grads: of any dtypes and devices.
+
+    Returns:
+        A number for gradients on the CPU, where reading it waits for nothing; else a tensor of shape [].
+    """
     first = grads[0]
+    if all(grad.is_cpu for grad in grads):
+        return math.hypot(*(norm.item() for norm in _foreach.norms(grads)))
     if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
         return get_total_norm(list(grads))
-    return _foreach.norm(grads)
+    return get_total_norm(_foreach.norms(grads))
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -106,6 +106,7 @@ def optimizer_step(
     schedulers = _check_options(optimizers, scheduler, max_norm, nonfinite)
     _check_window(scaler, accum)
     grads = _checked(gradients(optimizers))
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
     weight = _total_weight(ctx, accum or _plain_window(ctx, scaler))
     looks = nonfinite != "ignore" or scaler.dynamic
     norm = total_norm(grads) if looks or max_norm is not None else None
@@ -118,7 +119,7 @@ def optimizer_step(
     factor = _factor(ctx, scaler, weight)
     norm = None if norm is None else norm * factor
     if max_norm is not None and norm is not None:
-        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = factor * _clipping(norm, max_norm)
     if isinstance(factor, torch.Tensor) or factor != 1.0:
         scale_(grads, factor)
     for each in optimizers:
@@ -126,7 +127,7 @@ def optimizer_step(
     _clear(optimizers)
     for each in schedulers:
         each.step()
-    return _result(True, accum, scaler, norm, finite=True)
+    return _result(True, accum, scaler, None if norm is None else torch.as_tensor(norm, dtype=dtype), finite=True)
 
 
 def clip_grad_norm_(
@@ -160,8 +161,8 @@ def clip_grad_norm_(
     grads = _checked([parameter.grad for parameter in parameters if parameter.grad is not None])
     factor = _factor(ctx, scaler, _total_weight(ctx, accum or _plain_window(ctx, scaler)))
     norm = total_norm(grads) * factor
-    scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    scale_(grads, _clipping(norm, max_norm))
+    return torch.as_tensor(norm, dtype=torch.promote_types(grads[0].dtype, torch.float32))
 
 
 def _plain_window(ctx: DistContext, scaler: LossScale) -> Accumulation:
@@ -175,21 +176,31 @@ def _total_weight(ctx: DistContext, window: Accumulation) -> float | torch.Tenso
         return window.world_weight / window.unit
     own = window.own_weight.clone()
     summed = all_reduce_flat(ctx.comm, own, "sum") if ctx.world_size > 1 else own
-    return (summed + window.world_weight) / window.unit
+    weight = (summed + window.world_weight) / window.unit
+    return weight.item() if weight.is_cpu else weight
 
 
 def _factor(ctx: DistContext, scaler: LossScale, weight: float | torch.Tensor) -> float | torch.Tensor:
     if isinstance(weight, torch.Tensor):  # without weight all gradients are zero, and stay it
         return torch.where(weight > 0, ctx.world_size / (weight * scaler.scale), 0.0)
+    if weight == 0.0:
+        return 0.0
     return ctx.world_size / (weight * scaler.scale)  # data parallel has divided by the world size
 
 
-def _read(norm: torch.Tensor, weight: float | torch.Tensor) -> tuple[bool, bool]:
+def _clipping(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
+    """What gradients of a norm are multiplied by to be no longer than `max_norm`; torch.nn.utils has the same 1e-6."""
+    if isinstance(norm, torch.Tensor):
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return min(max_norm / (norm + 1e-6), 1.0)
+
+
+def _read(norm: float | torch.Tensor, weight: float | torch.Tensor) -> tuple[bool, bool]:
     """Whether the gradients are finite and whether the window is empty, in one wait for the device."""
-    if not isinstance(weight, torch.Tensor):
-        return math.isfinite(norm.item()), weight == 0.0
-    values = torch.stack([norm.to(weight.dtype), weight.to(norm.device)])
-    length, total = (float(value) for value in values.cpu())
+    length, total = norm, weight
+    if isinstance(norm, torch.Tensor) and isinstance(weight, torch.Tensor):
+        length, total = (float(value) for value in torch.stack([norm.to(weight), weight]).cpu())
+    length, total = float(length), float(total)
     if not total >= 0:
         raise ConfigError("not a weight", expected="a sum of 0 or above", got=repr(total), where="backward(weight=)")
     return math.isfinite(length), total == 0

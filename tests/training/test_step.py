@@ -540,10 +540,10 @@ def test_list_operations_of_torch_do_what_plain_loops_do() -> None:
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((3, 4), (5,), ())]
     expected = math.sqrt(sum(grad.square().sum().item() for grad in grads))
-    assert total_norm(grads).item() == pytest.approx(expected, abs=1e-12)
-    assert total_norm([*grads, torch.ones(2, dtype=torch.float32)]).item() == pytest.approx(
-        math.hypot(expected, 2**0.5)
-    )
+    assert total_norm(grads) == pytest.approx(expected, abs=1e-12)
+    assert total_norm([*grads, torch.full((2,), math.inf)]) == math.inf
+    assert not math.isfinite(total_norm([*grads, torch.full((2,), math.nan)]))
+    assert total_norm([*grads, torch.ones(2, dtype=torch.float32)]) == pytest.approx(math.hypot(expected, 2**0.5))
     doubled = [2 * grad for grad in grads]
     scale_(grads, 2.0)
     assert all(torch.equal(a, b) for a, b in zip(grads, doubled, strict=True))

@@ -13,7 +13,7 @@ import hashlib
 import os.path
 import struct
 import sys
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -28,9 +28,17 @@ EAGER_BYTES = 4096
 HEADER_BYTES = 320
 INLINE_BYTES = EAGER_BYTES - HEADER_BYTES
 
-_HEADER = struct.Struct("<4s16sQBH")  # magic, fingerprint, payload bytes, failed, label bytes
+_HEADER = struct.Struct("<4s16sQ?H")  # magic, fingerprint, payload bytes, failed, label bytes
 _MAGIC = b"acc1"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class _Head(NamedTuple):
+    magic: bytes
+    fingerprint: bytes
+    payload_bytes: int
+    failed: bool
+    label_bytes: int
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -114,12 +122,12 @@ def _exchange(
     inline = min(payload.numel(), INLINE_BYTES)
     message[HEADER_BYTES : HEADER_BYTES + inline] = payload[:inline]
     rows = _gather_rows(comm, call, message)
-    heads = [_HEADER.unpack(_bytes(row[: _HEADER.size])) for row in rows]
-    if any(head[3] for head in heads):
+    heads = [_Head._make(_HEADER.unpack(_bytes(row[: _HEADER.size]))) for row in rows]
+    if any(head.failed for head in heads):
         _raise_failure(comm, rows, heads, cause)
-    if len({head[1] for head in heads}) > 1:
+    if len({head.fingerprint for head in heads}) > 1:
         _raise_mismatch(comm, call, rows, heads)
-    sizes = [head[2] for head in heads]
+    sizes = [head.payload_bytes for head in heads]
     if max(sizes) <= INLINE_BYTES:
         return [row[HEADER_BYTES : HEADER_BYTES + size] for row, size in zip(rows, sizes, strict=True)]
     return _gather_bytes(comm, call, payload, sizes)
@@ -157,21 +165,19 @@ def _gather_bytes(comm: Comm, call: Call, payload: torch.Tensor, sizes: list[int
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
-def _raise_failure(
-    comm: Comm, rows: torch.Tensor, heads: list[tuple[bytes, bytes, int, int, int]], cause: BaseException | None
-) -> NoReturn:
-    rank = next(i for i, head in enumerate(heads) if head[3])
-    data = _bytes(rows[rank, HEADER_BYTES : HEADER_BYTES + heads[rank][2]])
+def _raise_failure(comm: Comm, rows: torch.Tensor, heads: list[_Head], cause: BaseException | None) -> NoReturn:
+    rank = next(i for i, head in enumerate(heads) if head.failed)
+    data = _bytes(rows[rank, HEADER_BYTES : HEADER_BYTES + heads[rank].payload_bytes])
     record = msgspec.json.decode(data, type=ErrorRecord)
     record = msgspec.structs.replace(record, problem=f"rank {rank}: {record.problem}")
     raise rebuild(record) from cause
 
 
-def _raise_mismatch(
-    comm: Comm, call: Call, rows: torch.Tensor, heads: list[tuple[bytes, bytes, int, int, int]]
-) -> NoReturn:
-    other = next(i for i, head in enumerate(heads) if head[1] != heads[0][1])
-    labels = [_bytes(rows[i, _HEADER.size : _HEADER.size + heads[i][4]]).decode(errors="replace") for i in (0, other)]
+def _raise_mismatch(comm: Comm, call: Call, rows: torch.Tensor, heads: list[_Head]) -> NoReturn:
+    other = next(i for i, head in enumerate(heads) if head.fingerprint != heads[0].fingerprint)
+    labels = [
+        _bytes(rows[i, _HEADER.size : _HEADER.size + heads[i].label_bytes]).decode(errors="replace") for i in (0, other)
+    ]
     text = bytearray(f"{call.name}\n{call.detail}".encode())
     lengths = all_gather_flat(comm, torch.tensor([len(text)], dtype=torch.int64, device=comm.control))
     sizes = [int(length) for length in lengths.flatten()]

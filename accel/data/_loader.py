@@ -122,15 +122,12 @@ def _is_shuffled(loader: Any) -> bool:
     given = loader.generator is not None or getattr(sampler, "generator", None) is not None
     _refuse(given, "the cursor's seed decides the order", "a generator", "Leave generator out; use Cursor(seed=).")
     kind = cast(type[object], type(sampler))  # a subclass may order in its own way
-    if kind is SequentialSampler:
-        return False
-    if kind is RandomSampler:
-        samples = len(loader.dataset)
-        drawn = sampler.replacement or sampler.num_samples != samples
-        _refuse(drawn, "every sample is taken once an epoch", "a RandomSampler that draws", "Pass shuffle=True.")
-        return True
-    _refuse(True, "the order is in sequence or shuffled", kind.__name__, "Pass shuffle=True or no sampler.")
-    return False
+    known = kind in (SequentialSampler, RandomSampler)
+    _refuse(not known, "the order is in sequence or shuffled", kind.__name__, "Pass shuffle=True or no sampler.")
+    shuffled = kind is RandomSampler
+    drawn = shuffled and (sampler.replacement or sampler.num_samples != len(loader.dataset))
+    _refuse(drawn, "every sample is taken once an epoch", "a RandomSampler that draws", "Pass shuffle=True.")
+    return shuffled
 
 
 def _refuse(condition: bool, problem: str, got: str, fix: str) -> None:

@@ -103,10 +103,10 @@ def optimizer_step(
     """
     ctx.comm.check_open()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    schedulers = _check_options(optimizers, scheduler, max_norm, nonfinite)
+    schedulers = _check_options(optimizers, scheduler, nonfinite)
+    _check_max_norm(max_norm)
     _check_window(scaler, accum)
     grads = _checked(gradients(optimizers))
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
     weight = _total_weight(ctx, accum or _plain_window(ctx, scaler))
     looks = nonfinite != "ignore" or scaler.dynamic
     norm = total_norm(grads) if looks or max_norm is not None else None
@@ -122,12 +122,13 @@ def optimizer_step(
         factor = factor * _clipping(norm, max_norm)
     if isinstance(factor, torch.Tensor) or factor != 1.0:
         scale_(grads, factor)
+    told = None if norm is None else _as_tensor(norm, grads)
     for each in optimizers:
         each.step()
     _clear(optimizers)
     for each in schedulers:
         each.step()
-    return _result(True, accum, scaler, None if norm is None else torch.as_tensor(norm, dtype=dtype), finite=True)
+    return _result(True, accum, scaler, told, finite=True)
 
 
 def clip_grad_norm_(
@@ -156,13 +157,13 @@ def clip_grad_norm_(
         ConfigError: max_norm is not above 0.
     """
     ctx.comm.check_open()
-    _ = _check_options([], None, max_norm, "raise")
+    _check_max_norm(max_norm)
     _check_window(scaler, accum)
     grads = _checked([parameter.grad for parameter in parameters if parameter.grad is not None])
     factor = _factor(ctx, scaler, _total_weight(ctx, accum or _plain_window(ctx, scaler)))
     norm = total_norm(grads) * factor
     scale_(grads, _clipping(norm, max_norm))
-    return torch.as_tensor(norm, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+    return _as_tensor(norm, grads)
 
 
 def _plain_window(ctx: DistContext, scaler: LossScale) -> Accumulation:
@@ -193,6 +194,10 @@ def _clipping(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tens
     if isinstance(norm, torch.Tensor):
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return min(max_norm / (norm + 1e-6), 1.0)
+
+
+def _as_tensor(norm: float | torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    return torch.as_tensor(norm, dtype=torch.promote_types(grads[0].dtype, torch.float32))
 
 
 def _read(norm: float | torch.Tensor, weight: float | torch.Tensor) -> tuple[bool, bool]:
@@ -281,15 +286,12 @@ def _check_window(scaler: LossScale, accum: Accumulation | None) -> None:
 def _check_options(
     optimizers: list[Optimizer],
     scheduler: LRScheduler | Sequence[LRScheduler] | None,
-    max_norm: float | None,
     nonfinite: str,
 ) -> list[LRScheduler]:
     if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
         raise ConfigError(
             "LBFGS evaluates the loss within its step", where="optimizer_step", fix="Call optimizer.step(closure)."
         )
-    if max_norm is not None and not max_norm > 0:
-        raise ConfigError("not a norm to clip to", expected="above 0", got=repr(max_norm), where="max_norm=")
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     single = isinstance(scheduler, LRScheduler)
     schedulers: list[LRScheduler] = [scheduler] if single else list(scheduler or ())
@@ -300,3 +302,8 @@ def _check_options(
             fix="Call scheduler.step(metric) yourself, with a metric from accel.reduce, the same on every rank.",
         )
     return schedulers
+
+
+def _check_max_norm(max_norm: float | None) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError("not a norm to clip to", expected="above 0", got=repr(max_norm), where="max_norm=")

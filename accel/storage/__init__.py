@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files without ranks: durable writing, distrustful reading, safetensors, and folders that appear by one rename."""
 
+from accel.storage._files import AFTER_WRITE as AFTER_WRITE
 from accel.storage._files import FileEntry as FileEntry
 from accel.storage._files import OpenDirectory as OpenDirectory
 from accel.storage._files import disk_errors as disk_errors

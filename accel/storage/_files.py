@@ -10,8 +10,9 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,9 @@ _LONGEST_NAME = 255
 _COALESCE_BYTES = 1 << 20
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+# Called with the path of each file whose bytes have been written; set where a test simulates a bad disk.
+AFTER_WRITE: ContextVar[Callable[[Path], None] | None] = ContextVar("accel.storage.AFTER_WRITE", default=None)
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +88,8 @@ def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
         try:
             for chunk in _coalesce(chunks):
                 _write_all(file, chunk)
+            if (after_write := AFTER_WRITE.get()) is not None:
+                after_write(folder / name)
             os.fsync(file)
         finally:
             os.close(file)

@@ -21,3 +21,7 @@ class Deadlock(SimulationError):  # noqa: N818 - what everybody calls it
 
 class InjectedFault(SimulationError):  # noqa: N818 - it is the fault itself, asked for by the test
     """The failure that a `Fault` asked for."""
+
+
+class FaultNotReached(SimulationError):  # noqa: N818 - what it says
+    """A run ended well before a fault could happen, so it has tested nothing."""

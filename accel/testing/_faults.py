@@ -1,64 +1,206 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures asked for by a test: which rank fails, at which of its calls, and how.
+"""Failures asked for by a test: which rank fails, at which of its calls or writes, and how.
 
 The idea of faults injected at a rank and step is torchft's (`EventInjector` in its integration tests).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import errno
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
-from accel.errors import ConfigError
-from accel.testing._errors import InjectedFault
+from accel.errors import ConfigError, check_choice
+from accel.storage import AFTER_WRITE
+from accel.testing._errors import FaultNotReached, InjectedFault
+from accel.testing._scheduler import Scheduler
+from accel.testing._signals import CURRENT, Killed, RankSignals
+
+CallAction = Literal["raise", "vanish", "delay", "terminate"]
+WriteAction = Literal["drop", "cut", "corrupt", "full"]
+
+_STOP_REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A failure of one rank at one of its calls.
+    """What happens to one rank at one of its calls.
 
     Attributes:
-        rank: the rank that fails.
-        call: which of the rank's collectives, sends and receives, counted from 0; it fails instead of making it.
-        action: "raise" raises `InjectedFault` in the rank; "vanish" ends the rank there without a word to the others,
-            save that its `finally` blocks still run.
+        rank: the rank that it happens to.
+        call: which of the rank's collectives, sends and receives, counted from 0; it happens before this call is made.
+        action: "raise" raises `InjectedFault`. "vanish" ends the rank without a word to the others, save that its
+            `finally` blocks still run. "delay" lets the rank go on only when no other rank can. "terminate" delivers a
+            signal: the rank's own handler is called on its thread; without one, the rank ends as by "vanish".
+        signal: what "terminate" delivers: SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2.
     """
 
     rank: int
     call: int
-    action: Literal["raise", "vanish"] = "raise"
+    action: CallAction = "raise"
+    signal: int = signal.SIGTERM
 
 
-class Vanished(BaseException):
-    """Unwinds a rank that a fault makes vanish."""
+class WriteFault(msgspec.Struct, frozen=True):
+    """What a bad disk does to one file that a rank writes; apart from "full" it reports success.
+
+    Attributes:
+        rank: the rank that writes.
+        write: which of the files that the rank writes through accel (of checkpoints, for example), counted from 0.
+        action: "drop" leaves no file; "cut" leaves the first half; "corrupt" changes one byte; "full" leaves the first
+            half and fails with `OSError(ENOSPC)`, no space left on device.
+        byte: which one "corrupt" changes, from the file's start, or from its end if negative; past the other end,
+            counting goes on round the file.
+    """
+
+    rank: int
+    write: int
+    action: WriteAction = "drop"
+    byte: int = -1
 
 
-def check_faults(faults: Sequence[Fault], world_size: int) -> None:
+AnyFault = Fault | WriteFault
+F = TypeVar("F", Fault, WriteFault)
+
+
+def check_faults(faults: Sequence[object], world_size: int) -> None:
     """Refuse faults that can never happen.
 
     Raises:
-        ConfigError: a rank outside of the world, a negative call, an unknown action.
+        ConfigError: a rank outside of the world, a negative call or write, an unknown action or signal.
     """
-    for fault in faults:
-        if not 0 <= fault.rank < world_size or fault.call < 0 or fault.action not in ("raise", "vanish"):
-            raise ConfigError(
-                "a fault that cannot happen",
-                expected=f"rank 0 to {world_size - 1}, call 0 or more, action 'raise' or 'vanish'",
-                got=repr(fault),
-                where="faults=",
+    for number, fault in enumerate(faults):
+        where = f"faults[{number}]"
+        if not isinstance(fault, AnyFault):
+            raise ConfigError("no fault", expected="a Fault or WriteFault", got=repr(fault), where=where)
+        if type(fault.rank) is not int or not 0 <= fault.rank < world_size:
+            _refuse("a fault on a rank that is not there", f"0 to {world_size - 1}", fault.rank, f"{where}.rank")
+        if isinstance(fault, Fault):
+            _check_number(fault.call, f"{where}.call")
+            check_choice(fault.action, get_args(CallAction), "unknown action", where=f"{where}.action")
+            _check_signal(fault, where)
+        else:
+            _check_number(fault.write, f"{where}.write")
+            check_choice(fault.action, get_args(WriteAction), "unknown action", where=f"{where}.action")
+
+
+class Injector:
+    """Counts the calls and writes of the ranks of one world, and makes the faults happen.
+
+    Args:
+        faults: as checked by `check_faults`.
+        scheduler: of the world.
+    """
+
+    def __init__(self, faults: Sequence[AnyFault], scheduler: Scheduler) -> None:
+        self._waiting = list(faults)
+        self._scheduler = scheduler
+        self._calls = [0] * scheduler.size
+        self._writes = [0] * scheduler.size
+        self._signals = [RankSignals() for _ in range(scheduler.size)]
+
+    def enter(self, rank: int) -> None:
+        """Give the calling thread the rank's own signals and disk."""
+        CURRENT.set(self._signals[rank])
+        AFTER_WRITE.set(lambda path: self._write(rank, path))
+
+    def call(self, rank: int) -> None:
+        """Count a call that the rank is about to make, and let happen what was asked for.
+
+        Raises:
+            InjectedFault: a fault that raises.
+            Killed: a fault that ends the rank.
+            BaseException: what the rank's own signal handler raises.
+        """
+        number = self._calls[rank]
+        self._calls[rank] += 1
+        for fault in self._due(Fault, rank, number):
+            match fault.action:
+                case "raise":
+                    raise InjectedFault(f"rank {rank} fails at its call #{number}, as asked for", got=repr(fault))
+                case "vanish":
+                    raise Killed("vanished")
+                case "delay":
+                    self._scheduler.delay(rank)
+                case "terminate":
+                    self._signals[rank].raise_signal(fault.signal)
+
+    def check_reached(self) -> None:
+        """Tell of faults for which the run was too short.
+
+        Raises:
+            FaultNotReached: naming the first such fault and what its rank did instead.
+        """
+        for fault in self._waiting:
+            made = (self._calls if isinstance(fault, Fault) else self._writes)[fault.rank]
+            noun = "call" if isinstance(fault, Fault) else "write"
+            raise FaultNotReached(
+                "a fault never happened",
+                expected=f"rank {fault.rank} to come to {noun} #{_count_of(fault)}",
+                got=f"{made} {noun}s in all, counted from #0",
+                where=repr(fault),
+                fix="Ask for an earlier one, or let the run go on for longer.",
             )
 
+    def _write(self, rank: int, path: Path) -> None:
+        number = self._writes[rank]
+        self._writes[rank] += 1
+        for fault in self._due(WriteFault, rank, number):
+            _spoil(fault, path)
 
-def act(faults: Sequence[Fault], rank: int, call: int) -> None:
-    """Fail if a fault is asked for at this call of this rank.
+    def _due(self, kind: type[F], rank: int, number: int) -> Iterator[F]:
+        for fault in [fault for fault in self._waiting if isinstance(fault, kind)]:
+            if (fault.rank, _count_of(fault)) == (rank, number):
+                self._waiting.remove(fault)
+                yield fault
 
-    Raises:
-        InjectedFault: a fault that raises.
-        Vanished: a fault that vanishes.
-    """
-    for fault in faults:
-        if (fault.rank, fault.call) == (rank, call):
-            if fault.action == "vanish":
-                raise Vanished
-            raise InjectedFault(f"rank {rank} fails at its call #{call}, as asked for", got=repr(fault))
+
+def _spoil(fault: WriteFault, path: Path) -> None:
+    size = path.stat().st_size
+    match fault.action:
+        case "drop":
+            path.unlink()
+        case "cut":
+            os.truncate(path, size // 2)
+        case "corrupt" if size:
+            with path.open("r+b") as file:
+                file.seek(fault.byte % size)
+                old = file.read(1)[0]
+                file.seek(fault.byte % size)
+                file.write(bytes([old ^ 1]))
+        case "corrupt":
+            raise FaultNotReached("an empty file has no byte to change", where=f"{fault!r} - {path.name}")
+        case "full":
+            os.truncate(path, size // 2)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _count_of(fault: AnyFault) -> int:
+    return fault.call if isinstance(fault, Fault) else fault.write
+
+
+def _check_number(number: int, where: str) -> None:
+    if type(number) is not int or number < 0:
+        _refuse("a fault that cannot come", "a number from 0", number, where)
+
+
+def _check_signal(fault: Fault, where: str) -> None:
+    known = [signal.Signals[name] for name in _STOP_REQUESTS]
+    if fault.signal not in known:
+        _refuse("not a stop request", ", ".join(_STOP_REQUESTS), fault.signal, f"{where}.signal")
+    if fault.signal != signal.SIGTERM and fault.action != "terminate":
+        raise ConfigError(
+            "a signal that would not be delivered",
+            expected="action 'terminate'",
+            got=repr(fault.action),
+            where=f"{where}.action",
+            fix="Leave signal out, or choose 'terminate'.",
+        )
+
+
+def _refuse(problem: str, expected: str, got: object, where: str) -> NoReturn:
+    raise ConfigError(problem, expected=expected, got=repr(got), where=where)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from accel.errors import CollectiveMismatch
 from accel.testing._collectives import Buffers, Call, Run, fill, layout
-from accel.testing._faults import Fault, act
+from accel.testing._faults import Injector
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._sites import Site, call_site
 
@@ -70,13 +69,12 @@ class Rendezvous:
 
     Args:
         scheduler: whose ranks meet here.
-        faults: failures that were asked for.
+        faults: what was asked to happen to them.
     """
 
-    def __init__(self, scheduler: Scheduler, faults: Sequence[Fault]) -> None:
+    def __init__(self, scheduler: Scheduler, faults: Injector) -> None:
         self._scheduler = scheduler
         self._faults = faults
-        self._calls = [0] * scheduler.size
         self._joined = [0] * scheduler.size
         self._meetings: dict[int, Meeting] = {}
         self._transfers: dict[tuple[int, int, int], deque[Transfer]] = {}
@@ -146,9 +144,7 @@ class Rendezvous:
 
     def _begin(self, rank: int, name: str) -> None:
         self._scheduler.check(rank, name)
-        if self._faults:
-            self._calls[rank] += 1
-            act(self._faults, rank, self._calls[rank] - 1)
+        self._faults.call(rank)
         self._scheduler.pause(rank)
 
     def _finish(self, meeting: Meeting, run: Run) -> None:

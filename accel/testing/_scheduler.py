@@ -54,6 +54,7 @@ class Scheduler:
         self._bodies: dict[int, Callable[[], None]] = {}
         self._runnable = deque(range(size))
         self._waiting: dict[int, Waitable] = {}
+        self._delayed: deque[int] = deque()
         self._ended: dict[int, str] = {}
         self._threads: dict[int, int] = {}
         self._batons = [threading.Lock() for _ in range(size)]
@@ -83,7 +84,7 @@ class Scheduler:
         """
         self._ended[rank] = how
         del self._threads[rank]
-        if self._runnable or self._waiting:
+        if self._runnable or self._waiting or self._delayed:
             self._resume(self._choose())
         else:
             self._over.set()
@@ -113,6 +114,11 @@ class Scheduler:
         if self._random is not None and self._runnable:
             self._runnable.append(rank)
             self._hand_over(rank)
+
+    def delay(self, rank: int) -> None:
+        """Let `rank` go on only when no other rank can."""
+        self._delayed.append(rank)
+        self._hand_over(rank)
 
     def wait(self, rank: int, event: Waitable) -> None:
         """Let other ranks run until the event has happened."""
@@ -144,9 +150,13 @@ class Scheduler:
     def _status(self, rank: int) -> str:
         if rank in self._waiting:
             return f"waits in {self._waiting[rank].describe(rank)}"
+        if rank in self._delayed:
+            return "delayed, as asked for"
         return self._ended.get(rank, "running" if rank in self._threads else "not started")
 
     def _choose(self) -> int:
+        if not self._runnable and self._delayed:
+            self._runnable.append(self._delayed.popleft())
         if not self._runnable:
             self.stop(
                 Deadlock(

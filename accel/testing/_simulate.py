@@ -14,7 +14,8 @@ import torch.distributed as dist
 from accel.context import DistContext, from_group
 from accel.errors import ConfigError
 from accel.testing._errors import SimulationError
-from accel.testing._faults import Fault, check_faults
+from accel.testing._faults import AnyFault, check_faults
+from accel.testing._signals import rank_signals
 from accel.testing._streams import RankStreams
 from accel.testing._threads import WorkerPool
 from accel.testing._world import World
@@ -53,7 +54,7 @@ class Simulator:
         *,
         seed: int | None = None,
         timeout_s: float = 60.0,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[AnyFault] = (),
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         return self.run_groups(
@@ -67,14 +68,14 @@ class Simulator:
         *,
         seed: int | None = None,
         timeout_s: float = 60.0,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[AnyFault] = (),
     ) -> list[T]:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
         _check(world_size, timeout_s)
         check_faults(faults, world_size)
         if self._closed:
             raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
-        with _one_torch_thread():
+        with _one_torch_thread(), rank_signals():
             streams = RankStreams(world_size)
             world = World(fn, world_size, seed=seed, faults=faults, streams=streams)
             workers = self._pool.take(world_size)
@@ -97,7 +98,7 @@ def simulate(
     *,
     seed: int | None = None,
     timeout_s: float = 60.0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[AnyFault] = (),
 ) -> list[T]:
     """Run `fn(ctx)` on every rank of a world that exists only in this process.
 
@@ -140,7 +141,7 @@ def simulate_groups(
     *,
     seed: int | None = None,
     timeout_s: float = 60.0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[AnyFault] = (),
 ) -> list[T]:
     """Run `fn(group)` on every rank: `simulate` for code that takes torch's process group and not a context.
 

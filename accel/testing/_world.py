@@ -11,10 +11,11 @@ from typing import Generic, TypeVar
 import torch
 
 from accel.testing._errors import Deadlock, SimulationError
-from accel.testing._faults import Fault, Vanished
+from accel.testing._faults import AnyFault, Injector
 from accel.testing._group import SimulatedGroup
 from accel.testing._rendezvous import Rendezvous
 from accel.testing._scheduler import Scheduler, Stopped
+from accel.testing._signals import Killed
 from accel.testing._sites import stack_of
 from accel.testing._streams import RankStreams
 from accel.testing._threads import Worker, interrupt
@@ -42,16 +43,18 @@ class World(Generic[T]):
         size: int,
         *,
         seed: int | None,
-        faults: Sequence[Fault],
+        faults: Sequence[AnyFault],
         streams: RankStreams,
     ) -> None:
         self._fn = fn
         self._size = size
         self._seed = seed
         self._scheduler = Scheduler(size, seed, streams)
-        self._rendezvous = Rendezvous(self._scheduler, faults)
+        self._faults = Injector(faults, self._scheduler)
+        self._rendezvous = Rendezvous(self._scheduler, self._faults)
         self._results: dict[int, T] = {}
         self._errors: dict[int, BaseException] = {}
+        self._killed: dict[int, str] = {}
 
     def run(self, workers: list[Worker], timeout_s: float) -> bool:
         """Run all ranks to their end, or stop them after `timeout_s` seconds.
@@ -90,8 +93,9 @@ class World(Generic[T]):
                 got="".join(f"\n  {line}" for line in unfinished),
                 fix="Wait for every call made with async_op=True, and let every rank make it.",
             )
-        if missing := sorted(set(range(self._size)) - set(self._results)):
-            raise SimulationError(f"rank {missing[0]} vanished, as asked for; the other ranks did not need it")
+        for rank, how in self._killed.items():
+            raise SimulationError(f"rank {rank} {how}, as asked for; the other ranks did not need it")
+        self._faults.check_reached()
         return [self._results[rank] for rank in range(self._size)]
 
     def _job(self, rank: int) -> Callable[[], None]:
@@ -101,6 +105,7 @@ class World(Generic[T]):
     def _body(self, rank: int) -> None:
         scheduler = self._scheduler
         scheduler.enter(rank)
+        self._faults.enter(rank)
         how = "stopped"
         try:
             if scheduler.cause is None:
@@ -109,8 +114,8 @@ class World(Generic[T]):
                 how = "returned"
         except Stopped:
             pass
-        except Vanished:
-            how = "vanished"
+        except Killed as end:
+            how = self._killed[rank] = str(end)
         except BaseException as error:
             how = f"raised {error!r}"
             if scheduler.cause is None:  # what a rank raises because it was stopped is no cause

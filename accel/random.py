@@ -10,10 +10,12 @@ Counter-based keys: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import random as python_random
 import sys
+from collections.abc import Generator
 from typing import cast
 
 import msgspec
@@ -108,6 +110,21 @@ def seed_rng(key: Key, device: torch.device) -> None:
     torch.default_generator.manual_seed(torch_seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(device_seed)
+
+
+@contextlib.contextmanager
+def isolated_rng() -> Generator[None]:
+    """Put the global streams of python, numpy (when imported) and torch on the CPU back at the end of the block."""
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = python_random.getstate(), torch.get_rng_state()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        python_random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def check_seed(seed: int, *, where: str) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel import ConfigError, Key
-from accel.random import RngState, capture_rng, check_seed, restore_rng, seed_rng
+from accel.random import RngState, capture_rng, check_seed, isolated_rng, restore_rng, seed_rng
 
 CPU = torch.device("cpu")
 names = st.text(max_size=5) | st.integers(-(2**40), 2**40)
@@ -114,3 +115,15 @@ def test_what_is_not_a_seed_is_refused_with_its_place(seed):
     with pytest.raises(ConfigError, match=r"not a seed.*- at here"):
         check_seed(seed, where="here")
     assert check_seed(2**63 - 1, where="here") == 2**63 - 1
+
+
+def test_what_an_isolated_block_draws_is_not_missed_outside():
+    seed_rng(Key(1), CPU)
+    plain = _draw(), _draw()
+    seed_rng(Key(1), CPU)
+    first = _draw()
+    with contextlib.suppress(KeyError), isolated_rng():
+        seed_rng(Key(2), CPU)
+        assert _draw() != plain[1]
+        raise KeyError
+    assert (first, _draw()) == plain

@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from accel.precision import LossScale as LossScale
     from accel.precision import autocast as autocast
     from accel.precision import loss_scale as loss_scale
+    from accel.preempt import Stop as Stop
+    from accel.preempt import StopRequests as StopRequests
+    from accel.preempt import stop_agreed as stop_agreed
+    from accel.preempt import stop_requests as stop_requests
     from accel.process import local_main_process_first as local_main_process_first
     from accel.process import main_process_first as main_process_first
     from accel.process import on_last_process as on_last_process
@@ -102,6 +106,7 @@ _HOMES = {
     "optim": ("Accumulation",),
     "parallel": ("no_sync", "prepare_model", "unwrap_model"),
     "precision": ("LossScale", "autocast", "loss_scale"),
+    "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),
     "process": (
         "local_main_process_first",
         "main_process_first",

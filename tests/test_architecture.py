@@ -20,7 +20,7 @@ LAYERS = [
     {"tree", "random", "storage"},
     {"comm"},
     {"context"},
-    {"process", "collectives", "memory"},
+    {"process", "collectives", "memory", "preempt"},
     {"data", "precision", "parallel", "optim", "checkpoint", "bigmodel", "tracking", "launch"},
     {"training"},
     {"testing"},

@@ -99,6 +99,12 @@ def exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
+def stop_number(failure: Failure) -> int:
+    """Return the signal that a rank obeyed when it raised `accel.Stop`; 0 for any other end."""
+    stopped = failure.record is not None and failure.record.exception == "accel.preempt.Stop"
+    return failure.status - 128 if stopped else 0
+
+
 def _echo(failure: Failure) -> int:
     if failure.record is None:
         return 1 if failure.status == -signal.SIGABRT else 0

@@ -9,10 +9,10 @@ import time
 
 from accel.launch._children import Children
 from accel.launch._plan import LaunchPlan
-from accel.launch._record import Failure, culprit, exit_code
+from accel.launch._record import Failure, culprit, exit_code, stop_number
 from accel.launch._relay import Relay
 from accel.launch._report import failure_report, stop_report
-from accel.launch._signals import Signals, listening
+from accel.launch._signals import NOTICES, STOPPING, Signals, listening
 
 _SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
 _FAILED_GRACE_S = 2.5  # with the above, nothing of a failed run is left after 3 s
@@ -27,7 +27,7 @@ def run_plan(plan: LaunchPlan) -> int:
 
     Their output goes to this process's own streams. When a rank fails, the others get SIGTERM, and SIGKILL if they
     are still there 2.5 s later; then the report of the rank that failed first is written to stderr. SIGINT and
-    SIGTERM are handed on, with 10 s to end; a second one kills.
+    SIGTERM are handed on, with 10 s to end; a second one kills. SIGUSR1 and SIGUSR2 are handed on.
 
     Args:
         plan: what to start.
@@ -51,11 +51,17 @@ def run_plan(plan: LaunchPlan) -> int:
 
 def _supervise(children: Children, signals: Signals) -> tuple[int, str]:
     while children.running() and not children.failures():
-        stop = signals.wait(None)
+        number = signals.wait(None)
+        if number in NOTICES:
+            children.signal(number)
         # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
-        if stop and all(failure.status == -stop for failure in children.failures()):
-            return _stop(children, signals, stop)
-    return _fail(children, signals) if children.failures() else (0, "")
+        elif number and all(number in (-failure.status, stop_number(failure)) for failure in children.failures()):
+            children.signal(number)
+            return _stop(children, signals, number)
+    failures = children.failures()
+    if failures and all(map(stop_number, failures)):  # the ranks agreed to stop, and the others are about to end
+        return _stop(children, signals, stop_number(failures[0]))
+    return _fail(children, signals) if failures else (0, "")
 
 
 def _fail(children: Children, signals: Signals) -> tuple[int, str]:
@@ -71,7 +77,6 @@ def _fail(children: Children, signals: Signals) -> tuple[int, str]:
 
 
 def _stop(children: Children, signals: Signals, number: int) -> tuple[int, str]:
-    children.signal(number)
     hurry = _wait(children, signals, _STOPPED_GRACE_S)
     late = children.running()
     if not late and not hurry:
@@ -81,8 +86,9 @@ def _stop(children: Children, signals: Signals, number: int) -> tuple[int, str]:
     _ = _wait(children, signals, _KILLED_GRACE_S)
     recorded = [failure for failure in children.failures() if failure.record]
     report = stop_report(number, recorded, late)
-    if recorded and not _interrupted(first := culprit(recorded)):
-        report += failure_report(first, [other for other in recorded if other is not first])
+    if failed := [failure for failure in recorded if not _in_order(failure)]:
+        first = culprit(failed)
+        report += failure_report(first, [other for other in failed if other is not first])
     return exit_code(-number), report
 
 
@@ -94,7 +100,7 @@ def _wait(children: Children, signals: Signals, timeout_s: float, *, groups: boo
         if left_s <= 0:
             return False
         # The end of a rank wakes this, the end of what a rank has started does not.
-        if signals.wait(left_s if ranks else min(left_s, _POLL_S)):
+        if signals.wait(left_s if ranks else min(left_s, _POLL_S)) in STOPPING:
             return True
     return False
 
@@ -106,9 +112,10 @@ def _drain(relay: Relay | None, signals: Signals) -> None:
     relay.end()
     while relay.is_alive():
         relay.join(_POLL_S)
-        if signals.wait(0):
+        if signals.wait(0) in STOPPING:
             return
 
 
-def _interrupted(failure: Failure) -> bool:
-    return failure.record is not None and failure.record.exception == "KeyboardInterrupt"
+def _in_order(failure: Failure) -> bool:
+    interrupted = failure.record is not None and failure.record.exception == "KeyboardInterrupt"
+    return interrupted or stop_number(failure) != 0

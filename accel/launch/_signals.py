@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from accel.errors import LaunchError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # what they mean is the script's business
 
 
 class Signals:
@@ -21,19 +22,19 @@ class Signals:
         self._source = source
 
     def wait(self, timeout_s: float | None) -> int:
-        """Wait for any signal, a child's end included; return the first that asks to stop, or 0.
+        """Wait for any signal, a child's end included; return the first that asks to stop, else a notice, else 0.
 
         Args:
             timeout_s: for how long, in seconds; None waits until something arrives.
         """
         ready, _, _ = select.select([self._source], [], [], timeout_s)
         arrived = self._source.recv(4096) if ready else b""
-        return next((number for number in arrived if number in STOPPING), 0)
+        return next((number for kind in (STOPPING, NOTICES) for number in arrived if number in kind), 0)
 
 
 @contextmanager
 def listening() -> Generator[Signals]:
-    """Collect SIGINT, SIGTERM and SIGCHLD in the block; afterwards all is as it was.
+    """Collect SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGCHLD in the block; afterwards all is as it was.
 
     Raises:
         LaunchError: this is not the main thread, the only one that may change what signals do.
@@ -50,7 +51,7 @@ def listening() -> Generator[Signals]:
                 got="a call from another thread",
                 fix="Call it from the main thread, or start `accel launch` as a process.",
             ) from error
-        before = {number: signal.signal(number, _ignore) for number in (*STOPPING, signal.SIGCHLD)}
+        before = {number: signal.signal(number, _ignore) for number in (*STOPPING, *NOTICES, signal.SIGCHLD)}
         try:
             yield Signals(source)
         finally:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop requests: a signal on any rank ends the run at a step that all ranks agree on, with everything saved.
+
+Schedulers announce the end of a job by a signal and kill what is left some seconds later. A handler runs between any
+two instructions, where nothing can be saved; so it only remembers the signal, and the loop asks at the end of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from accel.comm import Call, call_site, exchange, fail
+from accel.context import DistContext
+from accel.errors import ConfigError
+
+_SAME_REQUEST_S = 0.3  # a scheduler may signal the launcher, which hands on, and the ranks as well
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Stop(SystemExit):
+    """Ends the script with the exit status that its scheduler expects; what `stop_agreed` returns, to be raised.
+
+    Args:
+        number: the signal.
+        rank: the lowest rank that it reached.
+
+    Attributes:
+        signal: the signal.
+        rank: as above.
+        code: the exit status, 128 plus the signal's number: 143 for SIGTERM.
+    """
+
+    def __init__(self, number: int, rank: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return f"stopped by {self.signal.name}, which reached rank {self.rank}"
+
+
+class StopRequests:
+    """The stop request that has reached this rank, if any; from `stop_requests`.
+
+    Attributes:
+        received: the number of the signal that asks this rank to stop; 0 so far.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._at_s = 0.0
+        self._process = os.getpid()
+        self._former: dict[int, _Handler] = {}
+
+    def take_over(self, signals: Sequence[int]) -> None:
+        """Handle these signals from now on.
+
+        Raises:
+            ValueError: this is not the main thread.
+        """
+        for number in set(signals):
+            self._former[number] = signal.signal(number, self._handle)
+
+    def give_back(self) -> None:
+        """Let every signal do again what it did before."""
+        for number, former in self._former.items():
+            _ = signal.signal(number, signal.SIG_DFL if former is None else former)  # None: set by no python code
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process or (self.received and time.monotonic() - self._at_s > _SAME_REQUEST_S):
+            self._end(number)
+        elif not self.received:
+            self.received, self._at_s = number, time.monotonic()
+
+    def _end(self, number: int) -> None:
+        """Do what the signal did before this scope; for a second request, and in processes forked from this one."""
+        former = self._former[number]
+        _ = signal.signal(number, former if callable(former) else signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def stop_requests(
+    ctx: DistContext, signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
+) -> Generator[StopRequests]:
+    """Turn signals in this block into a request that `stop_agreed` tells all ranks of. A collective at the start.
+
+    The first signal is only remembered. A second one, more than 0.3 s later, does at once what it would do without
+    this block: it ends the process. Afterwards all handlers are as they were; no rank waits for another at the end.
+
+    Args:
+        ctx: the context.
+        signals: which signals ask for a stop.
+
+    Returns:
+        A context manager that gives the requests.
+
+    Raises:
+        ConfigError: not the main thread, the only one that may change what signals do; or no signals, or one that
+            cannot be handled. On every rank.
+    """
+    requests, call = StopRequests(), Call("stop_requests", site=call_site())
+    try:
+        try:
+            requests.take_over(_checked(signals))
+        except ConfigError as error:
+            fail(ctx.comm, call, error)
+        except ValueError as error:
+            fail(ctx.comm, call, _no_main_thread(error))
+        _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
+        yield requests
+    finally:
+        requests.give_back()
+
+
+def stop_agreed(ctx: DistContext, requests: StopRequests) -> Stop | None:
+    """Tell whether any rank was asked to stop; the same answer on every rank. A collective, of one small message.
+
+    Call it where a checkpoint can be taken, such as after each optimizer step: `save_state`, then raise what came.
+
+    Args:
+        ctx: the context.
+        requests: from `stop_requests`.
+
+    Returns:
+        None, or the exception that ends the script with the status that its scheduler expects.
+
+    Raises:
+        CollectiveMismatch: another rank called something else; on every rank.
+    """
+    mine = torch.tensor([requests.received], dtype=torch.uint8)
+    received = exchange(ctx.comm, Call("stop_agreed", site=call_site()), mine)
+    return next((Stop(int(number), rank) for rank, number in enumerate(received) if number), None)
+
+
+def _checked(signals: Sequence[int]) -> Sequence[int]:
+    known = {int(number) for number in signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
+    if not signals or not known.issuperset(signals):
+        raise ConfigError(
+            "not signals that can ask for a stop",
+            expected="at least one, such as signal.SIGTERM, and neither SIGKILL nor SIGSTOP",
+            got=repr(signals),
+            where="stop_requests, signals=",
+        )
+    return signals
+
+
+def _no_main_thread(error: ValueError) -> ConfigError:
+    return ConfigError(
+        "only the main thread can change what signals do",
+        got=str(error),
+        where="stop_requests",
+        fix="Open it on the main thread, and hand what it gives to the thread that trains.",
+    )

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from accel.optim import Accumulation as Accumulation
     from accel.parallel import no_sync as no_sync
     from accel.parallel import prepare_model as prepare_model
+    from accel.parallel import trigger_sync_in_backward as trigger_sync_in_backward
     from accel.parallel import unwrap_model as unwrap_model
     from accel.precision import LossScale as LossScale
     from accel.precision import autocast as autocast
@@ -71,12 +72,14 @@ if TYPE_CHECKING:
     from accel.training import accumulate as accumulate
     from accel.training import backward as backward
     from accel.training import clip_grad_norm_ as clip_grad_norm_
+    from accel.training import clip_grad_value_ as clip_grad_value_
     from accel.training import load_state as load_state
     from accel.training import optimizer_step as optimizer_step
     from accel.training import prepare as prepare
     from accel.training import prepare_optimizer as prepare_optimizer
     from accel.training import prepare_scheduler as prepare_scheduler
     from accel.training import save_state as save_state
+    from accel.training import unscale_gradients as unscale_gradients
 
 __version__ = "0.1.0"
 
@@ -104,7 +107,7 @@ _HOMES = {
         "TreeError",
     ),
     "optim": ("Accumulation",),
-    "parallel": ("no_sync", "prepare_model", "unwrap_model"),
+    "parallel": ("no_sync", "prepare_model", "trigger_sync_in_backward", "unwrap_model"),
     "precision": ("LossScale", "autocast", "loss_scale"),
     "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),
     "process": (
@@ -125,12 +128,14 @@ _HOMES = {
         "accumulate",
         "backward",
         "clip_grad_norm_",
+        "clip_grad_value_",
         "load_state",
         "optimizer_step",
         "prepare",
         "prepare_optimizer",
         "prepare_scheduler",
         "save_state",
+        "unscale_gradients",
     ),
 }
 

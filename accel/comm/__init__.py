@@ -14,3 +14,7 @@ from accel.comm._handle import connect as connect
 from accel.comm._torch import all_gather_flat as all_gather_flat
 from accel.comm._torch import all_reduce_flat as all_reduce_flat
 from accel.comm._torch import broadcast_flat as broadcast_flat
+from accel.comm._torch import peer_error as peer_error
+from accel.comm._torch import receive_flat as receive_flat
+from accel.comm._torch import send_flat as send_flat
+from accel.comm._torch import start_all_reduce as start_all_reduce

@@ -2,7 +2,10 @@
 """What happens around an optimizer: the accumulation window as a record, and passes over gradients."""
 
 from accel.optim._accumulation import Accumulation as Accumulation
+from accel.optim._gradients import clamp_ as clamp_
 from accel.optim._gradients import first_nonfinite as first_nonfinite
 from accel.optim._gradients import gradients as gradients
+from accel.optim._gradients import parameters_of as parameters_of
 from accel.optim._gradients import scale_ as scale_
-from accel.optim._gradients import total_norm as total_norm
+from accel.optim._norms import total_norm as total_norm
+from accel.optim._placement import is_whole as is_whole

@@ -14,28 +14,39 @@ class Accumulation(msgspec.Struct, frozen=True):
 
     Attributes:
         steps: micro-batches in a full window.
+        sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last: more
+            communication, but sharded models need no room for gradients that are not sharded. The result is the same.
         micro: micro-batches begun in this window; 0 between windows.
-        backwards: backward passes in this window.
-        sync: whether the current micro-batch ends the window, so that ranks exchange gradients in its backward.
+        backwards: micro-batches of this window that had a backward.
+        latest: the last of them.
+        sync: whether the current micro-batch ends the window.
         updates: optimizer steps taken since the run began.
         skipped: steps left out because a gradient was not finite.
         unit: what weights of this window are measured in, so that gradients keep the size of a mean's; 0 before its
             first backward.
         world_weight: weight of the window so far that is known for all ranks together.
         own_weight: weight of the window so far that only this rank knows, float64 of shape []; None if there is none.
+        summed_weight: the same, summed over all ranks when the window ended; None if it had none.
         scale: loss scale that the window's gradients carry; 0 before its first backward.
+        retained: whether ranks exchanged gradients of a graph that was kept, so that others may have followed.
+        divided: whether the gradients have been divided by weight and loss scale, by `unscale_gradients`.
     """
 
     steps: int = 1
+    sync_each_batch: bool = False
     micro: int = 0
     backwards: int = 0
+    latest: int = 0
     sync: bool = False
     updates: int = 0
     skipped: int = 0
     unit: float = 0.0
     world_weight: float = 0.0
     own_weight: torch.Tensor | None = None
+    summed_weight: torch.Tensor | None = None
     scale: float = 0.0
+    retained: bool = False
+    divided: bool = False
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or self.steps < 1:
@@ -90,12 +101,22 @@ class Accumulation(msgspec.Struct, frozen=True):
         both = own if self.own_weight is None else self.own_weight if own is None else self.own_weight + own
         return msgspec.structs.replace(
             self,
-            backwards=self.backwards + 1,
+            backwards=self.backwards + (self.latest != self.micro),
+            latest=self.micro,
             scale=scale,
             unit=unit,
             world_weight=self.world_weight + world,
             own_weight=both,
         )
+
+    def share(self, total: torch.Tensor) -> Accumulation:
+        """Return the record after ranks have summed what each of them knew alone.
+
+        Args:
+            total: the sum of `own_weight` over all ranks, shape [].
+        """
+        both = total if self.summed_weight is None else self.summed_weight + total
+        return msgspec.structs.replace(self, own_weight=None, summed_weight=both)
 
     def close(self, *, stepped: bool, finite: bool = True) -> Accumulation:
         """Return the record between this window and the next.
@@ -104,7 +125,12 @@ class Accumulation(msgspec.Struct, frozen=True):
             stepped: whether parameters were changed.
             finite: whether the gradients were finite.
         """
-        return Accumulation(steps=self.steps, updates=self.updates + stepped, skipped=self.skipped + (not finite))
+        return Accumulation(
+            steps=self.steps,
+            sync_each_batch=self.sync_each_batch,
+            updates=self.updates + stepped,
+            skipped=self.skipped + (not finite),
+        )
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""

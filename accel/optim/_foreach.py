@@ -2,7 +2,7 @@
 """torch's operations over lists of tensors, which have no public names; torch.nn.utils and torch.optim use the same.
 
 `torch.nn.utils.get_total_norm` takes twice as long as `norms` for small models, and nothing public multiplies a list by
-more than 1. A test compares both with plain loops.
+more than 1. A test compares all with plain loops.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ from typing import Any, cast
 import torch
 
 _torch = cast(Any, torch)
+_HALVES = (torch.float16, torch.bfloat16)
 
 
-def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the L2 norm of each tensor, shape [] each."""
-    return list(_torch._foreach_norm(list(tensors)))
+def norms(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> list[torch.Tensor]:
+    """Return the norm of each tensor, shape [] each; that of a 16-bit one in float32, whose range it needs."""
+    if any(tensor.dtype in _HALVES for tensor in tensors):
+        wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        return list(_torch._foreach_norm(list(tensors), norm_type, dtype=wide))
+    return list(_torch._foreach_norm(list(tensors), norm_type))
 
 
 def mul_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor in place."""
     _torch._foreach_mul_(list(tensors), factor)
+
+
+def clamp_(tensors: Sequence[torch.Tensor], bound: float) -> None:
+    """Cut every element to between -bound and bound, in place."""
+    _torch._foreach_clamp_min_(list(tensors), -bound)
+    _torch._foreach_clamp_max_(list(tensors), bound)

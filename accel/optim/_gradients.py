@@ -1,67 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over the gradients of optimizers: one for their norm, one to multiply them."""
+"""The gradients of optimizers, and passes that change them in place."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import torch
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from accel.optim import _foreach
+from accel.optim._placement import is_whole, local_part, local_parts, settle_partial
 
 
-def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """List the gradients of the optimizers' parameters, in their order, each once; parameters without are left out."""
-    found = {
-        id(parameter.grad): parameter.grad
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    }
-    return list(found.values())
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """List the optimizers' parameters, in their order."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
-def total_norm(grads: Sequence[torch.Tensor]) -> float | torch.Tensor:
-    """Return the L2 norm of all gradients together; inf or NaN if one of them is not finite.
+def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """List the gradients of parameters, in their order, each once; parameters without are left out.
 
-    Args:
-        grads: of any dtypes and devices.
-
-    Returns:
-        A number for gradients on the CPU, where reading it waits for nothing; else a tensor of shape [].
+    A gradient of which ranks hold summands is summed first: a collective where tensor parallelism leaves such.
     """
-    first = grads[0]
-    if all(grad.is_cpu for grad in grads):
-        return math.hypot(*(norm.item() for norm in _foreach.norms(grads)))
-    if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
-        return get_total_norm(list(grads))
-    return get_total_norm(_foreach.norms(grads))
+    listed = list(parameters)
+    if any(each.grad is not None and not is_whole(each.grad) for each in listed):
+        for each in listed:
+            settle_partial(each)
+    return list({id(each): each.grad for each in listed if each.grad is not None}.values())
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply gradients in place, in one pass.
+    """Multiply gradients in place, in one pass. No communication.
 
     Args:
-        grads: of any dtypes and devices.
+        grads: of any dtypes, devices and placements.
         factor: a number, or a tensor of shape [].
     """
-    if isinstance(factor, torch.Tensor) and grads[0].dtype in (torch.float32, torch.float64):
-        factor = factor.to(grads[0].dtype)  # torch multiplies lists in one kernel only if dtypes are equal
-    _foreach.mul_(grads, factor)
+    parts = local_parts(grads)
+    if isinstance(factor, torch.Tensor) and parts[0].dtype in (torch.float32, torch.float64):
+        factor = factor.to(parts[0].dtype)  # torch multiplies lists in one kernel only if dtypes are equal
+    _foreach.mul_(parts, factor)
 
 
-def first_nonfinite(optimizers: Iterable[Optimizer]) -> str:
-    """Describe the first parameter whose gradient holds inf or NaN: its name where the optimizer has it, and shape."""
-    for at, optimizer in enumerate(optimizers):
-        for group_at, group in enumerate(optimizer.param_groups):
-            names = cast("list[str] | None", group.get("param_names"))
-            for i, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                    place = f"optimizer {at}, param_groups[{group_at}]['params'][{i}]"
-                    return f"{names[i] if names else place}, shape {list(parameter.shape)}"
-    return "the norm of all gradients, each finite by itself"
+def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
+    """Cut every element of gradients to between -bound and bound, in place. No communication.
+
+    Args:
+        grads: of any dtypes, devices and placements.
+        bound: a number, or a tensor of shape [].
+    """
+    parts = local_parts(grads)
+    if isinstance(bound, torch.Tensor):
+        for part in parts:
+            limit = bound.to(part.dtype)
+            _ = part.clamp_(-limit, limit)
+    else:
+        _foreach.clamp_(parts, bound)
+
+
+def first_nonfinite(parameters: Sequence[torch.Tensor]) -> int:
+    """Return the place of the first parameter whose gradient holds inf or NaN on this rank; their number if none."""
+    for at, parameter in enumerate(parameters):
+        if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):
+            return at
+    return len(parameters)

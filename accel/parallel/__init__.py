@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a model is spread over ranks, and how to get the plain model back."""
 
+from accel.parallel._average import average_ as average_
 from accel.parallel._ddp import check_devices as check_devices
-from accel.parallel._ddp import check_exchanged as check_exchanged
-from accel.parallel._ddp import check_prepared as check_prepared
-from accel.parallel._ddp import no_sync as no_sync
 from accel.parallel._ddp import prepare_model as prepare_model
+from accel.parallel._labels import label_of as label_of
+from accel.parallel._sync import check_prepared as check_prepared
+from accel.parallel._sync import exchanging as exchanging
+from accel.parallel._sync import no_sync as no_sync
+from accel.parallel._sync import raise_lost_peer as raise_lost_peer
+from accel.parallel._sync import trigger_sync_in_backward as trigger_sync_in_backward
+from accel.parallel._sync import unused_parameters as unused_parameters
 from accel.parallel._unwrap import unwrap_model as unwrap_model
 from accel.parallel._unwrap import wrapped_name as wrapped_name

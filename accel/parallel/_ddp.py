@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -13,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm import broadcast_flat
 from accel.context import DistContext
-from accel.errors import DeviceError, PrepareError, StepError
+from accel.errors import DeviceError, PrepareError
+from accel.parallel._labels import label_parameters
+from accel.parallel._sharded import check_sharded, is_sharded
 from accel.parallel._unwrap import wrapped_name
 
 
@@ -52,7 +52,7 @@ def prepare_model(
     """Move the model to the context's device, and wrap it in DDP when there are more ranks than one. A collective.
 
     Every rank gets rank 0's parameters and buffers. A model without trainable parameters is returned unwrapped; a
-    model that is wrapped already is returned as it is.
+    model that is wrapped already, or that `fully_shard` or tensor parallelism has spread, is returned as it is.
 
     Args:
         ctx: the context.
@@ -64,15 +64,20 @@ def prepare_model(
 
     Raises:
         DeviceError: a parameter or buffer on another device; named.
-        PrepareError: not a module.
+        PrepareError: not a module, or a sharded one whose gradients would not reach every rank.
     """
     ctx.comm.check_open()
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise PrepareError("not a model", expected="a torch.nn.Module", got=type(model).__name__, where="prepare_model")
-    if _replica(model) is not None:
+    if replica_of(model) is not None:
         return model
     check_devices(ctx, model)
+    if is_sharded(model):
+        check_sharded(ctx, model)
+        label_parameters(model, exchanged=False)
+        return model
     model.to(ctx.device)
+    label_parameters(model, exchanged=ctx.world_size > 1 and not find_unused_parameters)
     if ctx.world_size == 1:
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -106,69 +111,6 @@ def check_devices(ctx: DistContext, model: nn.Module) -> None:
             )
 
 
-def no_sync(ctx: DistContext, model: nn.Module) -> AbstractContextManager[None]:
-    """Keep the gradients of backward passes in this block on their rank; forward belongs into the block too.
-
-    Args:
-        ctx: the context.
-        model: from `prepare_model`.
-
-    Returns:
-        A context manager for one block.
-
-    Raises:
-        PrepareError: a trainable model that is not prepared, on more ranks than one.
-    """
-    replica = check_prepared(ctx, model)
-    return contextlib.nullcontext() if replica is None else cast(Any, replica).no_sync()
-
-
-def check_prepared(ctx: DistContext, model: nn.Module) -> DistributedDataParallel | None:
-    """Return what exchanges the model's gradients, None if nothing has to.
-
-    Raises:
-        PrepareError: the model has a trainable parameter whose gradient nobody would exchange.
-    """
-    replica = _replica(model)
-    if replica is None and ctx.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
-        raise PrepareError(
-            "the model is not prepared, so its gradients would stay on each rank",
-            expected="model = accel.prepare_model(ctx, model)",
-            got=f"a plain {type(model).__name__} on {ctx.world_size} ranks",
-            where=f"rank {ctx.rank}",
-            fix="Prepare the model before the loop.",
-        )
-    for name, parameter in replica.frozen if isinstance(replica, Replica) else ():
-        if parameter.requires_grad:
-            raise PrepareError(
-                "a parameter became trainable after preparing, so its gradient would stay on each rank",
-                expected="the parameters that were trainable then",
-                got=f"{name} as well",
-                where=f"rank {ctx.rank}",
-                fix="Set requires_grad first, then prepare: accel.prepare_model(ctx, accel.unwrap_model(model)).",
-            )
-    return replica
-
-
-def check_exchanged(ctx: DistContext, model: nn.Module) -> None:
-    """Raise `StepError` if a parameter took no part in a backward that was to exchange gradients.
-
-    DDP waits for all parameters of a bucket before it exchanges any of them.
-    """
-    replica = _replica(model)
-    if ctx.world_size == 1 or not isinstance(replica, Replica) or not replica.uses_all:
-        return
-    unused = [name for name, each in replica.exchanged if each.grad is None and each.requires_grad]
-    if unused:
-        raise StepError(
-            "parameters took no part in the loss, so gradients were not exchanged",
-            expected="every trainable parameter in every backward that ends a window",
-            got=f"no gradient for {', '.join(unused)}",
-            where=f"rank {ctx.rank}, accumulate",
-            fix="Freeze them before preparing, or use accel.prepare_model(ctx, model, find_unused_parameters=True).",
-        )
-
-
 def _fix_buckets(replica: DistributedDataParallel) -> None:
     """Let DDP settle the layout of its buckets now, on an order of parameters that is the same in every run.
 
@@ -188,7 +130,8 @@ def _fix_buckets(replica: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-def _replica(model: nn.Module) -> DistributedDataParallel | None:
+def replica_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP around a model, torch.compile outside or inside of it; None if there is none."""
     while (name := wrapped_name(model)) is not None:
         if isinstance(model, DistributedDataParallel):
             return model

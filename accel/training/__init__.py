@@ -3,11 +3,13 @@
 
 from accel.training._backward import accumulate as accumulate
 from accel.training._backward import backward as backward
+from accel.training._clip import clip_grad_norm_ as clip_grad_norm_
+from accel.training._clip import clip_grad_value_ as clip_grad_value_
+from accel.training._clip import unscale_gradients as unscale_gradients
 from accel.training._prepare import prepare as prepare
 from accel.training._prepare import prepare_optimizer as prepare_optimizer
 from accel.training._prepare import prepare_scheduler as prepare_scheduler
 from accel.training._state import load_state as load_state
 from accel.training._state import save_state as save_state
 from accel.training._step import StepResult as StepResult
-from accel.training._step import clip_grad_norm_ as clip_grad_norm_
 from accel.training._step import optimizer_step as optimizer_step

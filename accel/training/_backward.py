@@ -8,20 +8,20 @@ ranks and micro-batches therefore gives the same gradient.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import overload
 
+import msgspec
 import torch
 from torch import nn
 
+from accel.comm import start_all_reduce
 from accel.context import DistContext
 from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
-from accel.parallel import check_exchanged, check_prepared, no_sync
-from accel.precision import LossScale
+from accel.parallel import exchanging, no_sync, raise_lost_peer
+from accel.precision import LossScale, matmul_precision
 
 
 def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
@@ -38,6 +38,7 @@ def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Abs
     Raises:
         StepError: no micro-batch was begun; at the end of a window's last block, a parameter took no part in the loss.
         PrepareError: a trainable model that is not prepared, on more ranks than one.
+        PeerError: out of the block, where another rank was lost in it.
         ContextClosedError: the context is closed.
     """
     ctx.comm.check_open()
@@ -48,28 +49,9 @@ def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Abs
             got="an accum between two windows",
             where=f"rank {ctx.rank}, accumulate",
         )
-    if ctx.world_size == 1:
-        return contextlib.nullcontext()
-    if accum.sync:
-        return _exchanging(ctx, models)
-    return no_sync(ctx, models[0]) if len(models) == 1 else _holding(ctx, models)
-
-
-@contextlib.contextmanager
-def _holding(ctx: DistContext, models: tuple[nn.Module, ...]) -> Generator[None]:
-    with contextlib.ExitStack() as held:
-        for model in models:
-            held.enter_context(no_sync(ctx, model))
-        yield
-
-
-@contextlib.contextmanager
-def _exchanging(ctx: DistContext, models: tuple[nn.Module, ...]) -> Generator[None]:
-    for model in models:
-        _ = check_prepared(ctx, model)
-    yield
-    for model in models:
-        check_exchanged(ctx, model)
+    if accum.sync or accum.sync_each_batch:
+        return exchanging(ctx, *models)
+    return no_sync(ctx, *models)
 
 
 @overload
@@ -116,7 +98,8 @@ def backward(
 
     Raises:
         StepError: not a scalar loss with a gradient, or calls out of order.
-        ConfigError: a weight that is negative or not finite, or without an accumulation to remember it.
+        ConfigError: a weight that is negative or not finite, or one without an accumulation to remember it.
+        PeerError: another rank was lost while gradients were exchanged.
     """
     ctx.comm.check_open()
     _check_loss(loss)
@@ -131,21 +114,30 @@ def backward(
                 where="backward",
                 fix="Pass accum, or leave weight out.",
             )
-        _run(loss, scaler.scale, retain_graph)
+        _check_retained(ctx, retain_graph)
+        _run(ctx, loss, scaler.scale, retain_graph)
         return None
     unit = accum.unit or _unit(ctx, weight, accum.steps)
-    if isinstance(weight, torch.Tensor):
-        own = weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
-        added = accum.add(scale=scaler.scale, unit=unit, own=own)
-    elif weight is None:
+    if weight is None:
         added = accum.add(scale=scaler.scale, unit=unit, world=float(ctx.world_size))
     elif isinstance(weight, SampleCount):
         added = accum.add(scale=scaler.scale, unit=unit, world=float(weight.world))
     else:
-        own = torch.full((), _check_weight(weight), dtype=_weight_dtype(ctx), device=ctx.device)
-        added = accum.add(scale=scaler.scale, unit=unit, own=own)
-    _run(loss, (1.0 if weight is None else weight) / unit * scaler.scale, retain_graph)
-    return added
+        added = accum.add(scale=scaler.scale, unit=unit, own=_own_weight(ctx, weight))
+    factor = (1.0 if weight is None else weight) / unit * scaler.scale
+    if not accum.sync or ctx.world_size == 1:
+        _run(ctx, loss, factor, retain_graph)
+        return added
+    if retain_graph:
+        added = msgspec.structs.replace(added, retained=True)
+    if added.own_weight is None:
+        _run(ctx, loss, factor, retain_graph)
+        return added
+    total = added.own_weight.clone()
+    wait = start_all_reduce(ctx.comm, total, "sum")  # travels while backward computes
+    _run(ctx, loss, factor, retain_graph)
+    wait()
+    return added.share(total)
 
 
 def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
@@ -155,13 +147,41 @@ def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> 
     return float(steps) if weight is None else 1.0
 
 
-def _run(loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -> None:
+def _run(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -> None:
     seed = None  # torch's own: a gradient of 1
     if isinstance(factor, torch.Tensor):
         seed = factor.detach().reshape(()).to(loss.device, loss.dtype)
     elif factor != 1.0:
         seed = torch.full((), factor, dtype=loss.dtype, device=loss.device)
-    torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+    try:
+        with matmul_precision(ctx):
+            torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+    except RuntimeError as error:
+        raise_lost_peer(error, "backward")
+        _raise_marked_twice(error)
+        raise
+
+
+def _raise_marked_twice(error: RuntimeError) -> None:
+    if "ready only once" in str(error):
+        raise StepError(
+            "DDP saw some gradients twice and others not at all in one forward",
+            expected="all of them in each backward",
+            got=str(error).partition(". ")[0],
+            where="backward",
+            fix="Add the losses and call backward once: (first + second).",
+        ) from error
+
+
+def _check_retained(ctx: DistContext, retain_graph: bool) -> None:
+    if retain_graph and ctx.world_size > 1:
+        raise ConfigError(
+            "nothing remembers that a second backward follows, whose gradients would stay on each rank",
+            expected="an Accumulation beside retain_graph=True",
+            got="retain_graph alone",
+            where="backward",
+            fix="Pass accum, or add the losses and call backward once.",
+        )
 
 
 def _check_loss(loss: torch.Tensor) -> None:
@@ -179,11 +199,15 @@ def _check_loss(loss: torch.Tensor) -> None:
         )
 
 
+def _own_weight(ctx: DistContext, weight: float | torch.Tensor) -> torch.Tensor:
+    """A weight that only this rank knows, as a tensor of its own."""
+    dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
+    if isinstance(weight, torch.Tensor):
+        return weight.detach().reshape(()).to(ctx.device, dtype)
+    return torch.full((), _check_weight(weight), dtype=dtype, device=ctx.device)
+
+
 def _check_weight(weight: float) -> float:
     if not 0 <= weight < float("inf"):
         raise ConfigError("not a weight", expected="a finite number, 0 or above", got=repr(weight), where="backward")
     return float(weight)
-
-
-def _weight_dtype(ctx: DistContext) -> torch.dtype:
-    return torch.float32 if ctx.device.type == "mps" else torch.float64

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar, get_args, overload
+from collections.abc import Iterator, Sequence
+from typing import Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
 
 import torch
 from torch.optim import Optimizer
@@ -13,12 +13,24 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.comm import all_reduce_flat
 from accel.context import DistContext
-from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
-from accel.optim import Accumulation, first_nonfinite, gradients, scale_, total_norm
+from accel.errors import ConfigError, NonFiniteError, check_choice
+from accel.optim import Accumulation, clamp_, first_nonfinite, is_whole, parameters_of, scale_, total_norm
+from accel.parallel import label_of
 from accel.precision import LossScale
+from accel.training._window import (
+    as_tensor,
+    check_limit,
+    check_norm_type,
+    checked_window,
+    division,
+    shortening,
+    total_weight,
+    window_gradients,
+)
 
 A = TypeVar("A")
 NonFinite = Literal["raise", "skip", "ignore"]
+MaxNorm = float | Sequence[float | None] | None
 
 _POLICIES = get_args(NonFinite)
 _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
@@ -31,7 +43,8 @@ class StepResult(NamedTuple, Generic[A]):
         stepped: whether parameters were changed.
         accum: the accumulation, between two windows; None if none was passed.
         scaler: the loss scale for the next window.
-        grad_norm: L2 norm of the gradients before clipping, shape []; None where nothing asked for it.
+        grad_norm: norm of the gradients of all ranks before clipping, shape [], or [optimizers] where `max_norm` was a
+            list; None where nothing asked for it.
     """
 
     stepped: bool
@@ -48,7 +61,9 @@ def optimizer_step(
     accum: None = None,
     *,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: float | None = None,
+    max_norm: MaxNorm = None,
+    norm_type: float = 2.0,
+    max_value: float | None = None,
     nonfinite: NonFinite = "raise",
 ) -> StepResult[None]: ...
 
@@ -61,7 +76,9 @@ def optimizer_step(
     accum: Accumulation,
     *,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: float | None = None,
+    max_norm: MaxNorm = None,
+    norm_type: float = 2.0,
+    max_value: float | None = None,
     nonfinite: NonFinite = "raise",
 ) -> StepResult[Accumulation]: ...
 
@@ -73,10 +90,12 @@ def optimizer_step(
     accum: Accumulation | None = None,
     *,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-    max_norm: float | None = None,
+    max_norm: MaxNorm = None,
+    norm_type: float = 2.0,
+    max_value: float | None = None,
     nonfinite: NonFinite = "raise",
 ) -> StepResult[Accumulation] | StepResult[None]:
-    """Divide, check, clip, step, and clear the gradients. Mutates parameters; a collective if weights need summing.
+    """Divide, check, clip, step, and clear the gradients. Mutates parameters; a collective if gradients are sharded.
 
     The gradients of the window are divided by its weight over ranks and micro-batches and by the loss scale, in one
     pass together with clipping. A step that is left out changes no parameter, scheduler or optimizer state.
@@ -87,7 +106,10 @@ def optimizer_step(
         scaler: the loss scale that `backward` used.
         accum: the window that has ended; None if `backward` had none.
         scheduler: stepped once after the optimizer, whatever the world size.
-        max_norm: longest L2 norm of the gradients; longer ones are shortened to it. None does not clip.
+        max_norm: longest norm of the gradients; longer ones are shortened to it. A number is for all optimizers
+            together, a list has one for each. None does not clip.
+        norm_type: p of the p-norm, above 0; inf for the largest absolute value.
+        max_value: largest absolute value of a gradient's element, instead of `max_norm`.
         nonfinite: what inf or NaN in a gradient does: `raise`, `skip` the step, or `ignore`, which does not look (and
             so need not wait for the device; a window without weight is then a step with zero gradients). Under a
             dynamic loss scale an overflow is always skipped.
@@ -96,7 +118,7 @@ def optimizer_step(
         What happened, and the records to keep.
 
     Raises:
-        StepError: calls out of order; nothing was changed.
+        StepError: calls out of order, or a parameter took no part in the loss; nothing was changed.
         NonFiniteError: as `nonfinite` says, on every rank; parameters and gradients are left as they were.
         ConfigError: an option outside its range, or a scheduler or optimizer that needs more than a step.
         ContextClosedError: the context is closed.
@@ -104,25 +126,24 @@ def optimizer_step(
     ctx.comm.check_open()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     schedulers = _check_options(optimizers, scheduler, nonfinite)
-    _check_max_norm(max_norm)
-    _check_window(scaler, accum)
-    grads = _checked(gradients(optimizers))
-    weight = _total_weight(ctx, accum or _plain_window(ctx, scaler))
+    limits = _check_limits(optimizers, max_norm, norm_type, max_value)
+    window = checked_window(ctx, scaler, accum)
+    joint = not isinstance(max_norm, Sequence)
+    parts = _parts(ctx, optimizers, window, joint=joint)
+    weight = total_weight(window)
     looks = nonfinite != "ignore" or scaler.dynamic
-    norm = total_norm(grads) if looks or max_norm is not None else None
-    finite, empty = _read(norm, weight) if looks and norm is not None else (True, False)
+    clips = any(limit is not None for limit in limits)
+    norms = [total_norm(part, norm_type) for part in parts] if looks or clips else []
+    finite, empty = _read(norms, weight) if looks else (True, False)
     if not finite and (nonfinite == "raise" or scaler.dynamic):
-        _check_overflow(scaler, accum, optimizers, grads)
+        _check_overflow(ctx, scaler, accum, optimizers)
     if not finite or empty:
         _clear(optimizers)
         return _result(False, accum, scaler, None, finite=finite)
-    factor = _factor(ctx, scaler, weight)
-    norm = None if norm is None else norm * factor
-    if max_norm is not None and norm is not None:
-        factor = factor * _clipping(norm, max_norm)
-    if isinstance(factor, torch.Tensor) or factor != 1.0:
-        scale_(grads, factor)
-    told = None if norm is None else _as_tensor(norm, grads)
+    factor = division(ctx, scaler, window, weight)
+    norms = [norm * factor for norm in norms]
+    _apply(parts, factor, norms, limits, max_value)
+    told = _told(norms, parts, joint=joint)
     for each in optimizers:
         each.step()
     _clear(optimizers)
@@ -131,98 +152,95 @@ def optimizer_step(
     return _result(True, accum, scaler, told, finite=True)
 
 
-def clip_grad_norm_(
-    ctx: DistContext,
-    parameters: Iterable[torch.Tensor],
-    max_norm: float,
-    scaler: LossScale,
-    accum: Accumulation | None,
-) -> torch.Tensor:
-    """Shorten gradients in place to a norm and return the norm before. A collective if weights need summing.
-
-    For scripts that clip apart from `optimizer_step`, which clips with `max_norm=` in the same pass. The norm is that
-    of the true gradient: the division by weight and loss scale that `optimizer_step` will make is reckoned with.
-
-    Args:
-        ctx: the context.
-        parameters: whose gradients are clipped together.
-        max_norm: longest L2 norm.
-        scaler, accum: as for `optimizer_step`.
-
-    Returns:
-        The L2 norm before clipping, shape [].
-
-    Raises:
-        StepError: the window has not ended, or there are no gradients.
-        ConfigError: max_norm is not above 0.
-    """
-    ctx.comm.check_open()
-    _check_max_norm(max_norm)
-    _check_window(scaler, accum)
-    grads = _checked([parameter.grad for parameter in parameters if parameter.grad is not None])
-    factor = _factor(ctx, scaler, _total_weight(ctx, accum or _plain_window(ctx, scaler)))
-    norm = total_norm(grads) * factor
-    scale_(grads, _clipping(norm, max_norm))
-    return _as_tensor(norm, grads)
+def _parts(
+    ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
+) -> list[list[torch.Tensor]]:
+    """The gradients that share a norm: all, or those of each optimizer; a parameter of two counts for the first."""
+    if joint:
+        return [window_gradients(ctx, parameters_of(optimizers), window)]
+    seen, parts = set[int](), list[list[torch.Tensor]]()
+    for optimizer in optimizers:
+        own = [each for each in parameters_of([optimizer]) if id(each) not in seen]
+        seen.update(map(id, own))
+        parts.append(window_gradients(ctx, own, window))
+    return parts
 
 
-def _plain_window(ctx: DistContext, scaler: LossScale) -> Accumulation:
-    """What a script without accumulation did: one backward, every rank of equal weight."""
-    return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
+def _apply(
+    parts: list[list[torch.Tensor]],
+    factor: float | torch.Tensor,
+    norms: list[float | torch.Tensor],
+    limits: list[float | None],
+    max_value: float | None,
+) -> None:
+    """Divide and clip, in one pass over the gradients that share a norm."""
+    for at, part in enumerate(parts):
+        limit, total = limits[at], factor
+        if limit is not None:
+            total = total * shortening(norms[at], limit)
+        if isinstance(total, torch.Tensor) or total != 1.0:
+            scale_(part, total)
+        if max_value is not None:
+            clamp_(part, max_value)
 
 
-def _total_weight(ctx: DistContext, window: Accumulation) -> float | torch.Tensor:
-    """The window's weight over all ranks, in its unit: a number where the plan knows it, else summed on the device."""
-    if window.own_weight is None:
-        return window.world_weight / window.unit
-    own = window.own_weight.clone()
-    summed = all_reduce_flat(ctx.comm, own, "sum") if ctx.world_size > 1 else own
-    weight = (summed + window.world_weight) / window.unit
-    return weight.item() if weight.is_cpu else weight
+def _told(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], *, joint: bool) -> torch.Tensor | None:
+    if not norms:
+        return None
+    told = [as_tensor(norm, part) for norm, part in zip(norms, parts, strict=True)]
+    return told[0] if joint else torch.stack(told)
 
 
-def _factor(ctx: DistContext, scaler: LossScale, weight: float | torch.Tensor) -> float | torch.Tensor:
-    if isinstance(weight, torch.Tensor):  # without weight all gradients are zero, and stay it
-        return torch.where(weight > 0, ctx.world_size / (weight * scaler.scale), 0.0)
-    if weight == 0.0:
-        return 0.0
-    return ctx.world_size / (weight * scaler.scale)  # data parallel has divided by the world size
-
-
-def _clipping(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
-    """What gradients of a norm are multiplied by to be no longer than `max_norm`; torch.nn.utils has the same 1e-6."""
-    if isinstance(norm, torch.Tensor):
-        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return min(max_norm / (norm + 1e-6), 1.0)
-
-
-def _as_tensor(norm: float | torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
-    return torch.as_tensor(norm, dtype=torch.promote_types(grads[0].dtype, torch.float32))
-
-
-def _read(norm: float | torch.Tensor, weight: float | torch.Tensor) -> tuple[bool, bool]:
+def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tuple[bool, bool]:
     """Whether the gradients are finite and whether the window is empty, in one wait for the device."""
-    length, total = norm, weight
-    if isinstance(norm, torch.Tensor) and isinstance(weight, torch.Tensor):
-        length, total = (float(value) for value in torch.stack([norm.to(weight), weight]).cpu())
-    length, total = float(length), float(total)
+    values = [*norms, weight]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if tensors:
+        device = tensors[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        stacked = torch.stack([torch.as_tensor(value, dtype=wide, device=device) for value in values])
+        values = list(stacked.cpu())
+    *lengths, total = map(float, values)
     if not total >= 0:
         raise ConfigError("not a weight", expected="a sum of 0 or above", got=repr(total), where="backward(weight=)")
-    return math.isfinite(length), total == 0
+    return all(map(math.isfinite, lengths)), total == 0
 
 
 def _check_overflow(
-    scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer], grads: list[torch.Tensor]
+    ctx: DistContext, scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer]
 ) -> None:
     if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
         return
     raise NonFiniteError(
         "a gradient is not finite" if accum is None else f"a gradient of step {accum.updates} is not finite",
         expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
-        got=f"inf or NaN among {len(grads)} gradients",
-        where=first_nonfinite(optimizers),
-        fix="Lower the learning rate, clip with max_norm=, or pass nonfinite='skip' to leave such steps out.",
+        got="inf or NaN",
+        where=_first_nonfinite(ctx, optimizers),
+        fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
+        " may hold no unit, or pass nonfinite='skip' to leave such steps out.",
     )
+
+
+def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
+    """Name the first parameter whose gradient holds inf or NaN on any rank. A collective if some are sharded."""
+    parameters = parameters_of(optimizers)
+    at = first_nonfinite(parameters)
+    if ctx.world_size > 1 and any(each.grad is not None and not is_whole(each.grad) for each in parameters):
+        at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.device), "min").item())
+    if at == len(parameters):
+        return "the norm of all gradients, each finite by itself"
+    return f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
+
+
+def _names(optimizers: list[Optimizer]) -> Iterator[str]:
+    """The parameters' names, from the optimizer or from `prepare_model`; else their places."""
+    for which, optimizer in enumerate(optimizers):
+        for group_at, group in enumerate(optimizer.param_groups):
+            known = cast("list[str] | None", group.get("param_names"))
+            for at, parameter in enumerate(group["params"]):
+                name = known[at] if known else label_of(parameter)[0]
+                place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""
+                yield place + (name or f"param_groups[{group_at}]['params'][{at}]")
 
 
 def _result(
@@ -237,50 +255,6 @@ def _result(
 def _clear(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
-
-
-def _checked(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    if not grads:
-        raise StepError(
-            "there are no gradients",
-            expected="a backward before the step",
-            got="every .grad is None",
-            fix="Call accel.backward first, on a loss of these parameters.",
-        )
-    if any(grad.layout is not torch.strided for grad in grads):
-        raise StepError(
-            "a sparse gradient cannot be clipped and scaled",
-            expected="dense gradients",
-            got=f"{sum(grad.layout is not torch.strided for grad in grads)} sparse ones",
-            fix="Build the embedding with sparse=False.",
-        )
-    return grads
-
-
-def _check_window(scaler: LossScale, accum: Accumulation | None) -> None:
-    if accum is None:
-        return
-    if not accum.sync:
-        raise StepError(
-            "the window has not ended",
-            expected="optimizer_step when accum.sync",
-            got=f"micro-batch {accum.micro} of {accum.steps}",
-            fix="Guard the call with `if accum.sync:`.",
-        )
-    if accum.backwards < accum.micro:
-        raise StepError(
-            "the accumulation does not know of every backward",
-            expected=f"{accum.micro} backward passes, one in each micro-batch",
-            got=f"{accum.backwards}",
-            fix="Keep what backward returns: accum = accel.backward(ctx, loss, scaler, accum, ...).",
-        )
-    if accum.scale != scaler.scale:
-        raise StepError(
-            "another loss scale than the gradients carry",
-            expected=str(accum.scale),
-            got=str(scaler.scale),
-            fix="Step all optimizers of a window in one call: optimizer_step(ctx, [first, second], ...).",
-        )
 
 
 def _check_options(
@@ -304,6 +278,24 @@ def _check_options(
     return schedulers
 
 
-def _check_max_norm(max_norm: float | None) -> None:
-    if max_norm is not None and not max_norm > 0:
-        raise ConfigError("not a norm to clip to", expected="above 0", got=repr(max_norm), where="max_norm=")
+def _check_limits(
+    optimizers: list[Optimizer], max_norm: MaxNorm, norm_type: float, max_value: float | None
+) -> list[float | None]:
+    """One longest norm for all, or one for each optimizer."""
+    check_norm_type(norm_type)
+    limits: list[float | None] = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm]
+    for limit in limits:
+        if limit is not None:
+            check_limit(limit, "max_norm=")
+    if isinstance(max_norm, Sequence) and len(limits) != len(optimizers):
+        raise ConfigError(
+            "not as many norms as optimizers",
+            expected=f"{len(optimizers)}, or one number for all together",
+            got=f"{len(limits)}",
+            where="max_norm=",
+        )
+    if max_value is not None:
+        check_limit(max_value, "max_value=")
+        if any(limit is not None for limit in limits):
+            raise ConfigError("clipping by norm and by value", expected="max_norm or max_value", got="both")
+    return limits

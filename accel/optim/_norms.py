@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of many gradients together, wherever their elements lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from accel.comm import adopt, all_gather_flat, all_reduce_flat
+from accel.optim import _foreach
+from accel.optim._placement import Spread, is_whole, local_part, spread_of
+
+
+def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float | torch.Tensor:
+    """Return the norm of all gradients together; inf or NaN if one of them is not finite.
+
+    Args:
+        grads: of any dtypes and devices; whole, or DTensors of any placements. A collective over the meshes over which
+            some are split.
+        norm_type: p of the p-norm, above 0; inf for the largest absolute value.
+
+    Returns:
+        A number for gradients on the CPU, where reading it waits for nothing; else a tensor of shape []. The same on
+        all ranks.
+    """
+    if not grads:
+        return 0.0
+    whole = [grad for grad in grads if is_whole(grad)]
+    if len(whole) == len(grads):
+        return _local_norm(grads, norm_type)
+    spreads: dict[Spread, list[torch.Tensor]] = {}
+    for grad in grads:
+        if not is_whole(grad):
+            spreads.setdefault(spread_of(grad), []).append(local_part(grad))
+    parts = [_spread_norm(spread, locals_, norm_type) for spread, locals_ in spreads.items()]
+    return _joined([*parts, _local_norm(whole, norm_type)] if whole else parts, norm_type)
+
+
+def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torch.Tensor:
+    first = grads[0]
+    if norm_type == math.inf:
+        grads = [grad for grad in grads if grad.numel()] or [first.new_zeros(1)]
+    if all(grad.is_cpu for grad in grads):
+        return _joined([norm.item() for norm in _foreach.norms(grads, norm_type)], norm_type)
+    if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
+        return get_total_norm(list(grads), norm_type)
+    return get_total_norm(_foreach.norms(grads, norm_type), norm_type)
+
+
+def _spread_norm(spread: Spread, parts: Sequence[torch.Tensor], norm_type: float) -> float | torch.Tensor:
+    """The norm of tensors that are split over the same dimensions of the same mesh."""
+    mesh, dims = spread
+    device = parts[0].device
+    mine = torch.as_tensor(_local_norm(parts, norm_type), dtype=torch.float64, device=device).reshape(1)
+    power = mine if norm_type == math.inf else mine**norm_type
+    for dim in dims:
+        comm = adopt(mesh.get_group(dim), device)
+        # a reduction by max need not keep NaN
+        largest = norm_type == math.inf
+        power = all_gather_flat(comm, power).amax(0) if largest else all_reduce_flat(comm, power, "sum")
+    norm = power if norm_type == math.inf else power ** (1 / norm_type)
+    return norm.item() if norm.is_cpu else norm.reshape(())
+
+
+def _joined(norms: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:
+    """The norm of vectors laid end to end, from the norm of each."""
+    tensors = [norm for norm in norms if isinstance(norm, torch.Tensor)]
+    if tensors:
+        device = tensors[0].device
+        return get_total_norm([torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in norms], norm_type)
+    numbers = [norm for norm in norms if not isinstance(norm, torch.Tensor)]
+    if norm_type == 2.0:
+        return math.hypot(*numbers)
+    if not all(map(math.isfinite, numbers)):
+        return math.nan if any(map(math.isnan, numbers)) else math.inf
+    largest = max(numbers)
+    if norm_type == math.inf or largest == 0.0:
+        return largest
+    return largest * math.fsum((number / largest) ** norm_type for number in numbers) ** (1 / norm_type)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the gradients of a model are exchanged: never in a `no_sync` block, at once in a `trigger_sync_in_backward`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm import peer_error
+from accel.context import DistContext
+from accel.errors import PrepareError, StepError
+from accel.parallel._ddp import Replica, replica_of
+from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots
+
+Exchanger = DistributedDataParallel | Sharded
+
+
+def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None]:
+    """Keep the gradients of backward passes in this block on their rank; forward belongs into the block too.
+
+    Args:
+        ctx: the context.
+        models: from `prepare_model`.
+
+    Returns:
+        A context manager for one block. No communication of gradients; sharded models still gather parameters.
+
+    Raises:
+        PrepareError: a trainable model that is not prepared, on more ranks than one.
+        PeerError: out of the block, where another rank was lost in it.
+    """
+    if ctx.world_size == 1:
+        return contextlib.nullcontext()
+    return _Holding(_exchangers(ctx, models))
+
+
+def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None]:
+    """Let ranks exchange gradients in this block, and check at its end that they have.
+
+    Args:
+        ctx: the context.
+        models: from `prepare_model`.
+
+    Returns:
+        A context manager for one block.
+
+    Raises:
+        PrepareError: as `no_sync`.
+        StepError: out of the block: a parameter took no part in it, so that nothing was exchanged.
+        PeerError: out of the block, where another rank was lost in it.
+    """
+    if ctx.world_size == 1:
+        return contextlib.nullcontext()
+    return _Exchanging(_exchangers(ctx, models), ctx.rank)
+
+
+@contextlib.contextmanager
+def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Tensor | None = None) -> Generator[None]:
+    """Let the backward in this block exchange gradients, though its forward passes ran under `no_sync`.
+
+    Args:
+        ctx: the context.
+        model: from `prepare_model`.
+        loss: what the block calls backward on; needed for find_unused_parameters, which follows it to the parameters.
+
+    Raises:
+        PrepareError: a trainable model that is not prepared, or find_unused_parameters without `loss`.
+        StepError: out of the block: a parameter took no part in it, so that nothing was exchanged.
+    """
+    exchangers: Sequence[Exchanger] = () if ctx.world_size == 1 else check_prepared(ctx, model)
+    for each in exchangers:
+        if isinstance(each, Replica) and not each.uses_all and loss is None:
+            raise PrepareError(
+                "unused parameters cannot be found without the loss",
+                expected="trigger_sync_in_backward(ctx, model, loss)",
+                got="find_unused_parameters=True and no loss",
+                where=f"rank {ctx.rank}, trigger_sync_in_backward",
+            )
+    before = [_arm(each, loss) for each in exchangers]
+    try:
+        with _Exchanging(exchangers, ctx.rank):
+            yield
+    finally:
+        for each, flag in zip(exchangers, before, strict=True):
+            if isinstance(each, DistributedDataParallel):
+                each.require_backward_grad_sync = flag
+
+
+def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
+    """Return what exchanges the model's gradients; nothing for a model without trainable parameters.
+
+    Raises:
+        PrepareError: the model has a trainable parameter whose gradient nobody would exchange.
+    """
+    replica = replica_of(model)
+    if replica is not None:
+        _check_frozen(ctx, replica)
+        return (replica,)
+    if is_sharded(model):
+        check_sharded(ctx, model)
+        return sharded_roots(model)
+    if ctx.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
+        raise PrepareError(
+            "the model is not prepared, so its gradients would stay on each rank",
+            expected="model = accel.prepare_model(ctx, model)",
+            got=f"a plain {type(model).__name__} on {ctx.world_size} ranks",
+            where=f"rank {ctx.rank}",
+            fix="Prepare the model before the loop.",
+        )
+    return ()
+
+
+def _exchangers(ctx: DistContext, models: Sequence[nn.Module]) -> Sequence[Exchanger]:
+    if len(models) == 1:
+        return check_prepared(ctx, models[0])
+    return [each for model in models for each in check_prepared(ctx, model)]
+
+
+def _arm(exchanger: Exchanger, loss: torch.Tensor | None) -> bool:
+    """Do what a forward outside of `no_sync` does; return whether such a forward was to be expected."""
+    if not isinstance(exchanger, DistributedDataParallel):
+        exchanger.set_requires_gradient_sync(True)
+        return True
+    before = exchanger.require_backward_grad_sync
+    exchanger.require_backward_grad_sync = exchanger.require_forward_param_sync = True
+    cast(Any, exchanger).reducer.prepare_for_backward([] if loss is None else [loss])
+    return before
+
+
+class _Holding:
+    """Holds gradients back for one block."""
+
+    __slots__ = ("_before", "_exchangers")
+
+    def __init__(self, exchangers: Sequence[Exchanger]) -> None:
+        self._exchangers = exchangers
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        for each in self._exchangers:
+            if isinstance(each, DistributedDataParallel):
+                self._before.append(each.require_backward_grad_sync)
+                each.require_backward_grad_sync = False
+            else:
+                self._before.append(True)  # fully_shard does not tell
+                each.set_requires_gradient_sync(False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each, before in zip(self._exchangers, self._before, strict=True):
+            if isinstance(each, DistributedDataParallel):
+                each.require_backward_grad_sync = before
+            else:
+                each.set_requires_gradient_sync(before)
+        raise_lost_peer(error, "forward or backward")
+
+
+class _Exchanging:
+    """Checks after one block that gradients were exchanged in it."""
+
+    __slots__ = ("_exchangers", "_rank")
+
+    def __init__(self, exchangers: Sequence[Exchanger], rank: int) -> None:
+        self._exchangers = exchangers
+        self._rank = rank
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        raise_lost_peer(error, "forward or backward")
+        if error is None:
+            for each in self._exchangers:
+                _check_exchanged(self._rank, each)
+
+
+def raise_lost_peer(error: BaseException | None, name: str) -> None:
+    """Raise `PeerError` if an error of a call, whose collectives torch ran, says that another rank was lost."""
+    if isinstance(error, RuntimeError) and (lost := peer_error(error, name)) is not None:
+        raise lost from error
+
+
+def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
+    """DDP waits for all parameters of a bucket before it exchanges any of them."""
+    if not isinstance(exchanger, Replica) or not exchanger.uses_all:
+        return
+    unused = [name for name, each in exchanger.exchanged if each.grad is None and each.requires_grad]
+    if unused:
+        raise unused_parameters(rank, unused)
+
+
+def unused_parameters(rank: int, names: Sequence[str]) -> StepError:
+    """Make the error that names parameters whose gradients were missing when ranks were to exchange them."""
+    return StepError(
+        "parameters took no part in the loss, so gradients were not exchanged",
+        expected="every trainable parameter in every backward that ends a window",
+        got=f"no gradient for {', '.join(names)}",
+        where=f"rank {rank}",
+        fix="Freeze them before preparing, or use accel.prepare_model(ctx, model, find_unused_parameters=True).",
+    )
+
+
+def _check_frozen(ctx: DistContext, replica: DistributedDataParallel) -> None:
+    for name, parameter in replica.frozen if isinstance(replica, Replica) else ():
+        if parameter.requires_grad:
+            raise PrepareError(
+                "a parameter became trainable after preparing, so its gradient would stay on each rank",
+                expected="the parameters that were trainable then",
+                got=f"{name} as well",
+                where=f"rank {ctx.rank}",
+                fix="Set requires_grad first, then prepare: accel.prepare_model(ctx, accel.unwrap_model(model)).",
+            )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Division and clipping apart from `optimizer_step`, for scripts that look at gradients before it.
+
+`optimizer_step` does both in the passes that it makes anyway; these make passes of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
+from accel.precision import LossScale
+from accel.training._window import (
+    as_tensor,
+    check_limit,
+    check_norm_type,
+    checked_window,
+    division,
+    shortening,
+    total_weight,
+    window_gradients,
+)
+
+
+def clip_grad_norm_(
+    ctx: DistContext,
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    scaler: LossScale,
+    accum: Accumulation | None,
+    *,
+    norm_type: float = 2.0,
+) -> torch.Tensor:
+    """Shorten gradients in place to a norm and return the norm before. A collective if some are sharded.
+
+    The norm is that of the true gradient: the division by weight and loss scale that `optimizer_step` will make is
+    reckoned with. It counts every element of every rank once, whatever the parameters are: some of a model's or all,
+    of one model or several, replicated or sharded. If it is not finite nothing is clipped, so that `optimizer_step`
+    finds the gradients as they are and its policy decides.
+
+    Args:
+        ctx: the context.
+        parameters: whose gradients are clipped together.
+        max_norm: longest norm.
+        scaler, accum: as for `optimizer_step`.
+        norm_type: p of the p-norm, above 0; inf for the largest absolute value.
+
+    Returns:
+        The norm before clipping, shape [].
+
+    Raises:
+        StepError: the window has not ended, or there are no gradients.
+        ConfigError: max_norm or norm_type is not above 0.
+
+    Reference: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063.
+    """
+    check_limit(max_norm, "max_norm=")
+    check_norm_type(norm_type)
+    window = checked_window(ctx, scaler, accum)
+    grads = window_gradients(ctx, parameters, window)
+    norm = total_norm(grads, norm_type) * division(ctx, scaler, window, total_weight(window))
+    if isinstance(norm, torch.Tensor):
+        scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
+    elif math.isfinite(norm):
+        scale_(grads, shortening(norm, max_norm))
+    return as_tensor(norm, grads)
+
+
+def clip_grad_value_(
+    ctx: DistContext,
+    parameters: Iterable[torch.Tensor],
+    clip_value: float,
+    scaler: LossScale,
+    accum: Accumulation | None,
+) -> None:
+    """Cut every element of gradients to between -clip_value and clip_value, in place. No communication.
+
+    The value is that of the true gradient, as for `clip_grad_norm_`. NaN stays.
+
+    Args:
+        ctx: the context.
+        parameters: whose gradients are clipped, replicated or sharded.
+        clip_value: largest absolute value.
+        scaler, accum: as for `optimizer_step`.
+
+    Raises:
+        StepError: the window has not ended, or there are no gradients.
+        ConfigError: clip_value is not above 0.
+    """
+    check_limit(clip_value, "clip_value=")
+    window = checked_window(ctx, scaler, accum)
+    grads = window_gradients(ctx, parameters, window)
+    factor = division(ctx, scaler, window, total_weight(window))
+    if isinstance(factor, torch.Tensor) or factor > 0:
+        clamp_(grads, clip_value / factor)
+
+
+def unscale_gradients(
+    ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], scaler: LossScale, accum: Accumulation
+) -> Accumulation:
+    """Divide gradients by the window's weight and the loss scale now, to look at them before `optimizer_step`.
+
+    Args:
+        ctx: the context.
+        optimizer: all that take the step.
+        scaler, accum: as for `optimizer_step`.
+
+    Returns:
+        The window, to be kept: it knows that nothing is left to divide.
+
+    Raises:
+        StepError: the window has not ended, or there are no gradients.
+    """
+    window = checked_window(ctx, scaler, accum)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    grads = window_gradients(ctx, parameters_of(optimizers), window)
+    scale_(grads, division(ctx, scaler, window, total_weight(window)))
+    return msgspec.structs.replace(window, divided=True, retained=False)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A window that has ended: its gradients, its weight over all ranks, and what both are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from accel.context import DistContext
+from accel.errors import ConfigError, StepError
+from accel.optim import Accumulation, gradients, is_whole
+from accel.parallel import average_, label_of, unused_parameters
+from accel.precision import LossScale
+
+
+def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None) -> Accumulation:
+    """Return the window, or for a script without accumulation what it did: one backward, all ranks of equal weight.
+
+    Raises:
+        StepError: the window has not ended, or not all of its backward passes are known, or the scale is another.
+        ContextClosedError: the context is closed.
+    """
+    ctx.comm.check_open()
+    if accum is None:
+        return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
+    if not accum.sync:
+        raise StepError(
+            "the window has not ended",
+            expected="optimizer_step when accum.sync",
+            got=f"micro-batch {accum.micro} of {accum.steps}",
+            fix="Guard the call with `if accum.sync:`.",
+        )
+    if accum.backwards < accum.micro:
+        raise StepError(
+            "the accumulation does not know of every backward",
+            expected=f"{accum.micro} backward passes, one in each micro-batch",
+            got=f"{accum.backwards}",
+            fix="Keep what backward returns: accum = accel.backward(ctx, loss, scaler, accum, ...).",
+        )
+    if accum.scale != scaler.scale:
+        raise StepError(
+            "another loss scale than the gradients carry",
+            expected=str(accum.scale),
+            got=str(scaler.scale),
+            fix="Step all optimizers of a window in one call: optimizer_step(ctx, [first, second], ...), or give each"
+            " its own accumulation and loss scale.",
+        )
+    return accum
+
+
+def window_gradients(ctx: DistContext, parameters: Iterable[torch.Tensor], window: Accumulation) -> list[torch.Tensor]:
+    """Return the parameters' gradients as ranks have exchanged them. A collective if the window kept a graph.
+
+    Raises:
+        StepError: there are none, or one is sparse, or ranks exchanged none because a parameter's is missing.
+    """
+    listed = list(parameters)
+    grads = gradients(listed)
+    if ctx.world_size > 1 and len(grads) < len(listed):
+        _check_all_took_part(ctx, listed)
+    if not grads:
+        raise StepError(
+            "there are no gradients",
+            expected="a backward before the step",
+            got="every .grad is None",
+            fix="Call accel.backward first, on a loss of these parameters.",
+        )
+    if any(grad.layout is not torch.strided for grad in grads):
+        raise StepError(
+            "a sparse gradient cannot be clipped and scaled",
+            expected="dense gradients",
+            got=f"{sum(grad.layout is not torch.strided for grad in grads)} sparse ones",
+            fix="Build the embedding with sparse=False.",
+        )
+    if window.retained and ctx.world_size > 1:  # what was exchanged already is the same everywhere, and stays
+        average_(ctx, [grad for grad in grads if is_whole(grad)])
+    return grads
+
+
+def total_weight(window: Accumulation) -> float | torch.Tensor:
+    """Return the weight over all ranks, in the window's unit: a number where reading one waits for nothing."""
+    parts = [part for part in (window.own_weight, window.summed_weight) if part is not None]
+    if not parts:
+        return window.world_weight / window.unit
+    weight = (sum(parts[1:], parts[0]) + window.world_weight) / window.unit
+    return weight.item() if weight.is_cpu else weight
+
+
+def division(
+    ctx: DistContext, scaler: LossScale, window: Accumulation, weight: float | torch.Tensor
+) -> float | torch.Tensor:
+    """Return what gradients are multiplied by to be those of the mean loss over all units.
+
+    Args:
+        ctx, scaler, window: of the step.
+        weight: from `total_weight`.
+    """
+    if window.divided:
+        return 1.0
+    if isinstance(weight, torch.Tensor):  # without weight all gradients are zero, and stay it
+        return torch.where(weight > 0, ctx.world_size / (weight * scaler.scale), 0.0)
+    if weight == 0.0:
+        return 0.0
+    return ctx.world_size / (weight * scaler.scale)  # data parallel has divided by the world size
+
+
+def check_limit(limit: float, where: str) -> None:
+    """Raise `ConfigError` unless a number is above 0."""
+    if not limit > 0:
+        raise ConfigError("not a limit to clip to", expected="above 0", got=repr(limit), where=where)
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raise `ConfigError` unless there is such a p-norm."""
+    if not norm_type > 0:
+        raise ConfigError("no such norm", expected="p above 0, or inf", got=repr(norm_type), where="norm_type=")
+
+
+def as_tensor(norm: float | torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a norm as a tensor of shape [], in the gradients' precision or float32."""
+    return torch.as_tensor(norm, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+
+
+def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
+    """Return what gradients of a norm are multiplied by to be no longer than `max_norm`.
+
+    The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
+    """
+    if isinstance(norm, torch.Tensor):
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return min(max_norm / (norm + 1e-6), 1.0)
+
+
+def _check_all_took_part(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
+    labels = [label_of(each) for each in parameters if each.grad is None and each.requires_grad]
+    if unused := [name for name, exchanged in labels if exchanged]:
+        raise unused_parameters(ctx.rank, unused)

@@ -45,12 +45,15 @@ if TYPE_CHECKING:
     from accel.errors import PrepareError as PrepareError
     from accel.errors import StepError as StepError
     from accel.errors import TreeError as TreeError
+    from accel.formats import Fp8 as Fp8
+    from accel.formats import Precision as Precision
     from accel.optim import Accumulation as Accumulation
     from accel.parallel import no_sync as no_sync
     from accel.parallel import prepare_model as prepare_model
     from accel.parallel import trigger_sync_in_backward as trigger_sync_in_backward
     from accel.parallel import unwrap_model as unwrap_model
     from accel.precision import LossScale as LossScale
+    from accel.precision import apply_precision as apply_precision
     from accel.precision import autocast as autocast
     from accel.precision import loss_scale as loss_scale
     from accel.preempt import Stop as Stop
@@ -106,9 +109,10 @@ _HOMES = {
         "StepError",
         "TreeError",
     ),
+    "formats": ("Fp8", "Precision"),
     "optim": ("Accumulation",),
     "parallel": ("no_sync", "prepare_model", "trigger_sync_in_backward", "unwrap_model"),
-    "precision": ("LossScale", "autocast", "loss_scale"),
+    "precision": ("LossScale", "apply_precision", "autocast", "loss_scale"),
     "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),
     "process": (
         "local_main_process_first",

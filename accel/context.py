@@ -11,15 +11,16 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Generator, Mapping
-from typing import Any, cast, get_args
+from typing import Any, cast
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from accel.comm import Comm, adopt, alone, connect
-from accel.env import LaunchEnv, PrecisionName, read_env
-from accel.errors import ConfigError, DeviceError, check_choice
+from accel.env import LaunchEnv, read_env
+from accel.errors import ConfigError, DeviceError
+from accel.formats import Precision, PrecisionName
+from accel.formats import precision as precision_of
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -34,7 +35,7 @@ class DistContext:
         node_rank, num_nodes: position of this node.
         device: where this rank computes.
         backend: c10d backend for that device; "none" for a single process without a group.
-        precision: what `autocast` and `loss_scale` follow.
+        precision: what is computed in which format; `autocast`, `loss_scale` and `prepare` follow it.
         timeout_s: seconds after which a collective that misses a rank fails.
         comm: the handle on the process group; not part of equality, nor of what is printed.
     """
@@ -47,7 +48,7 @@ class DistContext:
     num_nodes: int
     device: torch.device
     backend: str
-    precision: PrecisionName
+    precision: Precision
     timeout_s: float
     comm: Comm = dataclasses.field(compare=False, repr=False)
 
@@ -72,7 +73,7 @@ def from_env(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-    precision: PrecisionName | None = None,
+    precision: Precision | PrecisionName | None = None,
     timeout_s: float | None = None,
 ) -> DistContext:
     """Make a context from a launcher's variables and join the process group. A collective; pair it with `close`.
@@ -84,7 +85,7 @@ def from_env(
         environ: variables; `os.environ` when left out.
         device: where to compute, such as "cpu", "cuda" (the GPU of the local rank) or "cuda:1".
         backend: c10d backend for that device.
-        precision: "fp32", "bf16" or "fp16".
+        precision: a name such as "bf16", or a record: see `accel.Precision`.
         timeout_s: seconds after which a collective that misses a rank fails.
 
     Returns:
@@ -99,7 +100,7 @@ def from_env(
     env = read_env(os.environ if environ is None else environ)
     chosen = _choose_device(device, env)
     seconds = _check_timeout(_first(timeout_s, env.timeout_s, DEFAULT_TIMEOUT_S))
-    checked_precision = _check_precision(_first(precision, env.precision, "fp32"))
+    checked_precision = precision_of(_first(precision, env.precision, "fp32"))
     carrier = _check_backend(backend or env.backend)
     comm = connect(env, chosen, carrier, seconds) if env.world_size > 1 else alone()
     return _context(env, device=chosen, precision=checked_precision, timeout_s=seconds, comm=comm)
@@ -111,7 +112,7 @@ def session(
     *,
     device: torch.device | str | None = None,
     backend: str | None = None,
-    precision: PrecisionName | None = None,
+    precision: Precision | PrecisionName | None = None,
     timeout_s: float | None = None,
 ) -> Generator[DistContext]:
     """Give a context from the environment, and close what it opened at the end of the block. A collective.
@@ -130,22 +131,22 @@ def close(ctx: DistContext) -> None:
     ctx.comm.close()
 
 
-def single(device: torch.device | str = "cpu", *, precision: PrecisionName = "fp32") -> DistContext:
+def single(device: torch.device | str = "cpu", *, precision: Precision | PrecisionName = "fp32") -> DistContext:
     """Make a context of one process without a process group.
 
     Args:
         device: where to compute.
-        precision: "fp32", "bf16" or "fp16".
+        precision: a name such as "bf16", or a record: see `accel.Precision`.
 
     Raises:
         DeviceError: the device is not there.
-        ConfigError: the precision is not one of the three.
+        ConfigError: an unknown precision.
     """
     env = LaunchEnv()
     return _context(
         env,
         device=_choose_device(device, env),
-        precision=_check_precision(precision),
+        precision=precision_of(precision),
         timeout_s=DEFAULT_TIMEOUT_S,
         comm=alone(),
     )
@@ -155,7 +156,7 @@ def from_group(
     group: dist.ProcessGroup,
     *,
     device: torch.device | str | None = None,
-    precision: PrecisionName = "fp32",
+    precision: Precision | PrecisionName = "fp32",
     local_rank: int | None = None,
     local_world_size: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -165,7 +166,7 @@ def from_group(
     Args:
         group: the group; its rank and size become the context's.
         device: where to compute; by default as in `from_env`.
-        precision: "fp32", "bf16" or "fp16".
+        precision: a name such as "bf16", or a record: see `accel.Precision`.
         local_rank: this rank's place on its node; by default its rank, as on one node.
         local_world_size: the ranks on this node; by default all.
         timeout_s: what the group's own time-out is, in seconds; the group is not changed.
@@ -196,31 +197,31 @@ def from_group(
     return _context(
         env,
         device=chosen,
-        precision=_check_precision(precision),
+        precision=precision_of(precision),
         timeout_s=_check_timeout(timeout_s),
         comm=adopt(group, chosen),
     )
 
 
 def replace(
-    ctx: DistContext, *, device: torch.device | str | None = None, precision: PrecisionName | None = None
+    ctx: DistContext, *, device: torch.device | str | None = None, precision: Precision | PrecisionName | None = None
 ) -> DistContext:
     """Return a copy of the context that computes elsewhere or in another precision; the group is shared.
 
     Args:
         ctx: the context.
         device: where to compute; None for where it does.
-        precision: "fp32", "bf16" or "fp16"; None for what it has.
+        precision: a name such as "bf16", or a record; None for what it has.
 
     Raises:
         DeviceError: the device is not there.
-        ConfigError: the precision is not one of the three.
+        ConfigError: an unknown precision.
     """
     here = LaunchEnv(rank=ctx.rank, local_rank=ctx.local_rank)
     return dataclasses.replace(
         ctx,
         device=ctx.device if device is None else _choose_device(device, here),
-        precision=ctx.precision if precision is None else _check_precision(precision),
+        precision=ctx.precision if precision is None else precision_of(precision),
     )
 
 
@@ -228,7 +229,7 @@ def _context(
     env: LaunchEnv,
     *,
     device: torch.device,
-    precision: PrecisionName,
+    precision: Precision,
     timeout_s: float,
     comm: Comm,
 ) -> DistContext:
@@ -283,11 +284,6 @@ def _check_present(device: torch.device, where: str) -> torch.device:
             "nothing can be computed there", expected="a device of this machine", got=str(device), where=where
         ) from error
     return device
-
-
-def _check_precision(name: str) -> PrecisionName:
-    check_choice(name, get_args(PrecisionName), "unknown precision", where="precision=")
-    return msgspec.convert(name, PrecisionName)
 
 
 def _check_backend(name: str | None) -> str | None:

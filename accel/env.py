@@ -15,8 +15,7 @@ from typing import Literal, get_args
 import msgspec
 
 from accel.errors import EnvError, check_choice
-
-PrecisionName = Literal["fp32", "bf16", "fp16"]
+from accel.formats import PrecisionName
 
 SETTINGS = ("ACCEL_DEVICE", "ACCEL_BACKEND", "ACCEL_PRECISION", "ACCEL_TIMEOUT_S")
 

@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     accumulate: Annotated[int, Meta(ge=1, description="parts in which a batch is computed, to save memory")] = 1
     lr: Annotated[float, Meta(gt=0, lt=1e6, description="learning rate of the first step")] = 4e-3
     seed: Annotated[int, Meta(ge=0, lt=2**62, description="of the first weights and the order of images")] = 0
-    precision: Annotated[str | None, Meta(description="fp32, bf16 or fp16; else as ACCEL_PRECISION says")] = None
+    precision: Annotated[str | None, Meta(description="fp32, tf32, bf16 or fp16; else as ACCEL_PRECISION says")] = None
     save_every: Annotated[int, Meta(ge=0, description="steps between checkpoints within an epoch")] = 0
     out: Annotated[str, Meta(min_length=1, description="folder of the checkpoints and the curves")] = "runs/digits"
 
@@ -188,7 +188,7 @@ def cosine(step: int, steps: int) -> float:
 def make_recipe(ctx: accel.DistContext, settings: Settings) -> dict[str, object]:
     """Return the settings that a run cannot change on its way."""
     fixed = {name: getattr(settings, name) for name in ("batch_size", "accumulate", "lr", "seed")}
-    return fixed | {"precision": ctx.precision}
+    return fixed | {"precision": ctx.precision.name}
 
 
 def check_recipe(asked: dict[str, object], stored: dict[str, object], found: Path) -> None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
     {"errors"},
+    {"formats"},
     {"config", "topology", "env"},
     {"tree", "random", "storage"},
     {"comm"},
@@ -27,7 +28,7 @@ LAYERS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH_FREE = {"errors", "config", "topology", "env", "launch", "cli"}
+TORCH_FREE = {"errors", "formats", "config", "topology", "env", "launch", "cli"}
 ENVIRONMENT_READERS = {"context", "launch", "cli"}  # each passes os.environ on as a mapping; env.py takes the mapping
 FORBIDDEN = {"pickle", "eval", "exec"}  # except that a launch executes the script it was given
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60

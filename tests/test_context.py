@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel import ConfigError, ContextClosedError, DeviceError, EnvError
+from accel.formats import precision
 from accel.process import agree
 from accel.testing import simulate, simulate_groups
 
@@ -95,7 +96,7 @@ def test_nothing_set_and_nothing_passed_is_one_process_on_the_default_device():
     ctx = accel.from_env({})
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     assert ctx == dataclasses.replace(accel.single(device), comm=ctx.comm)
-    assert (ctx.rank, ctx.world_size, ctx.precision, ctx.timeout_s, ctx.backend) == (0, 1, "fp32", 300.0, "none")
+    assert (ctx.rank, ctx.world_size, ctx.precision.name, ctx.timeout_s, ctx.backend) == (0, 1, "fp32", 300.0, "none")
     assert ctx.is_main_process
     assert ctx.is_local_main_process
     assert ctx.is_last_process
@@ -115,10 +116,9 @@ def test_an_argument_beats_the_environment_which_beats_the_default(
 ):
     monkeypatch.setattr("accel.context._check_present", lambda device, where: device)
     environ = {variable: in_environment}
-    assert str(getattr(accel.from_env(environ), field)) == in_environment
-    assert getattr(accel.from_env(environ, **{field: as_argument}), field) == (
-        torch.device(as_argument) if field == "device" else as_argument
-    )
+    read = {"device": torch.device, "precision": precision, "timeout_s": float}[field]
+    assert getattr(accel.from_env(environ), field) == read(in_environment)
+    assert getattr(accel.from_env(environ, **{field: as_argument}), field) == read(as_argument)
 
 
 def test_the_backend_of_a_group_follows_argument_then_environment_then_device(monkeypatch):
@@ -141,7 +141,7 @@ def test_the_backend_of_a_group_follows_argument_then_environment_then_device(mo
 def test_wrong_arguments_are_refused_before_a_group_is_opened(monkeypatch):
     monkeypatch.setattr("accel.context.connect", lambda *args: pytest.fail("a group was opened"))
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    for wrong in ({"precision": "fp8"}, {"timeout_s": 0}, {"timeout_s": float("nan")}):
+    for wrong in ({"precision": "fp4"}, {"timeout_s": 0}, {"timeout_s": float("nan")}):
         with pytest.raises(ConfigError):
             accel.from_env(environ, device="cpu", **wrong)
     with pytest.raises(DeviceError, match=r"'gpu'.*device="):
@@ -172,7 +172,7 @@ def test_a_context_is_frozen_and_its_handle_is_no_part_of_the_value():
 def test_replace_gives_a_changed_copy():
     ctx = accel.single()
     changed = accel.replace(ctx, precision="bf16", device="cpu:0")
-    assert (changed.precision, changed.device) == ("bf16", torch.device("cpu"))
+    assert (changed.precision.name, changed.device) == ("bf16", torch.device("cpu"))
     assert changed.comm is ctx.comm
     assert ctx == accel.single()
     assert accel.replace(ctx) == ctx
@@ -252,7 +252,7 @@ def test_ranks_of_an_adopted_group_on_nodes():
         {"local_world_size": 0},
         {"local_rank": 4},
         {"local_rank": -1},
-        {"precision": "fp8"},
+        {"precision": "fp4"},
         {"timeout_s": 0},
     ],
 )

@@ -10,6 +10,7 @@ import msgspec
 
 from accel.context import DistContext
 from accel.errors import ConfigError
+from accel.precision._support import check_compute
 
 
 class LossScale(msgspec.Struct, frozen=True):
@@ -71,7 +72,9 @@ def loss_scale(ctx: DistContext, *, initial: float = 2.0**16, growth_interval: i
 
     Raises:
         ConfigError: a value outside its range.
+        DeviceError: the device does not compute in the context's precision.
     """
-    if ctx.precision != "fp16":
+    check_compute(ctx.device, ctx.precision.compute)
+    if ctx.precision.compute != "fp16":
         return LossScale()
     return LossScale(scale=initial, dynamic=True, growth_interval=growth_interval)

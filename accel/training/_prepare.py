@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from accel.context import DistContext
 from accel.data import Loader, prepare_loader
 from accel.errors import DeviceError, PrepareError
-from accel.parallel import check_devices, prepare_model
+from accel.parallel import check_devices, prepare_model, unwrap_model
+from accel.precision import apply_precision
 from accel.process import agreed
 
 O_ = TypeVar("O_", bound=Optimizer)
@@ -44,6 +45,10 @@ def prepare(ctx: DistContext, *objects: Any) -> Any:
         for each in objects:
             if isinstance(each, nn.Module):
                 check_devices(ctx, each)
+        for each in objects:
+            if isinstance(each, nn.Module):
+                apply_precision(ctx, unwrap_model(each))
+        _check_optimizers(objects)  # fp8 may have put other parameters into a model
     prepared = list(objects)
     for kinds in ((DataLoader, Loader), (nn.Module,), (Optimizer, LRScheduler)):  # what is refused before what mutates
         prepared = [_prepare(ctx, each) if isinstance(each, kinds) else each for each in prepared]

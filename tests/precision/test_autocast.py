@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 import accel
+from accel import DeviceError
+from accel.precision import matmul_precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,3 +50,112 @@ def test_ranks_have_autocast_of_their_own(ranks):
             return nn.Linear(2, 2)(torch.zeros(1, 2)).dtype
 
     assert ranks.run(rank, 3) == list(DTYPES.values())
+
+
+def test_blocks_nest_and_each_ends_where_it_began():
+    ctx, model, inputs = accel.single(precision="bf16"), nn.Linear(2, 2), torch.zeros(1, 2)
+    with accel.autocast(ctx):
+        with accel.autocast(ctx, "fp32"):
+            assert model(inputs).dtype == torch.float32
+            with accel.autocast(ctx, "fp16"):
+                assert model(inputs).dtype == torch.float16
+            assert model(inputs).dtype == torch.float32
+        assert model(inputs).dtype == torch.bfloat16
+    assert model(inputs).dtype == torch.float32
+
+
+def test_without_a_cache_a_changed_parameter_is_seen_within_the_block():
+    ctx, model = accel.single(precision="bf16"), nn.Linear(1, 1, bias=False)
+    for cache, seen in ((False, 2.0), (True, 1.0)):
+        nn.init.ones_(model.weight)
+        with accel.autocast(ctx, cache=cache):
+            model(torch.ones(1, 1))
+            with torch.no_grad():
+                model.weight.fill_(2.0)
+            assert model(torch.ones(1, 1)).item() == seen
+
+
+OLD, NEW = (7, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "alternatives"),
+    [("bf16", OLD, "fp32 or fp16"), ("tf32", OLD, "fp32 or fp16"), ("fp16", OLD, None), ("tf32", NEW, None)],
+)
+def test_a_gpu_that_lacks_a_format_is_refused_with_those_it_has(monkeypatch, precision, capability, alternatives):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    ctx = dataclasses.replace(accel.single(precision=precision), device=torch.device("cuda", 0))
+    if alternatives is None:
+        assert accel.loss_scale(ctx).dynamic == (precision == "fp16")
+        return
+    for call in (accel.loss_scale, accel.autocast, lambda ctx: accel.apply_precision(ctx, nn.Linear(2, 2))):
+        with pytest.raises(DeviceError, match=rf"{precision}: expected {alternatives}.*capability 7\.0.*'fp16'"):
+            call(ctx)
+
+
+def test_a_device_without_the_format_is_refused():
+    with pytest.raises(DeviceError, match=r"tf32: expected fp32 or bf16 or fp16.*cpu has no tf32"):
+        accel.autocast(accel.single(precision="tf32"))
+    ctx = dataclasses.replace(accel.single(precision="bf16"), device=torch.device("meta"))
+    with pytest.raises(DeviceError, match="torch has no bf16 autocast for meta"):
+        accel.autocast(ctx)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A context of a GPU that is not there: enough for what only sets flags."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: NEW)
+    return dataclasses.replace(accel.single(precision="tf32"), device=torch.device("cuda", 0))
+
+
+def _products() -> tuple[str, str]:
+    return torch.get_float32_matmul_precision(), getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+def test_tf32_holds_in_its_block_and_leaves_no_flag_behind(gpu, before):
+    fresh = _products()
+    try:
+        torch.set_float32_matmul_precision(before)
+        outside = _products()
+        with accel.autocast(gpu):
+            assert torch.get_float32_matmul_precision() == "high"
+            with accel.autocast(gpu, "fp32"):
+                assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.get_float32_matmul_precision() == "high"
+        assert _products() == outside
+        with pytest.raises(KeyError), matmul_precision(gpu):
+            raise KeyError(torch.get_float32_matmul_precision())
+        assert _products() == outside
+        with matmul_precision(accel.single()):
+            assert _products() == outside
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+            torch.backends.cuda.matmul.fp32_precision = fresh[1]
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+def test_tf32_works_beside_torchs_newer_setting(gpu):
+    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        settings.fp32_precision = "tf32"
+        with accel.autocast(gpu, "fp32"):
+            assert settings.fp32_precision == "ieee"
+            with accel.autocast(gpu):
+                assert settings.fp32_precision == "tf32"
+            assert settings.fp32_precision == "ieee"
+        assert settings.fp32_precision == "tf32"
+    finally:
+        settings.fp32_precision = before
+
+
+def test_contexts_of_several_formats_nest(gpu):
+    first, second, model = accel.single(precision="bf16"), accel.single(precision="fp16"), nn.Linear(2, 2)
+    with accel.autocast(first):
+        before = model(torch.zeros(1, 2))
+        with accel.autocast(second):
+            assert model(torch.zeros(1, 2)).dtype == torch.float16
+        with accel.autocast(gpu):
+            assert torch.equal(model(torch.zeros(1, 2)), before)
+        assert torch.equal(model(torch.zeros(1, 2)), before)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Number formats of a run as frozen records: what is computed in which format, free of torch.
+
+`precision` turns a name such as "bf16" into its record; what is in a record and has no effect is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from accel.errors import ConfigError, check_choice
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "tf32", "pure-bf16", "fp8"]
+Compute = Literal["fp32", "tf32", "bf16", "fp16"]
+Fp8Backend = Literal["torchao", "transformer_engine"]
+Fp8Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "mxfp8"]
+
+_SCALINGS: dict[str, tuple[Fp8Scaling, ...]] = {
+    "torchao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    "transformer_engine": ("delayed", "current", "mxfp8"),
+}
+
+
+class Fp8(msgspec.Struct, frozen=True, kw_only=True):
+    """Which linear layers multiply in 8-bit floats, and how their scales are found.
+
+    Layers whose two sizes are not multiples of 16 stay as they are: the hardware has no such product.
+
+    Attributes:
+        backend: "torchao" (extra `torchao`) or "transformer_engine" (extra `te`).
+        scaling: of torchao "tensorwise", "rowwise" or "rowwise_with_gw_hp", of Transformer Engine "delayed", "current"
+            or "mxfp8"; None for the first of the backend's.
+        skip: names of further layers that stay, as patterns such as "head" or "blocks.*.router".
+        first_and_last: whether the model's first and last linear layers are converted too; they are the most sensitive.
+        emulate: torchao: compute as if in fp8, in a wider format, on any device. To try a recipe, not to be fast.
+        fp8_all_gather: torchao, tensorwise: FSDP2 gathers weights in fp8.
+        amax_history: delayed: steps whose largest values make a scale.
+        margin: delayed: powers of two by which scales stay below the largest that fits.
+    """
+
+    backend: Fp8Backend = "torchao"
+    scaling: Fp8Scaling | None = None
+    skip: tuple[str, ...] = ()
+    first_and_last: bool = False
+    emulate: bool = False
+    fp8_all_gather: bool = False
+    amax_history: int = 1024
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self.backend, get_args(Fp8Backend), "unknown fp8 backend", where="Fp8.backend")
+        choices = _SCALINGS[self.backend]
+        if self.scaling is not None:
+            check_choice(self.scaling, choices, f"not a scaling of {self.backend}", where="Fp8.scaling")
+        for name, least in (("amax_history", 1), ("margin", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                where = f"Fp8.{name}"
+                raise ConfigError("not a count", expected=f"an integer from {least}", got=repr(value), where=where)
+        used = {
+            "emulate": self.backend == "torchao",
+            "fp8_all_gather": self.how == "tensorwise",
+            "amax_history": self.how == "delayed",
+            "margin": self.how == "delayed",
+        }
+        defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
+        for name, has_effect in used.items():
+            if not has_effect and getattr(self, name) != defaults[name]:
+                raise _no_effect(f"Fp8.{name}", f"with {self.backend} and {self.how} scaling")
+
+    @property
+    def how(self) -> Fp8Scaling:
+        """The scaling, the backend's first where none was chosen."""
+        return self.scaling or _SCALINGS[self.backend][0]
+
+
+class Precision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run computes and stores in which format.
+
+    Attributes:
+        compute: matrix products and convolutions: "fp32"; "tf32" for fp32 rounded to 10 bits on the way into them;
+            "bf16" or "fp16" for autocast. fp16 has a loss scale.
+        params: what floating-point parameters are stored and stepped in; None for what the model has. There is no
+            "fp16": updates would vanish in it.
+        outputs: what floating-point outputs of the model are converted to; None for what comes out.
+        fp32_modules: names of submodules that keep fp32 parameters, inputs and arithmetic, as patterns such as
+            "head" or "blocks.*.router".
+        fp8: layers that multiply in fp8, beside compute in bf16.
+    """
+
+    compute: Compute = "fp32"
+    params: Literal["fp32", "bf16"] | None = None
+    outputs: Literal["fp32", "bf16", "fp16"] | None = None
+    fp32_modules: tuple[str, ...] = ()
+    fp8: Fp8 | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.compute, get_args(Compute), "unknown format", where="Precision.compute")
+        if self.params is not None:
+            check_choice(self.params, ("fp32", "bf16"), "unknown format", where="Precision.params")
+        if self.outputs is not None:
+            check_choice(self.outputs, ("fp32", "bf16", "fp16"), "unknown format", where="Precision.outputs")
+        if isinstance(self.fp32_modules, str):
+            raise ConfigError(
+                "one text instead of several names",
+                expected="a tuple of patterns",
+                got=repr(self.fp32_modules),
+                where="Precision.fp32_modules",
+                fix=f"Write ({self.fp32_modules!r},).",
+            )
+        if self.fp32_modules and self.compute not in ("bf16", "fp16") and self.params != "bf16":
+            raise _no_effect("Precision.fp32_modules", f"where all is computed in {self.compute}")
+        if self.fp8 is not None and self.compute != "bf16":
+            raise ConfigError(
+                "fp8 layers need bf16 around them",
+                expected="compute='bf16'",
+                got=f"compute={self.compute!r}",
+                where="Precision.fp8",
+            )
+
+    @property
+    def name(self) -> str:
+        """The name that `precision` knows the record by, "custom" if there is none."""
+        return next((name for name, record in _named() if record == self), "custom")
+
+
+def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> Precision:
+    """Return the record of a name; a record is returned as it is.
+
+    Args:
+        what: "fp32"; "tf32"; "bf16" and "fp16", autocast over parameters as they are; "pure-bf16", whose parameters
+            are bf16 too; "fp8", torchao's layers in bf16; or a record.
+        where: for errors.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    if isinstance(what, Precision):
+        return what
+    check_choice(what, get_args(PrecisionName), "unknown precision", where=where)
+    return dict(_named())[what]
+
+
+def _named() -> list[tuple[str, Precision]]:
+    plain = [(name, Precision(compute=name)) for name in get_args(Compute)]
+    pure, fp8 = Precision(compute="bf16", params="bf16"), Precision(compute="bf16", fp8=Fp8())
+    return [*plain, ("pure-bf16", pure), ("fp8", fp8)]
+
+
+def _no_effect(where: str, why: str) -> ConfigError:
+    return ConfigError(f"a setting that has no effect {why}", where=where, fix="Leave it out.")

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers in fp8, by torchao or Transformer Engine: which ones, whether this machine can, and the swap.
+
+Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.context import DistContext
+from accel.errors import ConfigError, DeviceError, MissingExtraError
+from accel.formats import Fp8
+from accel.precision._names import matched, submodules
+from accel.precision._support import capability
+
+_EXTRAS = {"torchao": "torchao", "transformer_engine": "te"}
+_MODULES = {"torchao": "torchao.float8", "transformer_engine": "transformer_engine.pytorch"}
+_MULTIPLE = 16  # of what both sizes of a product's operands have to be
+
+
+def check_fp8(device: torch.device, recipe: Fp8) -> None:
+    """Raise unless this machine can compute a recipe.
+
+    Raises:
+        MissingExtraError: the package is not there.
+        DeviceError: the hardware is not.
+    """
+    _ = _package(recipe)
+    if recipe.emulate:
+        return
+    least = (10, 0) if recipe.how == "mxfp8" else (9, 0) if recipe.how.startswith("rowwise") else (8, 9)
+    found = capability(device) if device.type == "cuda" and torch.version.hip is None else None
+    if device.type == "cuda" and (found is None or found >= least):
+        return
+    has = f"compute capability {found[0]}.{found[1]}" if found else f"a {device.type} device"
+    other = ", or Fp8(emulate=True) to try the recipe" if recipe.backend == "torchao" else ""
+    raise DeviceError(
+        f"this device does not multiply in fp8 with {recipe.how} scaling",
+        expected=f"CUDA with compute capability {least[0]}.{least[1]} or above",
+        got=has,
+        where="Precision.fp8",
+        fix=f"Pass precision='bf16'{other}.",
+    )
+
+
+def fp8_layers(model: nn.Module, recipe: Fp8, spared: set[str]) -> list[str]:
+    """Return the names of the linear layers that a recipe converts, in the model's order. No communication.
+
+    Args:
+        model: without wrappers.
+        recipe: its `skip` and `first_and_last` leave layers out.
+        spared: names of submodules that stay as they are.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    linear = [(name, module) for name, module in submodules(model) if type(module) is nn.Linear and name]
+    spared = spared | matched(model, recipe.skip, "Fp8.skip")
+    ends = set[str]() if recipe.first_and_last or not linear else {linear[0][0], linear[-1][0]}
+    chosen = [
+        name
+        for name, module in linear
+        if name not in spared | ends and not module.in_features % _MULTIPLE and not module.out_features % _MULTIPLE
+    ]
+    if not chosen:
+        raise ConfigError(
+            "no layer of the model would compute in fp8",
+            expected=f"linear layers inside the model, sizes multiples of {_MULTIPLE}, beside its first and its last",
+            got=f"{len(linear)} linear layers",
+            where=f"Precision.fp8, {type(model).__name__}",
+            fix="Pass precision='bf16', or Fp8(first_and_last=True).",
+        )
+    return chosen
+
+
+def convert_layers(model: nn.Module, recipe: Fp8, names: list[str]) -> None:
+    """Replace layers in place by those of the recipe's package; they hold the very parameters of the old ones."""
+    if recipe.backend == "torchao":
+        _convert_torchao(model, recipe, set(names))
+        return
+    engine = _package(recipe)
+    for name in names:
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear)  # fp8_layers chose it
+        new = engine.Linear(
+            old.in_features,
+            old.out_features,
+            bias=old.bias is not None,  # pyright: ignore[reportUnnecessaryComparison] - Linear(bias=False) has none
+            params_dtype=old.weight.dtype,
+            device=old.weight.device,
+        )
+        new.weight, new.bias = old.weight, old.bias
+        new.train(old.training)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+
+
+@contextlib.contextmanager
+def fp8_scope(ctx: DistContext, recipe: Fp8, around: AbstractContextManager[object]) -> Generator[None]:
+    """Let converted layers of the block compute in fp8, within another scope.
+
+    Raises:
+        MissingExtraError, DeviceError: as `check_fp8`.
+    """
+    check_fp8(ctx.device, recipe)
+    with around:
+        if recipe.backend == "torchao":
+            yield
+            return
+        group = ctx.comm.group if ctx.world_size > 1 and recipe.how == "delayed" else None
+        with _package(recipe).autocast(enabled=True, recipe=_engine_recipe(recipe), amax_reduction_group=group):
+            yield
+
+
+def _package(recipe: Fp8) -> Any:
+    try:
+        return importlib.import_module(_MODULES[recipe.backend])
+    except (ImportError, RuntimeError) as error:  # Transformer Engine without its CUDA part raises RuntimeError
+        extra = _EXTRAS[recipe.backend]
+        raise MissingExtraError(
+            f"fp8 by {recipe.backend} needs a package that does not import",
+            expected=_MODULES[recipe.backend],
+            got=f"{type(error).__name__}: {error}",
+            where="Precision.fp8",
+            fix=f"Run `pip install 'accel[{extra}]'`, or pass precision='bf16'.",
+        ) from error
+
+
+def _convert_torchao(model: nn.Module, recipe: Fp8, names: set[str]) -> None:
+    float8 = _package(recipe)
+    config = dataclasses.replace(
+        float8.Float8LinearConfig.from_recipe_name(recipe.how),
+        emulate=recipe.emulate,
+        enable_fsdp_float8_all_gather=recipe.fp8_all_gather,
+    )
+
+    def chosen(_: nn.Module, name: str) -> bool:
+        return name in names
+
+    float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
+
+
+def _engine_recipe(recipe: Fp8) -> Any:
+    recipes: Any = importlib.import_module("transformer_engine.common.recipe")
+    if recipe.how == "delayed":
+        return recipes.DelayedScaling(margin=recipe.margin, amax_history_len=recipe.amax_history)
+    return recipes.Float8CurrentScaling() if recipe.how == "current" else recipes.MXFP8BlockScaling()

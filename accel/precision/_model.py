@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`apply_precision`: the formats of a model's parameters, submodules and outputs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
+
+from accel import tree as trees
+from accel.context import DistContext
+from accel.errors import PrepareError
+from accel.formats import Precision
+from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
+from accel.precision._names import matched, submodules
+from accel.precision._support import DTYPES, check_compute
+
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+
+
+class InFp32(nn.Module):
+    """What a submodule becomes that computes in fp32 within an autocast."""
+
+    device_type = "cpu"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on fp32 inputs, without autocast."""
+        with torch.autocast(self.device_type, enabled=False):
+            return cast(Any, super()).forward(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+
+
+class WithOutputs(nn.Module):
+    """What a model becomes whose outputs are converted."""
+
+    outputs = torch.float32
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward and convert what comes out."""
+        return _cast(cast(Any, super()).forward(*args, **kwargs), self.outputs)
+
+
+def apply_precision(ctx: DistContext, model: M) -> M:
+    """Give a model's parts the formats of the context's precision, in place. `prepare` calls it. No communication.
+
+    Parameters are converted and stay the objects that an optimizer may hold already (fp8 weights gathered in fp8 do
+    not: build the optimizer after this). Buffers keep their format, and so do the parameters of batch norms, whose
+    statistics are fp32. Submodules named in `fp32_modules` get fp32 parameters and inputs; names in `state_dict` stay.
+    A second call changes nothing.
+
+    Args:
+        ctx: the context.
+        model: without wrappers. Mutated.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: a name that no submodule has, or no layer for fp8.
+        DeviceError, MissingExtraError: what the device or the installation lacks.
+        PrepareError: parameters that are to be converted have gradients.
+    """
+    precision = ctx.precision
+    check_compute(ctx.device, precision.compute)
+    spared = matched(model, precision.fp32_modules, "Precision.fp32_modules")
+    layers: list[str] = []
+    if precision.fp8 is not None and not _has_fp8(model):
+        check_fp8(ctx.device, precision.fp8)
+        layers = fp8_layers(model, precision.fp8, spared)
+    _convert(_formats(model, precision, spared))
+    for name in spared:
+        if name.rpartition(".")[0] not in spared:
+            _become(model.get_submodule(name), InFp32, device_type=ctx.device.type)
+    if precision.fp8 is not None and layers:
+        convert_layers(model, precision.fp8, layers)
+    if precision.outputs is not None:
+        _become(model, WithOutputs, outputs=DTYPES[precision.outputs])
+    return model
+
+
+def _formats(model: nn.Module, precision: Precision, spared: set[str]) -> list[tuple[str, nn.Parameter, torch.dtype]]:
+    """Parameters that are to be converted, each once; one that several modules share is what the strictest wants."""
+    wanted: dict[int, torch.dtype] = {}
+    for name, module in submodules(model):
+        for parameter in module.parameters(recurse=False):
+            if name in spared:
+                wanted[id(parameter)] = torch.float32
+            elif precision.params is not None and not isinstance(module, _BatchNorm):
+                wanted.setdefault(id(parameter), DTYPES[precision.params])
+    return [
+        (name, parameter, wanted[id(parameter)])
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and wanted.get(id(parameter), parameter.dtype) != parameter.dtype
+    ]
+
+
+def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
+    for name, parameter, dtype in formats:
+        if parameter.grad is not None:
+            raise PrepareError(
+                "a parameter that is to be converted has a gradient",
+                expected=f"a model before its first backward, or parameters in {dtype}",
+                got=f"a gradient in {parameter.dtype}",
+                where=f"apply_precision, {name}",
+                fix="Call optimizer.zero_grad() first, or prepare the model before training it.",
+            )
+    for _, parameter, dtype in formats:
+        parameter.data = parameter.data.to(dtype)  # the parameter stays the object that optimizers hold
+
+
+def _become(module: nn.Module, kind: type[nn.Module], **settings: object) -> None:
+    """Give one module a class of its own, between it and its class, as torch's `fully_shard` does; names stay."""
+    if isinstance(module, kind):
+        return
+    own = type(module)
+    fields = {"__module__": own.__module__, "__qualname__": own.__qualname__, **settings}
+    module.__class__ = type(own.__name__, (kind, own), fields)
+
+
+def _has_fp8(model: nn.Module) -> bool:
+    packages = ("torchao.float8", "transformer_engine")
+    return any(type(module).__module__.startswith(packages) for module in model.modules())
+
+
+def _cast(tree: T, dtype: torch.dtype) -> T:
+    return trees.map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Submodules by their names, and by patterns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import cast
+
+from torch import nn
+
+from accel.errors import ConfigError, did_you_mean
+
+
+def submodules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the submodules with their names, the model itself first, as ""."""
+    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
+
+
+def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
+    """Return the names of the submodules that patterns match, those inside of them included.
+
+    Args:
+        model: without wrappers.
+        patterns: names in which `*` stands for any text, such as "blocks.*.router".
+        where: for errors.
+
+    Raises:
+        ConfigError: a pattern that matches nothing.
+    """
+    names = [name for name, _ in submodules(model) if name]
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits:
+            raise ConfigError(
+                "no submodule has such a name",
+                expected=f"a name in {type(model).__name__}",
+                got=repr(pattern),
+                where=where,
+                fix=did_you_mean(pattern, names) if names else "Leave it out.",
+            )
+        found.update(hits)
+    return {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in found)}

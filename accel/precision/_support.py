@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device can compute: a format that it cannot is refused, never replaced by another."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from accel.errors import DeviceError
+from accel.formats import Compute
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_compute(device: torch.device, compute: Compute) -> None:
+    """Raise unless a device computes in a format. The CPU computes in bf16 and fp16, if slowly; only CUDA has tf32.
+
+    Raises:
+        DeviceError: it does not; the message has the formats that it has.
+    """
+    if reason := _reason(device, compute):
+        formats: tuple[Compute, ...] = ("fp32", "bf16", "fp16")
+        others = [other for other in formats if not _reason(device, other)]
+        raise DeviceError(
+            f"this device does not compute in {compute}",
+            expected=" or ".join(others),
+            got=f"{compute} on {device}: {reason}",
+            where="precision",
+            fix=f"Pass precision={others[-1]!r}, or choose another device.",
+        )
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, such as (8, 9)."""
+    return torch.cuda.get_device_capability(device)
+
+
+def _reason(device: torch.device, compute: Compute) -> str:
+    """Why a device does not compute in a format; empty if it does."""
+    if compute == "fp32" or (device.type == "cpu" and compute != "tf32"):
+        return ""
+    if device.type == "cuda":
+        needs_ampere = compute in ("bf16", "tf32") and torch.version.hip is None
+        found = capability(device)
+        return f"compute capability {found[0]}.{found[1]}, it takes 8.0" if needs_ampere and found < (8, 0) else ""
+    if compute == "tf32":
+        return f"{device.type} has no tf32"
+    return "" if _autocasts(device.type, DTYPES[compute]) else f"torch has no {compute} autocast for {device.type}"
+
+
+def _autocasts(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether autocast does anything; where it does not know the dtype, torch turns itself off with a warning."""
+    if not torch.amp.is_autocast_available(device_type):
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autocast(device_type, dtype=dtype):
+            return torch.is_autocast_enabled(device_type)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Precision is a record: names stand for records, and what has no effect is refused."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel
+from accel import ConfigError, Fp8, Precision
+from accel.formats import Compute, PrecisionName, precision
+
+records = st.builds(
+    Precision,
+    compute=st.just("bf16"),
+    params=st.sampled_from([None, "fp32", "bf16"]),
+    outputs=st.sampled_from([None, "fp32", "bf16", "fp16"]),
+    fp32_modules=st.lists(st.text(), max_size=3).map(tuple),
+    fp8=st.none() | st.builds(Fp8, scaling=st.sampled_from([None, "rowwise"]), skip=st.lists(st.text()).map(tuple)),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(record=records)
+def test_a_record_is_itself_through_json_and_in_a_context(record):
+    assert msgspec.json.decode(msgspec.json.encode(record), type=Precision) == record
+    assert precision(record) is record
+    ctx = accel.single(precision=record)
+    assert ctx.precision == record
+    assert hash(ctx.precision) == hash(record)
+
+
+@pytest.mark.parametrize("name", get_args(PrecisionName))
+def test_names_stand_for_records_and_back(name):
+    assert precision(name).name == name
+    assert accel.single(precision=name).precision == precision(name)
+    assert accel.from_env({"ACCEL_PRECISION": name, "ACCEL_DEVICE": "cpu"}).precision == precision(name)
+
+
+def test_a_record_without_a_name_says_so():
+    assert Precision(compute="bf16", outputs="fp32").name == "custom"
+    assert set(get_args(Compute)) < set(get_args(PrecisionName))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Precision(compute="fp61"), r"unknown format.*Precision.compute.*fp16"),
+        (lambda: Precision(params="fp16"), r"one of fp32, bf16, got 'fp16'.*Precision.params"),
+        (lambda: Precision(outputs="tf32"), r"Precision.outputs"),
+        (lambda: Precision(compute="bf16", fp32_modules="head"), r"Write \('head',\)"),
+        (lambda: Precision(fp32_modules=("head",)), "no effect where all is computed in fp32"),
+        (lambda: Precision(compute="tf32", fp32_modules=("head",)), "no effect where all is computed in tf32"),
+        (lambda: Precision(compute="fp16", fp8=Fp8()), "expected compute='bf16'"),
+        (lambda: Fp8(backend="msamp"), "one of torchao, transformer_engine"),
+        (lambda: Fp8(scaling="delayed"), "not a scaling of torchao.*tensorwise, rowwise"),
+        (lambda: Fp8(backend="transformer_engine", scaling="rowwise"), "delayed, current, mxfp8"),
+        (lambda: Fp8(backend="transformer_engine", emulate=True), "Fp8.emulate"),
+        (lambda: Fp8(scaling="rowwise", fp8_all_gather=True), "no effect with torchao and rowwise.*fp8_all_gather"),
+        (lambda: Fp8(margin=1), "Fp8.margin"),
+        (lambda: Fp8(backend="transformer_engine", scaling="current", amax_history=16), "Fp8.amax_history"),
+        (lambda: Fp8(backend="transformer_engine", amax_history=0), "an integer from 1, got 0"),
+        (lambda: accel.single(precision="BF16"), "Did you mean `bf16`"),
+        (lambda: accel.autocast(accel.single(), "half"), r"unknown precision.*autocast\(precision=\)"),
+    ],
+)
+def test_what_cannot_be_or_has_no_effect_is_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_fp16_on_a_cpu_is_fp16_and_not_fp32():
+    """Accelerate reports fp16 there and computes in fp32."""
+    with accel.autocast(accel.single(precision="fp16")):
+        assert torch.mm(torch.ones(2, 2), torch.full((2, 2), 1 + 2**-12)).dtype == torch.float16

@@ -21,7 +21,7 @@ from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import exchanging, no_sync, raise_lost_peer
-from accel.precision import LossScale
+from accel.precision import LossScale, matmul_precision
 
 
 def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
@@ -154,7 +154,8 @@ def _run(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, ret
     elif factor != 1.0:
         seed = torch.full((), factor, dtype=loss.dtype, device=loss.device)
     try:
-        torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+        with matmul_precision(ctx):
+            torch.autograd.backward(loss, seed, retain_graph=retain_graph)
     except RuntimeError as error:
         raise_lost_peer(error, "backward")
         _raise_marked_twice(error)

@@ -159,3 +159,20 @@ def test_contexts_of_several_formats_nest(gpu):
         with accel.autocast(gpu):
             assert torch.equal(model(torch.zeros(1, 2)), before)
         assert torch.equal(model(torch.zeros(1, 2)), before)
+
+
+def test_a_backward_runs_in_tf32_as_its_forward_did(gpu):
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch.get_float32_matmul_precision())
+            return grad
+
+    seen, weight = [], torch.ones((), requires_grad=True)
+    accel.backward(gpu, Seen.apply(weight), accel.loss_scale(gpu))
+    assert seen == ["high"]
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from accel.data import gather_for_metrics as gather_for_metrics
     from accel.data import order as order
     from accel.data import prepare_loader as prepare_loader
+    from accel.data import skip_first_batches as skip_first_batches
     from accel.env import LaunchEnv as LaunchEnv
     from accel.env import read_env as read_env
     from accel.errors import AccelError as AccelError
@@ -90,7 +91,17 @@ _HOMES = {
     "checkpoint": ("latest_checkpoint",),
     "collectives": ("gather", "reduce"),
     "context": ("DistContext", "close", "from_env", "from_group", "replace", "session", "single"),
-    "data": ("Batch", "Cursor", "Loader", "SampleCount", "batches", "gather_for_metrics", "order", "prepare_loader"),
+    "data": (
+        "Batch",
+        "Cursor",
+        "Loader",
+        "SampleCount",
+        "batches",
+        "gather_for_metrics",
+        "order",
+        "prepare_loader",
+        "skip_first_batches",
+    ),
     "env": ("LaunchEnv", "read_env"),
     "errors": (
         "AccelError",

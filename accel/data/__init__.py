@@ -3,8 +3,10 @@
 
 from accel.data._batches import Batch as Batch
 from accel.data._batches import batches as batches
+from accel.data._cuts import BatchPlan as BatchPlan
 from accel.data._loader import Loader as Loader
 from accel.data._loader import prepare_loader as prepare_loader
+from accel.data._loader import skip_first_batches as skip_first_batches
 from accel.data._metrics import gather_for_metrics as gather_for_metrics
 from accel.data._order import Order as Order
 from accel.data._order import order as order

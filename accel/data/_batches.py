@@ -3,24 +3,25 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator
-from typing import Any, Protocol, runtime_checkable
+import contextlib
+from collections.abc import Generator
+from typing import Any
 
 import msgspec
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from accel.comm import Call, call_site, exchange
+from accel.comm import Call, call_site, exchange_values, fail
 from accel.context import DistContext
+from accel.data._epoch import Epoch, plan_epoch, requests
 from accel.data._loader import Loader
-from accel.data._order import Order, order
-from accel.data._plan import Cursor, SampleCount, Shard, shard
-from accel.errors import DataError
-from accel.random import Key, seed_rng
-from accel.tree import map_leaves
-
-_LOOKAHEAD = 8192  # positions of the order evaluated at once
+from accel.data._plan import Cursor, SampleCount, Shard
+from accel.data._reading import Asked, RequestedDataset, seed_base
+from accel.data._stream import StreamLoader
+from accel.data._stream_steps import stream_steps
+from accel.data._transfer import moved
+from accel.errors import AccelError, DataError
+from accel.random import Key
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False):
@@ -32,6 +33,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         rows: how many samples it holds, stand-ins and padding included.
         is_last: whether the epoch ends with it.
         next: the cursor after it.
+        duplicate: whether a lower rank holds the same samples, so that metrics count these only once.
     """
 
     data: Any
@@ -39,6 +41,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     rows: int
     is_last: bool
     next: Cursor
+    duplicate: bool = False
 
     @property
     def mask(self) -> torch.Tensor:
@@ -46,16 +49,12 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return torch.arange(self.rows) < int(self.valid)
 
 
-@runtime_checkable
-class _Movable(Protocol):
-    def to(self, device: torch.device, /) -> object: ...
-
-
-def batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:
+def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> Generator[Batch]:
     """Give this rank's batches from the cursor to the end of its epoch. A collective at the first.
 
     All ranks take equally many steps. Starting in the middle costs what starting at the beginning costs. Before the
-    first batch, ranks compare their plans and cursors in one message.
+    first batch, ranks compare their cursors, plans and samplers' choices in one message; there is none after it. Over a
+    stream, every batch is a collective, because only its readers know where it ends.
 
     Args:
         ctx: the context that the loader was prepared for.
@@ -66,125 +65,108 @@ def batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch
         Batches, their tensors on the context's device.
 
     Raises:
-        DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset.
-        CollectiveMismatch: ranks hold other cursors, datasets of other lengths or other batch sizes; on every rank.
+        DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order; a
+            dataset whose length has changed; a sampler that fails or gives nothing; on every rank. Also when a batch
+            cannot be read, then on the rank that reads it: the others get `PeerError` in a call that misses it.
+        CollectiveMismatch: ranks hold other cursors, datasets of other lengths, other batch sizes, or samplers that do
+            not give the same; on every rank.
         ContextClosedError: the context is closed.
     """
+    ctx.comm.check_open()
+    if isinstance(loader, StreamLoader):
+        steps = stream_steps(ctx, loader, cursor)
+        for data, given in moved(steps, ctx.device, ahead=loader.num_workers > 0):
+            yield Batch(data, *given)
+        return
+    site = call_site()
+    try:
+        epoch = _checked_epoch(ctx, loader, cursor)
+    except AccelError as error:
+        fail(ctx.comm, Call("batches", site=site), error)
+    detail = f"{epoch.cursor}\n{loader.source.plan}\n{loader.world_size} data-parallel ranks"
+    places = exchange_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
+    _check_places(places, loader)
+    duplicate = loader.rank in places[: ctx.rank]
+    read = ((data, part) for part, data in _read(loader, epoch))
+    for data, part in moved(read, ctx.device, ahead=loader.num_workers > 0):
+        yield Batch(data, part.valid, part.rows, part.is_last, part.next, duplicate)
+
+
+def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
     if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's
         raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
-    if (loader.rank, loader.world_size) != (ctx.rank, ctx.world_size):
+    if loader.prepared_for != (ctx.rank, ctx.world_size):
         raise DataError(
             "the loader was prepared for another rank",
             expected=f"rank {ctx.rank} of {ctx.world_size}",
-            got=f"rank {loader.rank} of {loader.world_size}",
+            got="rank {} of {}".format(*loader.prepared_for),
             fix="Prepare it with this context.",
         )
-    same = Call("batches", f"{cursor}\n{loader.plan}", call_site())
-    _ = exchange(ctx.comm, same, torch.empty(0, dtype=torch.uint8))
-    asked: deque[Shard] = deque()  # workers read ahead of what has been given
-    for data in _read(loader, cursor, asked):
-        part = asked.popleft()
-        yield Batch(_to_device(data, ctx.device), part.valid, part.rows, part.is_last, part.next)
+    now = len(loader.dataset) if loader.source.dataset is not None else None
+    if now != loader.source.dataset:
+        raise DataError(
+            "the dataset has changed its length",
+            expected=f"{loader.source.dataset} samples, as when it was prepared",
+            got=str(now),
+            fix="Prepare the loader again where an epoch begins.",
+        )
+    return plan_epoch(loader.source, cursor)
 
 
-def _read(loader: Loader, cursor: Cursor, asked: deque[Shard]) -> Iterator[Any]:
-    key = Key(cursor.seed).fold_in("worker", cursor.epoch)
-    workers = loader.num_workers > 0
-    return iter(
-        DataLoader(
-            _KeyedDataset(loader.dataset, key) if workers else loader.dataset,
-            batch_sampler=_Requests(loader, cursor, asked),
+def _check_places(places: list[int], loader: Loader) -> None:
+    missing = set(range(loader.world_size)) - set(places)
+    if len(places) > 1 and missing:
+        raise DataError(
+            "a part of the data is read by no rank",
+            expected=f"indices 0 to {loader.world_size - 1}",
+            got=f"{places} by rank",
+            where="prepare_loader(data_parallel=)",
+        )
+
+
+def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Shard, Any]]:
+    """Give this rank's shards with their data; workers end with this, unless they persist."""
+    at = epoch.cursor
+    key = Key(at.seed).fold_in("worker", at.epoch, *([] if loader.source.salt is None else [loader.source.salt]))
+    requested = loader.seed_samples or loader.whole
+    asked = Asked(
+        requests(epoch, loader.rank, loader.world_size),
+        seed_base(key) if loader.seed_samples else None,
+        bare=not requested,
+    )
+
+    def make(batch_sampler: Any) -> DataLoader[Any]:
+        return DataLoader(
+            RequestedDataset(loader.dataset, loader.whole) if requested else loader.dataset,
+            batch_sampler=batch_sampler,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             generator=key.generator(),  # so that starting an epoch draws nothing from the global stream
             **loader.options,
         )
+
+    is_last = False
+    try:
+        persist = loader.workers
+        with contextlib.nullcontext(make(asked)) if persist is None else persist.lend(make, asked) as reader:
+            for data in reader:
+                part = asked.parts.popleft()
+                is_last = part.is_last
+                yield part, data
+    except AccelError:
+        raise
+    except Exception as error:  # whatever the user's dataset and collate function raise, and what a dead worker does
+        raise _unread(loader, epoch, asked, f"{type(error).__name__}: {error}") from error
+    if not is_last:  # torch takes a StopIteration from the dataset for the end of the epoch
+        raise _unread(loader, epoch, asked, "StopIteration")
+
+
+def _unread(loader: Loader, epoch: Epoch, asked: Asked, got: str) -> DataError:
+    part = asked.parts[0] if asked.parts else None
+    positions = f", positions {part.start} to {part.stop - 1}" if part is not None else ""
+    return DataError(
+        "a batch could not be read",
+        got=got,
+        where=f"rank {loader.prepared_for[0]}, epoch {epoch.cursor.epoch}{positions}",
+        fix="Other ranks learn of it when this one ends: let it, or all of them, stop.",
     )
-
-
-class _Requests:
-    """The batch sampler of the rest of an epoch: indices, and for workers the position that seeds their streams."""
-
-    def __init__(self, loader: Loader, cursor: Cursor, asked: deque[Shard]) -> None:
-        self._loader = loader
-        self._cursor = cursor
-        self._asked = asked
-
-    def __iter__(self) -> Iterator[Any]:
-        workers = self._loader.num_workers > 0
-        for part, indices in _requests(self._loader, self._cursor):
-            self._asked.append(part)
-            yield (part.start, indices) if workers else indices
-
-
-def _requests(loader: Loader, cursor: Cursor) -> Iterator[tuple[Shard, list[int]]]:
-    """This rank's shards with their dataset indices, the order evaluated in chunks."""
-    epoch_order = order(cursor.seed, cursor.epoch, loader.plan.samples, shuffle=loader.plan.shuffle)
-    waiting: list[Shard] = []
-    rows, limit = 0, 1  # the first batch must not wait for a whole chunk
-    for part in _shards(loader, cursor):
-        waiting.append(part)
-        rows += part.rows
-        if rows >= limit or part.is_last:
-            yield from _evaluate(epoch_order, waiting)
-            waiting, rows, limit = [], 0, min(limit * 8 + part.rows, _LOOKAHEAD)
-
-
-def _shards(loader: Loader, cursor: Cursor) -> Iterator[Shard]:
-    epoch = cursor.epoch
-    while cursor.epoch == epoch:
-        part = shard(loader.plan, cursor, loader.rank, loader.world_size)
-        yield part
-        cursor = part.next
-
-
-def _evaluate(epoch_order: Order, parts: list[Shard]) -> Iterator[tuple[Shard, list[int]]]:
-    spans = [torch.arange(part.start, part.start + part.rows) for part in parts]
-    for span, part in zip(spans, parts, strict=True):
-        if part.rows > part.valid:  # stand-ins repeat a sample of the same step
-            span[part.valid :] = part.stop - 1
-    indices = epoch_order.at(torch.cat(spans))
-    at = 0
-    for part in parts:
-        yield part, indices[at : at + part.rows]
-        at += part.rows
-
-
-class _KeyedDataset(Dataset[Any]):
-    """In a worker: seed the random streams per batch, so that augmentation repeats whichever worker reads it.
-
-    To a `worker_init_fn`, which finds it as `get_worker_info().dataset`, it has the attributes of the user's dataset,
-    and what is set on it is set there.
-    """
-
-    def __init__(self, dataset: Any, key: Key) -> None:
-        self.__dict__.update(_dataset=dataset, _key=key)
-
-    def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
-        position, indices = request
-        seed_rng(self._key.fold_in(position), torch.device("cpu"))
-        whole = getattr(self._dataset, "__getitems__", None)
-        return whole(indices) if whole is not None else [self._dataset[index] for index in indices]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_dataset"], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._dataset, name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _KeyedDataset, (self._dataset, self._key)
-
-
-def _to_device(data: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return data
-    if isinstance(data, _Movable) and not isinstance(data, torch.Tensor):
-        return data.to(device)
-    return map_leaves(lambda leaf: _move(leaf, device), data)
-
-
-def _move(leaf: object, device: torch.device) -> object:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(device, non_blocking=leaf.is_pinned())
-    return leaf.to(device) if isinstance(leaf, _Movable) else leaf

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sized
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, cast, overload
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from accel.context import DistContext
-from accel.data._plan import Plan, Tail
+from accel.data._epoch import Source, plan_epoch, skip_steps
+from accel.data._given import Lengths, read_source
+from accel.data._plan import Cursor, Plan, Tail
+from accel.data._reading import Workers
+from accel.data._stream import StreamLoader, StreamMode, is_stream, stream_loader
 from accel.errors import ConfigError, DataError
 
 
@@ -20,24 +24,63 @@ class Loader:
 
     Attributes:
         dataset: map-style.
-        plan: how an epoch is cut.
-        rank, world_size: whom it is sharded for.
+        source: the order of its epochs and how they are cut.
+        rank, world_size: which part of each step is read here, and of how many; of data-parallel ranks.
+        prepared_for: rank and world size of the context.
         num_workers: processes that read ahead; 0 reads in this one.
+        seed_samples: whether each sample is read with random streams of its own.
         collate_fn: list of samples to batch.
+        whole: whether the dataset takes the list of a batch's samples as its index.
         options: further arguments of torch's DataLoader, as the user's loader had them.
+        workers: of a loader with persistent workers, the handle on them; None of another.
     """
 
     dataset: Any
-    plan: Plan
+    source: Source
     rank: int
     world_size: int
+    prepared_for: tuple[int, int]
     num_workers: int
-    collate_fn: Callable[[list[Any]], Any]
+    seed_samples: bool
+    collate_fn: Callable[[Any], Any]
+    whole: bool
     options: dict[str, Any]
+    workers: Workers | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
-        """Steps in an epoch, the same on every rank."""
-        return self.plan.steps
+        """Steps in an epoch, the same on every rank.
+
+        Raises:
+            DataError: only drawing or cutting an epoch can tell; see `steps`.
+        """
+        plan, sampler = self.source.plan, self.source.sampler
+        if isinstance(plan, Plan):
+            return plan.steps
+        if plan.batch_tokens is None and hasattr(sampler, "__len__"):
+            count = len(sampler)
+            return count // plan.batches_per_step if plan.tail == "drop" else -(-count // plan.batches_per_step)
+        raise DataError(
+            "the number of steps differs from epoch to epoch", got="len(loader)", fix="Use loader.steps(cursor)."
+        )
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an epoch that are used; None where only drawing an epoch can tell."""
+        plan = self.source.plan
+        return plan.end if isinstance(plan, Plan) else self.source.samples
+
+    def steps(self, cursor: Cursor) -> int:
+        """Return how many steps are left from a cursor to the end of its epoch. Draws from the user's sampler.
+
+        Raises:
+            DataError: a cursor of another dataset; or the sampler fails.
+        """
+        return plan_epoch(self.source, cursor).plan.steps_after(cursor.consumed)
+
+    def close(self) -> None:
+        """End persistent workers, which otherwise live as long as the loader; a later epoch starts new ones."""
+        if self.workers is not None:
+            self.workers.close()
 
     def __iter__(self) -> NoReturn:
         raise DataError(
@@ -47,89 +90,151 @@ class Loader:
         )
 
 
+@overload
 def prepare_loader(
-    ctx: DistContext, loader: DataLoader[Any], *, global_batch: int | None = None, tail: Tail | None = None
-) -> Loader:
+    ctx: DistContext,
+    loader: DataLoader[Any],
+    *,
+    stream: None = None,
+    global_batch: int | None = None,
+    tail: Tail | None = None,
+    batch_tokens: int | None = None,
+    lengths: Lengths | None = None,
+    batches_per_step: int | None = None,
+    data_parallel: tuple[int, int] | None = None,
+    seed_samples: bool | None = None,
+) -> Loader: ...
+
+
+@overload
+def prepare_loader(
+    ctx: DistContext,
+    loader: Iterable[Any],
+    *,
+    stream: StreamMode,
+    global_batch: int | None = None,
+    tail: Tail | None = None,
+    data_parallel: tuple[int, int] | None = None,
+) -> StreamLoader: ...
+
+
+def prepare_loader(
+    ctx: DistContext,
+    loader: Iterable[Any],
+    *,
+    stream: StreamMode | None = None,
+    global_batch: int | None = None,
+    tail: Tail | None = None,
+    batch_tokens: int | None = None,
+    lengths: Lengths | None = None,
+    batches_per_step: int | None = None,
+    data_parallel: tuple[int, int] | None = None,
+    seed_samples: bool | None = None,
+) -> Loader | StreamLoader:
     """Shard a DataLoader over the ranks of the context. No communication; the user's loader is left as it is.
 
-    `shuffle=True` is taken as the wish for a new order each epoch; the order itself follows from the cursor's seed.
+    `shuffle=True` is taken as the wish for a new order each epoch; the order itself follows from the cursor's seed. A
+    sampler is asked once an epoch, on every rank, with its random streams seeded from the cursor.
 
     Args:
         ctx: the context.
-        loader: over a map-style dataset, in sequence or shuffled, with a batch size.
+        loader: over a map-style dataset, with any sampler or batch sampler; or over a stream.
+        stream: for a stream only, who reads what: "shards", "own", "elements" or "dispatch"; see `StreamLoader`.
         global_batch: samples of all ranks in one step; by default the loader's batch size times the ranks.
-        tail: what to do with a last batch that is not full; by default `drop` if the loader has `drop_last`, else
-            `ragged`.
+        tail: what to do with a last step that is not full; by default `drop` if the loader has `drop_last`, else
+            `ragged`. `pad` keeps shapes constant; not for batches of different sizes.
+        batch_tokens: cut batches of different sizes instead: each rank's holds at most this many tokens, counted as its
+            rows times its longest sample.
+        lengths: for `batch_tokens`: the dataset's lengths in tokens, or a function from a sample's position to its own.
+        batches_per_step: for `batch_tokens` and for a batch sampler of your own: batches of all ranks in one step, by
+            default one a rank. A rank takes whole batches, joined when it takes several.
+        data_parallel: (index, count) of this rank among those that read different samples; by default its rank among
+            all. Ranks of one tensor, context or pipeline group pass the same and read the same.
+        seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position, so
+            that augmentation does not depend on workers and ranks; by default if the loader has workers.
 
     Returns:
         The sharded loader.
 
     Raises:
         DataError: a loader that cannot be sharded exactly; the message says why and what to do.
-        ConfigError: a global batch below 1, or an unknown tail.
+        ConfigError: an argument outside its range, or without an effect.
     """
     ctx.comm.check_open()
     raw = cast(Any, loader)  # torch leaves several attributes untyped
-    kind = cast(type[object], type(raw))
-    _refuse(not isinstance(raw, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")
-    size = _batch_size(raw)
-    shuffle = _is_shuffled(raw)
-    _refuse(
-        loader.persistent_workers,
-        "workers do not persist from one epoch to the next",
-        "persistent_workers=True",
-        "Leave it out.",
+    rank, world_size = _place(ctx, data_parallel)
+    if stream is not None or is_stream(loader):
+        idle = {"batch_tokens": batch_tokens, "lengths": lengths, "batches_per_step": batches_per_step}
+        _refuse_idle({**idle, "seed_samples": seed_samples})
+        return stream_loader(ctx, loader, stream, (rank, world_size), global_batch=global_batch, tail=tail)
+    source = read_source(
+        raw,
+        world_size,
+        global_batch=global_batch,
+        tail=tail,
+        batch_tokens=batch_tokens,
+        lengths=lengths,
+        batches_per_step=batches_per_step,
     )
-    _refuse(not getattr(raw, "in_order", True), "batches come in their order", "in_order=False", "Leave it out.")
-    _refuse(not isinstance(raw.dataset, Sized), "the dataset has no length", "no __len__", "Give it one.")
-    drops = bool(loader.drop_last)
-    if tail is not None and drops and tail != "drop":
-        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
-    plan = Plan(
-        samples=len(cast(Sized, loader.dataset)),
-        global_batch=size * ctx.world_size if global_batch is None else global_batch,
-        shuffle=shuffle,
-        tail=tail or ("drop" if drops else "ragged"),
-    )
-    workers = loader.num_workers
+    workers = raw.num_workers
     return Loader(
-        dataset=loader.dataset,
-        plan=plan,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
+        dataset=raw.dataset,
+        source=source,
+        rank=rank,
+        world_size=world_size,
+        prepared_for=(ctx.rank, ctx.world_size),
         num_workers=workers,
+        seed_samples=workers > 0 if seed_samples is None else seed_samples,
         collate_fn=raw.collate_fn,
+        whole=raw.batch_sampler is None,
         options={
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
+            "pin_memory": raw.pin_memory,
+            "timeout": raw.timeout,
+            "worker_init_fn": raw.worker_init_fn,
             "multiprocessing_context": raw.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor if workers else None,
+            "prefetch_factor": raw.prefetch_factor if workers else None,
+            "persistent_workers": raw.persistent_workers,
         },
+        workers=Workers() if raw.persistent_workers else None,
     )
 
 
-def _batch_size(loader: Any) -> int:
-    iterable = isinstance(loader.dataset, IterableDataset)
-    _refuse(iterable, "a stream has no positions to shard", "an IterableDataset", "Pass a map-style dataset.")
-    own_batches = loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler
-    _refuse(own_batches, "batches are cut by the plan", "batch_size=None or a batch_sampler", "Pass batch_size=.")
-    return cast(int, loader.batch_size)
+def skip_first_batches(cursor: Cursor, steps: int, loader: Loader) -> Cursor:
+    """Return the cursor after some steps of its epoch, without reading them. No communication.
+
+    Arithmetic for batches of one size; otherwise the epoch is drawn and cut.
+
+    Args:
+        cursor: where to start.
+        steps: how many global batches to skip.
+        loader: whose.
+
+    Raises:
+        ConfigError: a negative number of steps.
+        DataError: the epoch has fewer, or a cursor of another dataset.
+    """
+    if type(steps) is not int or steps < 0:
+        raise ConfigError("not a number of steps", expected="0 or more", got=repr(steps), where="skip_first_batches")
+    return skip_steps(plan_epoch(loader.source, cursor), steps)
 
 
-def _is_shuffled(loader: Any) -> bool:
-    sampler = loader.sampler
-    given = loader.generator is not None or getattr(sampler, "generator", None) is not None
-    _refuse(given, "the cursor's seed decides the order", "a generator", "Leave generator out; use Cursor(seed=).")
-    kind = cast(type[object], type(sampler))  # a subclass may order in its own way
-    known = kind in (SequentialSampler, RandomSampler)
-    _refuse(not known, "the order is in sequence or shuffled", kind.__name__, "Pass shuffle=True or no sampler.")
-    shuffled = kind is RandomSampler
-    drawn = shuffled and (sampler.replacement or sampler.num_samples != len(loader.dataset))
-    _refuse(drawn, "every sample is taken once an epoch", "a RandomSampler that draws", "Pass shuffle=True.")
-    return shuffled
+def _refuse_idle(given: dict[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} has no effect on a stream", where=f"prepare_loader({name}=)", fix="Leave it out."
+            )
 
 
-def _refuse(condition: bool, problem: str, got: str, fix: str) -> None:
-    if condition:
-        raise DataError(problem, got=got, where="prepare_loader", fix=fix)
+def _place(ctx: DistContext, data_parallel: tuple[int, int] | None) -> tuple[int, int]:
+    if data_parallel is None:
+        return ctx.rank, ctx.world_size
+    index, count = data_parallel
+    if not 0 <= index < count or (ctx.world_size % count and ctx.world_size > 1):
+        raise ConfigError(
+            "no such place among data-parallel ranks",
+            expected=f"an index below a count that divides {ctx.world_size} ranks",
+            got=f"index {index} of {count}",
+            where="prepare_loader(data_parallel=)",
+        )
+    return index, count

@@ -7,28 +7,45 @@ from typing import Literal, Self, get_args
 
 import msgspec
 
+from accel.data._stream_position import StreamPosition
 from accel.errors import ConfigError, DataError, check_choice
 from accel.random import check_seed
 
 Tail = Literal["ragged", "pad", "drop"]
 
 
-class Cursor(msgspec.Struct, frozen=True):
+class Cursor(msgspec.Struct, frozen=True, gc=False):
     """Where a run stands in its data, in samples of all ranks together.
 
     Attributes:
         seed: of the data order.
         epoch: epochs finished.
         consumed: samples of this epoch that all ranks together have taken.
+        of: the order that `consumed` counts in, in words; empty for any. A cursor that `batches` gave fits no other.
+        stream: where the readers of a stream stand; None for data with positions, and on ranks that do not read.
     """
 
     seed: int = 0
     epoch: int = 0
     consumed: int = 0
+    of: str = ""
+    stream: StreamPosition | None = None
 
     def __post_init__(self) -> None:
         for name in ("seed", "epoch", "consumed"):
             check_seed(getattr(self, name), where=f"Cursor.{name}")
+
+    def rank_part(self) -> object:
+        """Return what differs between ranks, for a checkpoint to keep for each; None if nothing does."""
+        return self.stream if self.stream is not None and self.stream.ranks else None
+
+    def with_rank_part(self, part: object) -> Self:
+        """Return the cursor with this rank's own part, in records or in plain values.
+
+        Raises:
+            msgspec.ValidationError: it is none.
+        """
+        return msgspec.structs.replace(self, stream=msgspec.convert(part, StreamPosition))
 
 
 class SampleCount(int):
@@ -51,30 +68,22 @@ class SampleCount(int):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How an epoch is cut into global batches.
+    """How an epoch is cut into global batches of one size.
 
     Attributes:
-        samples: in the dataset.
+        samples: in an epoch.
         global_batch: samples that all ranks take together in one step.
-        shuffle: whether each epoch has its own permutation.
         tail: what becomes of a last global batch that is not full: `ragged` makes ranks' batches shorter, `pad` keeps
             shapes by repeating a sample that does not count, `drop` leaves it out.
     """
 
     samples: int
     global_batch: int
-    shuffle: bool
     tail: Tail = "ragged"
 
     def __post_init__(self) -> None:
         check_choice(self.tail, get_args(Tail), "unknown way to end an epoch", where="tail=")
-        if type(self.global_batch) is not int or self.global_batch < 1:
-            raise ConfigError(
-                "not a number of samples to a step",
-                expected="an integer of at least 1",
-                got=repr(self.global_batch),
-                where="global_batch=",
-            )
+        check_count(self.global_batch, "not a number of samples to a step", where="global_batch=")
         if self.samples < 1:
             raise DataError("the dataset is empty", expected="at least one sample", got=str(self.samples))
         if self.end == 0:
@@ -93,10 +102,14 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def steps(self) -> int:
         """Global batches in an epoch."""
-        return -(-self.end // self.global_batch)
+        return self.steps_after(0)
+
+    def steps_after(self, consumed: int) -> int:
+        """Global batches from a position to the end of the epoch."""
+        return -(-max(self.end - consumed, 0) // self.global_batch)
 
 
-class Shard(msgspec.Struct, frozen=True):
+class Shard(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of one global batch.
 
     Attributes:
@@ -128,24 +141,37 @@ def shard(plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Shard:
     Raises:
         DataError: the cursor lies beyond the end of the epoch, as one of another dataset would.
     """
-    if cursor.consumed >= plan.end:
-        raise DataError(
-            "the cursor is beyond the end of the epoch",
-            expected=f"fewer than {plan.end} samples consumed",
-            got=f"{cursor.consumed} consumed",
-            fix="The cursor belongs to another dataset, or to another batch size with drop_last.",
-        )
-    total = min(plan.global_batch, plan.end - cursor.consumed)
+    end = plan.end
+    if cursor.consumed >= end:
+        raise beyond(cursor, end)
+    total = min(plan.global_batch, end - cursor.consumed)
     each, extra = divmod(total, world_size)
     start = cursor.consumed + rank * each + min(rank, extra)
     count = each + (rank < extra)
+    rows = -(-plan.global_batch // world_size) if plan.tail == "pad" else count or 1
     done = cursor.consumed + total
-    is_last = done == plan.end
-    return Shard(
-        start=start,
-        stop=start + count,
-        rows=-(-plan.global_batch // world_size) if plan.tail == "pad" else max(count, 1),
-        valid=SampleCount(count, total),
-        is_last=is_last,
-        next=Cursor(cursor.seed, cursor.epoch + 1) if is_last else Cursor(cursor.seed, cursor.epoch, done),
+    valid, is_last = SampleCount(count, total), done == end
+    return Shard(start, start + count, rows, valid, is_last, advance(cursor, done, is_last=is_last))
+
+
+def advance(cursor: Cursor, consumed: int, *, is_last: bool) -> Cursor:
+    """Return the cursor after a step that took the samples up to `consumed`."""
+    if is_last:
+        return Cursor(cursor.seed, cursor.epoch + 1)
+    return Cursor(cursor.seed, cursor.epoch, consumed, cursor.of)
+
+
+def beyond(cursor: Cursor, end: int) -> DataError:
+    """The error for a cursor with nothing after it in its epoch."""
+    return DataError(
+        "the cursor is beyond the end of the epoch",
+        expected=f"fewer than {end} samples consumed",
+        got=f"{cursor.consumed} consumed",
+        fix="The cursor belongs to another dataset, or to another batch size with drop_last.",
     )
+
+
+def check_count(value: object, problem: str, *, where: str) -> None:
+    """Raise `ConfigError` unless the value is an integer of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(problem, expected="an integer of at least 1", got=repr(value), where=where)

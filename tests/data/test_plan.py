@@ -24,7 +24,7 @@ def plans(draw):
     samples = draw(st.integers(1, 200))
     tail = draw(st.sampled_from(TAILS))
     most = samples if tail == "drop" else 300
-    return Plan(samples=samples, global_batch=draw(st.integers(1, most)), shuffle=draw(st.booleans()), tail=tail)
+    return Plan(samples=samples, global_batch=draw(st.integers(1, most)), tail=tail)
 
 
 def _epoch(plan: Plan, world: int, cursor: Cursor | None = None) -> list[list[Shard]]:
@@ -126,4 +126,4 @@ def test_a_cursor_holds_counts(name, value):
 )
 def test_a_plan_that_cannot_be_is_refused(fields, error, said):
     with pytest.raises(error, match=said):
-        Plan(**{"samples": 10, "global_batch": 4, "shuffle": True} | fields)
+        Plan(**{"samples": 10, "global_batch": 4} | fields)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers to requests for samples, each with random streams of its own; and workers that outlive an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import random as python_random
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+
+from accel.data._epoch import Request
+from accel.data._plan import Shard
+from accel.random import Key, capture_rng, restore_rng
+
+_CPU = torch.device("cpu")
+_WORD = 2**64 - 1
+
+
+class Workers:
+    """Worker processes that live from one epoch to the next, until `close` or until nothing holds this any more."""
+
+    __slots__ = ("_busy", "_feed", "_reader")
+
+    def __init__(self) -> None:
+        self._reader: DataLoader[Any] | None = None
+        self._feed = _Feed()
+        self._busy = False
+
+    def close(self) -> None:
+        """End the processes; a later epoch starts new ones."""
+        self._reader = None  # torch ends them when their iterator goes
+
+    @contextlib.contextmanager
+    def lend(self, make: Callable[[Any], DataLoader[Any]], asked: Iterable[Any]) -> Generator[Iterable[Any]]:
+        """Read with these workers; while they are lent, another epoch reads with workers of its own.
+
+        Args:
+            make: builds a reader around a batch sampler.
+            asked: what to read.
+        """
+        if self._busy:
+            yield make(asked)
+            return
+        self._busy, self._feed.source = True, asked
+        try:
+            self._reader = self._reader or make(self._feed)
+            yield self._reader
+        except Exception:
+            self.close()  # a broken reader is not used again
+            raise
+        finally:
+            self._busy, self._feed.source = False, ()
+
+
+class _Feed:
+    """A batch sampler whose batches are set anew for each epoch."""
+
+    def __init__(self) -> None:
+        self.source: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+
+class Asked:
+    """The batch sampler of the rest of an epoch, which remembers what has been asked: workers read ahead.
+
+    Attributes:
+        parts: the shards that were asked and not given yet.
+    """
+
+    def __init__(self, requests: Iterator[Request], base: int | None, *, bare: bool) -> None:
+        self._requests = requests
+        self._base = base
+        self._bare = bare
+        self.parts: deque[Shard] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        for part, samples in self._requests:
+            self.parts.append(part)
+            yield samples if self._bare else (self._base, part.start, part.stop, samples)
+
+
+class RequestedDataset(Dataset[Any]):
+    """Answers requests from a dataset, each sample with random streams of its own where that is asked.
+
+    So augmentation is the same whoever reads a sample, with whichever others. To a `worker_init_fn`, which finds it as
+    `get_worker_info().dataset`, it has the attributes of the user's dataset, and what is set on it is set there.
+    """
+
+    def __init__(self, dataset: Any, whole: bool) -> None:
+        self.__dict__.update(_dataset=dataset, _whole=whole)
+
+    def __getitems__(self, request: tuple[int | None, int, int, list[int]]) -> Any:
+        base, start, stop, samples = request
+        if base is None or get_worker_info() is not None:
+            return self._read(base, start, stop, samples)
+        before = capture_rng(_CPU)  # this process's streams are also the model's
+        try:
+            return self._read(base, start, stop, samples)
+        finally:
+            restore_rng(before, _CPU)
+
+    def _read(self, base: int | None, start: int, stop: int, samples: list[int]) -> Any:
+        dataset, whole = self.__dict__["_dataset"], self.__dict__["_whole"]
+        if whole or _reads_batches(dataset):
+            if base is not None:
+                seed_streams(base, start)
+            return dataset[samples] if whole else dataset.__getitems__(samples)
+        items: list[Any] = []
+        for position, sample in enumerate(samples, start):
+            if base is not None:
+                seed_streams(base, min(position, stop - 1))
+            items.append(dataset[sample])
+        return items
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.__dict__["_dataset"], name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestedDataset, (self.__dict__["_dataset"], self.__dict__["_whole"])
+
+
+def _reads_batches(dataset: Any) -> bool:
+    """Whether a dataset has its own way to read several samples at once."""
+    while type(dataset) is Subset:  # which only passes on what its own dataset can
+        dataset = dataset.dataset  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return callable(getattr(dataset, "__getitems__", None))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def seed_base(key: Key) -> int:
+    """Return the number that seeds the streams of a sample, together with its position."""
+    return key.integers(1)[0]
+
+
+def seed_streams(base: int, position: int) -> None:
+    """Seed python's, numpy's and torch's global streams; the mixing is that of SplitMix64 (Steele et al. 2014)."""
+    word = (base + (position + 1) * 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    word ^= word >> 31
+    python_random.seed(word)
+    torch.default_generator.manual_seed(word & 0x7FFFFFFFFFFFFFFF)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(word >> 32)  # torch takes the lower half, and both are Mersenne twisters

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from accel.testing._collectives import Buffers, Call, Layout, Run, layout
 from accel.testing._errors import SimulationError
 from accel.testing._reductions import reduction_of
 from accel.testing._rendezvous import Meeting, Rendezvous, Transfer
+
+BACKEND = "simulated"
 
 
 class _ReduceOptions(Protocol):
@@ -42,14 +45,21 @@ class SimulatedWork(dist.Work):
     def __init__(self, rendezvous: Rendezvous, rank: int, event: Meeting | Transfer, outputs: list[Tensor]) -> None:
         super().__init__()
         self._rendezvous = rendezvous
-        self._rank = rank
+        self._rank = rank  # the world's number
         self._event = event
         self._outputs = outputs
+        self._given_up = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until the call is complete; the time-out has no meaning here."""
-        self._rendezvous.wait(self._rank, self._event)
+        if not self._given_up:
+            self._rendezvous.wait(self._rank, self._event)
         return True
+
+    def give_up(self) -> list[Tensor]:
+        """Let every wait return at once from now on; return the tensors that the call was to fill."""
+        self._given_up = True
+        return self._outputs
 
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future that is complete already: waiting for one in C++ would keep other ranks from running."""
@@ -74,23 +84,35 @@ class SimulatedWork(dist.Work):
         """Wait."""
         self.wait()
 
+    def _source_rank(self) -> int:
+        assert isinstance(self._event, Transfer)  # torch asks the handles of receives only
+        assert self._event.source is not None  # and after they are complete
+        return self._rendezvous.members.ranks.index(self._event.source)
+
 
 # The stub of ProcessGroup lists several generations of overloads that no single method can match.
 _Untyped: Any = dist.ProcessGroup
 
 
 class SimulatedGroup(_Untyped):
-    """One rank's view of the group of all simulated ranks."""
+    """One rank's view of a group of simulated ranks.
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportUnknownMemberType]
+    Args:
+        rendezvous: where the group's ranks meet.
+        rank: this rank's place in the group.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        members = rendezvous.members
         self._rendezvous = rendezvous
         self._rank = rank
-        self._size = size
-        self._name = "simulated"
+        self._size = len(members.ranks)
+        self._me = members.ranks[rank]  # the world's number, as all that the rendezvous is told
+        self.works: WeakSet[SimulatedWork] | None = None  # collects handles where somebody wants them
+        super().__init__(rank, self._size)  # pyright: ignore[reportUnknownMemberType]
 
     def __repr__(self) -> str:
-        return f"SimulatedGroup(rank={self._rank}, size={self._size})"
+        return f"SimulatedGroup(rank={self._rank}, size={self._size}{self._rendezvous.members.label})"
 
     def rank(self) -> int:
         return self._rank
@@ -99,17 +121,27 @@ class SimulatedGroup(_Untyped):
         return self._size
 
     def name(self) -> str:
-        return self._name
+        return BACKEND
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return self._name
+        return BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        return self._name
+        return self._rendezvous.members.name
 
     @property
     def group_name(self) -> Any:  # torch's type is a NewType of str that it does not export
-        return self._name
+        return self._rendezvous.members.name
+
+    def new_group(self, ranks: list[int], *, group_name: str, **options: object) -> SimulatedGroup | None:
+        """What `torch.distributed.new_group` asks of a default group; None for a rank that is no member."""
+        return self.subgroup(group_name, ranks) if self._me in ranks else None
+
+    def subgroup(self, name: str, ranks: Sequence[int]) -> SimulatedGroup:
+        """Return this rank's view of a group that it belongs to."""
+        group = SimulatedGroup(self._rendezvous.among(name, ranks), list(ranks).index(self._me))
+        group.works = self.works
+        return group
 
     def allreduce(self, tensors: list[Tensor], opts: _ReduceOptions) -> dist.Work:
         op = reduction_of(opts.reduceOp, tensors[0].dtype)
@@ -117,12 +149,12 @@ class SimulatedGroup(_Untyped):
         return self._join(call, Buffers(tensors, tensors), partial(run.all_reduce, op))
 
     def broadcast(self, tensors: list[Tensor], opts: _RootOptions) -> dist.Work:
-        call = Call("broadcast", (opts.rootRank, *_layouts(tensors)))
+        call = Call("broadcast", (self._world_rank(opts.rootRank), *_layouts(tensors)))
         return self._join(call, Buffers(tensors, tensors), partial(run.broadcast, opts.rootRank))
 
     def reduce(self, tensors: list[Tensor], opts: _ReduceToRootOptions) -> dist.Work:
         op = reduction_of(opts.reduceOp, tensors[0].dtype)
-        call = Call("reduce", (op.value, opts.rootRank, *_layouts(tensors)))
+        call = Call("reduce", (op.value, self._world_rank(opts.rootRank), *_layouts(tensors)))
         return self._join(call, Buffers(tensors, tensors), partial(run.reduce, op, opts.rootRank))
 
     def barrier(self, opts: object = None) -> dist.Work:
@@ -133,12 +165,12 @@ class SimulatedGroup(_Untyped):
         return self._join(call, Buffers(input_tensors, self._one_each(output_tensors[0])), run.all_gather)
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: _RootOptions) -> dist.Work:
-        call = Call("gather", (opts.rootRank, *_layouts(input_tensors)))
+        call = Call("gather", (self._world_rank(opts.rootRank), *_layouts(input_tensors)))
         outputs = self._one_each(output_tensors[0]) if self._rank == opts.rootRank else []
         return self._join(call, Buffers(input_tensors, outputs), partial(run.gather, opts.rootRank))
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: _RootOptions) -> dist.Work:
-        call = Call("scatter", (opts.rootRank, *_layouts(output_tensors)))
+        call = Call("scatter", (self._world_rank(opts.rootRank), *_layouts(output_tensors)))
         inputs = self._one_each(input_tensors[0]) if self._rank == opts.rootRank else []
         return self._join(call, Buffers(inputs, output_tensors), partial(run.scatter, opts.rootRank))
 
@@ -186,15 +218,16 @@ class SimulatedGroup(_Untyped):
         return self._join(call, Buffers(inputs, outputs), partial(run.reduce_scatter_single, op))
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
-        event = self._rendezvous.post("send", self._rank, dst, tag, tensors[0])
-        return SimulatedWork(self._rendezvous, self._rank, event, tensors)
+        event = self._rendezvous.post("send", self._me, self._world_rank(dst), tag, tensors[0])
+        return self._work(event, tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
-        event = self._rendezvous.post("recv", src, self._rank, tag, tensors[0])
-        return SimulatedWork(self._rendezvous, self._rank, event, tensors)
+        event = self._rendezvous.post("recv", self._world_rank(src), self._me, tag, tensors[0])
+        return self._work(event, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        raise SimulationError("a simulation does not receive from any source", fix="Name the source rank.")
+        event = self._rendezvous.post("recv", None, self._me, tag, tensors[0])
+        return self._work(event, tensors)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -203,8 +236,17 @@ class SimulatedGroup(_Untyped):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _join(self, call: Call, buffers: Buffers, work: Run) -> dist.Work:
-        event = self._rendezvous.join(self._rank, call, buffers, work)
-        return SimulatedWork(self._rendezvous, self._rank, event, buffers.outputs)
+        event = self._rendezvous.join(self._me, call, buffers, work)
+        return self._work(event, buffers.outputs)
+
+    def _work(self, event: Meeting | Transfer, outputs: list[Tensor]) -> dist.Work:
+        work = SimulatedWork(self._rendezvous, self._me, event, outputs)
+        if self.works is not None:
+            self.works.add(work)
+        return work
+
+    def _world_rank(self, rank: int) -> int:
+        return self._rendezvous.members.ranks[rank]
 
     def _one_each(self, tensors: list[Tensor]) -> list[Tensor]:
         if len(tensors) != self._size:

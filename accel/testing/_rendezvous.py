@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks meet: the n-th collective of every rank is one meeting, and a send meets its receive."""
+"""Where ranks meet: the n-th collective of every rank of a group is one meeting, and a send meets its receive."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 import torch
@@ -18,15 +18,30 @@ from accel.testing._sites import Site, call_site
 _SAME_CALLS = "Let every rank of the group make the same calls in the same order."
 
 
+class Members:
+    """The ranks of one group, and how reports call it; the group of all ranks needs no mention.
+
+    Args:
+        name: c10d's name of the group.
+        ranks: the world's numbers of its ranks, in the group's order.
+        whole: whether it is the group of all ranks.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], *, whole: bool) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.label = "" if whole else f" in group {name!r} of ranks {', '.join(map(str, ranks))}"
+
+
 class Meeting:
-    """One collective call of all ranks."""
+    """One collective call of all ranks of a group."""
 
-    __slots__ = ("buffers", "call", "done", "number", "sites", "size", "waiters")
+    __slots__ = ("buffers", "call", "done", "members", "number", "sites", "waiters")
 
-    def __init__(self, number: int, call: Call, size: int) -> None:
+    def __init__(self, number: int, call: Call, members: Members) -> None:
         self.number = number
         self.call = call
-        self.size = size
+        self.members = members
         self.buffers: dict[int, Buffers] = {}
         self.sites: dict[int, Site | None] = {}
         self.waiters: list[int] = []
@@ -34,21 +49,39 @@ class Meeting:
 
     def describe(self, rank: int) -> str:
         """Say what `rank` called, where, and who has come."""
-        came = ", ".join(map(str, sorted(self.sites)))
-        return f"{self.call} at {self.sites[rank]}: collective #{self.number}, joined by rank {came} of {self.size}"
+        came = f"joined by rank {', '.join(map(str, sorted(self.sites)))} of {len(self.members.ranks)}"
+        return f"{self.call} at {self.sites[rank]}: collective #{self.number}{self.members.label}, {came}"
 
 
 class Transfer:
-    """One side of a message between two ranks."""
+    """One side of a message between two ranks.
 
-    __slots__ = ("done", "kind", "site", "source", "tag", "target", "tensor", "waiters")
+    Args:
+        kind: which side.
+        source: the sender; None for a receive from whoever sends.
+        target: the receiver.
+        tag: what both sides must agree on.
+        tensor: what is sent, or filled.
+        members: the group that it goes through.
+    """
 
-    def __init__(self, kind: Literal["send", "recv"], source: int, target: int, tag: int, tensor: Tensor) -> None:
+    __slots__ = ("done", "kind", "members", "site", "source", "tag", "target", "tensor", "waiters")
+
+    def __init__(
+        self,
+        kind: Literal["send", "recv"],
+        source: int | None,
+        target: int,
+        tag: int,
+        tensor: Tensor,
+        members: Members,
+    ) -> None:
         self.kind = kind
         self.source = source
         self.target = target
         self.tag = tag
         self.tensor = tensor
+        self.members = members
         self.site = call_site()
         self.waiters: list[int] = []
         self.done = False
@@ -56,28 +89,71 @@ class Transfer:
     @property
     def rank(self) -> int:
         """The rank whose side it is."""
-        return self.source if self.kind == "send" else self.target
+        return self.target if self.source is None or self.kind == "recv" else self.source
+
+    def fits(self, other: Transfer) -> bool:
+        """Whether these are the two sides of one message."""
+        either = self.source is None or other.source is None
+        return self.kind != other.kind and (either or self.source == other.source)
 
     def describe(self, rank: int) -> str:
         """Say what `rank` called, and where."""
-        peer = f"to rank {self.target}" if self.kind == "send" else f"from rank {self.source}"
-        return f"{self.kind}({layout(self.tensor)}) {peer}, tag {self.tag}, at {self.site}"
+        sender = "any rank" if self.source is None else f"rank {self.source}"
+        peer = f"to rank {self.target}" if self.kind == "send" else f"from {sender}"
+        return f"{self.kind}({layout(self.tensor)}) {peer}, tag {self.tag}{self.members.label}, at {self.site}"
 
 
-class Rendezvous:
-    """The calls under way in one world.
+class Traffic:
+    """All calls of a run, by the groups that they are made in.
 
     Args:
-        scheduler: whose ranks meet here.
+        scheduler: whose ranks make them.
         faults: what was asked to happen to them.
     """
 
     def __init__(self, scheduler: Scheduler, faults: Injector) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._faults = faults
-        self._joined = [0] * scheduler.size
+        self._groups: dict[tuple[str, tuple[int, ...]], Rendezvous] = {}
+
+    def rendezvous(self, name: str, ranks: Sequence[int]) -> Rendezvous:
+        """Return the place where these ranks meet under that name; the same for all of them."""
+        key = (name, tuple(ranks))
+        if key not in self._groups:
+            whole = not self._groups  # the first group is that of all ranks
+            self._groups[key] = Rendezvous(self, Members(name, ranks, whole=whole))
+        return self._groups[key]
+
+    def begin(self, rank: int, name: str) -> None:
+        """Let `rank` begin a call: on its own thread, unless a fault is due, and perhaps after another rank.
+
+        Raises:
+            SimulationError: the calling thread is not the rank.
+        """
+        self.scheduler.check(rank, name)
+        self._faults.call(rank)
+        self.scheduler.pause(rank)
+
+    def unfinished(self) -> list[str]:
+        """Describe the calls that were made and not waited for, and whose peers never came."""
+        return [line for rendezvous in self._groups.values() for line in rendezvous.unfinished()]
+
+
+class Rendezvous:
+    """The calls under way in one group.
+
+    Args:
+        traffic: of the run.
+        members: the group's ranks; all ranks below are the world's numbers.
+    """
+
+    def __init__(self, traffic: Traffic, members: Members) -> None:
+        self.members = members
+        self._traffic = traffic
+        self._scheduler = traffic.scheduler
+        self._joined = dict.fromkeys(members.ranks, 0)
         self._meetings: dict[int, Meeting] = {}
-        self._transfers: dict[tuple[int, int, int], deque[Transfer]] = {}
+        self._transfers: dict[tuple[int, int], list[Transfer]] = {}
 
     def join(self, rank: int, call: Call, buffers: Buffers, run: Run) -> Meeting:
         """Come to the rank's next meeting; the last to come does the work for all.
@@ -91,43 +167,58 @@ class Rendezvous:
         Raises:
             SimulationError: the calling thread is not the rank.
         """
-        self._begin(rank, call.name)
+        self._traffic.begin(rank, call.name)
         number = self._joined[rank]
         self._joined[rank] += 1
         meeting = self._meetings.get(number)
         if meeting is None:
-            meeting = self._meetings[number] = Meeting(number, call, self._scheduler.size)
+            meeting = self._meetings[number] = Meeting(number, call, self.members)
         meeting.sites[rank] = call_site()
         if meeting.call != call:
             self._refuse_call(meeting, rank, call)
         meeting.buffers[rank] = buffers
-        if len(meeting.buffers) == meeting.size:
+        if len(meeting.buffers) == len(self.members.ranks):
             del self._meetings[number]
             self._finish(meeting, run)
         return meeting
 
-    def post(self, kind: Literal["send", "recv"], source: int, target: int, tag: int, tensor: Tensor) -> Transfer:
+    def post(
+        self, kind: Literal["send", "recv"], source: int | None, target: int, tag: int, tensor: Tensor
+    ) -> Transfer:
         """Offer or ask for a message; it is copied when both sides are there, as gloo and nccl do.
+
+        Args:
+            kind: which side this is.
+            source: the sender; None to receive from whoever sends first.
+            target: the receiver.
+            tag: what both sides must agree on.
+            tensor: what to send, or to fill.
 
         Raises:
             SimulationError: the calling thread is not the rank whose side this is.
         """
-        self._begin(source if kind == "send" else target, kind)
-        mine = Transfer(kind, source, target, tag, tensor)
-        queue = self._transfers.setdefault((source, target, tag), deque())
-        if not queue or queue[0].kind == kind:
+        mine = Transfer(kind, source, target, tag, tensor, self.members)
+        self._traffic.begin(mine.rank, kind)
+        queue = self._transfers.setdefault((target, tag), [])
+        other = next((transfer for transfer in queue if transfer.fits(mine)), None)
+        if other is None:
             queue.append(mine)
             return mine
-        other = queue.popleft()
+        queue.remove(other)
         send, receive = (mine, other) if kind == "send" else (other, mine)
+        receive.source = send.source
         try:
             with torch.no_grad():
                 fill(receive.tensor, send.tensor)
         except CollectiveMismatch as error:
-            self._refuse(error, f"{send.describe(source)}; {receive.describe(target)}")
+            self._refuse(error, f"{send.describe(send.rank)}; {receive.describe(target)}")
         self._scheduler.happened(mine)
         self._scheduler.happened(other)
         return mine
+
+    def among(self, name: str, ranks: Sequence[int]) -> Rendezvous:
+        """Return the rendezvous of another group of the same run."""
+        return self._traffic.rendezvous(name, ranks)
 
     def wait(self, rank: int, event: Meeting | Transfer) -> None:
         """Let `rank` wait for the end of a call.
@@ -142,25 +233,20 @@ class Rendezvous:
         meetings = [f"rank {rank}: {m.describe(rank)}" for m in self._meetings.values() for rank in m.sites]
         return meetings + [f"rank {t.rank}: {t.describe(t.rank)}" for queue in self._transfers.values() for t in queue]
 
-    def _begin(self, rank: int, name: str) -> None:
-        self._scheduler.check(rank, name)
-        self._faults.call(rank)
-        self._scheduler.pause(rank)
-
     def _finish(self, meeting: Meeting, run: Run) -> None:
         try:
             with torch.no_grad():
-                run([meeting.buffers[rank] for rank in range(meeting.size)])
+                run([meeting.buffers[rank] for rank in self.members.ranks])
         except CollectiveMismatch as error:
             places = "; ".join(f"rank {rank} at {site}" for rank, site in sorted(meeting.sites.items()))
-            self._refuse(error, f"{meeting.call}: {places}")
+            self._refuse(error, f"{meeting.call}{self.members.label}: {places}")
         meeting.buffers.clear()
         self._scheduler.happened(meeting)
 
     def _refuse_call(self, meeting: Meeting, rank: int, call: Call) -> NoReturn:
         other = next(iter(meeting.buffers))
         error = CollectiveMismatch(
-            f"ranks disagree about collective #{meeting.number}",
+            f"ranks disagree about collective #{meeting.number}{self.members.label}",
             expected=f"{meeting.call} as rank {other} called at {meeting.sites[other]}",
             got=f"{call} from rank {rank}",
             fix=_SAME_CALLS,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from accel.context import DistContext, from_group
 from accel.errors import ConfigError
+from accel.testing._default_group import Enter, default_groups
 from accel.testing._errors import SimulationError
 from accel.testing._faults import AnyFault, check_faults
 from accel.testing._signals import rank_signals
@@ -55,10 +56,16 @@ class Simulator:
         seed: int | None = None,
         timeout_s: float = 60.0,
         faults: Sequence[AnyFault] = (),
+        default_group: bool = False,
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         return self.run_groups(
-            lambda group: fn(from_group(group, device="cpu")), world_size, seed=seed, timeout_s=timeout_s, faults=faults
+            lambda group: fn(from_group(group, device="cpu")),
+            world_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            faults=faults,
+            default_group=default_group,
         )
 
     def run_groups(
@@ -69,26 +76,32 @@ class Simulator:
         seed: int | None = None,
         timeout_s: float = 60.0,
         faults: Sequence[AnyFault] = (),
+        default_group: bool = False,
     ) -> list[T]:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
         _check(world_size, timeout_s)
         check_faults(faults, world_size)
         if self._closed:
             raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
-        with _one_torch_thread(), rank_signals():
+        groups: AbstractContextManager[Enter] = default_groups() if default_group else nullcontext(nullcontext)
+        # torch keeps caches of a default group's meshes by thread: no other rank may ever have the thread
+        pool = WorkerPool() if default_group else self._pool
+        with _one_torch_thread(), rank_signals(), groups as around:
             streams = RankStreams(world_size)
-            world = World(fn, world_size, seed=seed, faults=faults, streams=streams)
-            workers = self._pool.take(world_size)
+            world = World(fn, world_size, seed=seed, faults=faults, streams=streams, around=around)
+            workers = pool.take(world_size)
             free = False
             try:
                 free = world.run(workers, timeout_s)
             finally:
                 streams.close()
                 if free:
-                    self._pool.give_back(workers)
+                    pool.give_back(workers)
                 else:
                     for worker in workers:
                         worker.retire()
+                if default_group:
+                    pool.close()
         return world.outcome()
 
 
@@ -99,6 +112,7 @@ def simulate(
     seed: int | None = None,
     timeout_s: float = 60.0,
     faults: Sequence[AnyFault] = (),
+    default_group: bool = False,
 ) -> list[T]:
     """Run `fn(ctx)` on every rank of a world that exists only in this process.
 
@@ -113,6 +127,10 @@ def simulate(
         seed: fixes a random schedule, one for each seed; None lets ranks go in turn, from rank 0.
         timeout_s: seconds for the whole run. Only what the simulation cannot see, such as an endless loop, takes them.
         faults: failures to inject.
+        default_group: whether each rank has a c10d world of its own, whose default group is the simulated one. Then
+            what asks torch.distributed for its default group runs too: `dist.get_rank()`, `new_group`, DeviceMesh,
+            DTensor, FSDP2, tensor parallelism, pipelines, torch.distributed.checkpoint. Threads that a rank starts
+            see the process's own default group, if it has one. It costs a few milliseconds a run.
 
     Returns:
         What `fn` returned, by rank.
@@ -120,7 +138,7 @@ def simulate(
     Raises:
         Deadlock: ranks wait for each other, or a call was made that others never joined.
         CollectiveMismatch: ranks made calls that do not fit together.
-        SimulationError: the run took longer than `timeout_s`.
+        SimulationError: the run took longer than `timeout_s`, or torch lacks what `default_group` needs.
         ConfigError: an argument is outside its range.
         BaseException: whatever `fn` raised first on a rank, with notes on which rank, and which were left waiting.
 
@@ -132,7 +150,7 @@ def simulate(
     [0, 10, 20]
     """
     with Simulator() as simulator:
-        return simulator.run(fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults)
+        return simulator.run(fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults, default_group=default_group)
 
 
 def simulate_groups(
@@ -142,18 +160,21 @@ def simulate_groups(
     seed: int | None = None,
     timeout_s: float = 60.0,
     faults: Sequence[AnyFault] = (),
+    default_group: bool = False,
 ) -> list[T]:
     """Run `fn(group)` on every rank: `simulate` for code that takes torch's process group and not a context.
 
     The group is passed as `group=` to functions of `torch.distributed`, with `group_src=` and `group_dst=` for roots
-    and peers, and to `DistributedDataParallel(process_group=...)`. There is no default group, so what needs one
-    (`DeviceMesh`, FSDP2) does not run here; nor does `dist.recv`, which looks up the sender's rank in it: use
-    `dist.irecv(...).wait()`.
+    and peers, and to `DistributedDataParallel(process_group=...)`. With `default_group=True` it is
+    `dist.group.WORLD` as well, and may be left out; without, what asks for a default group does not run: `DeviceMesh`
+    and all above it, roots as `src=` and `dst=`, and `dist.recv`, which looks the sender up (`irecv` does not).
 
     Args, returns and errors are those of `simulate`.
     """
     with Simulator() as simulator:
-        return simulator.run_groups(fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults)
+        return simulator.run_groups(
+            fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults, default_group=default_group
+        )
 
 
 def _check(world_size: int, timeout_s: float) -> None:

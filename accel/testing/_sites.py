@@ -15,6 +15,7 @@ import torch
 _HERE = Path(__file__).resolve().parent
 _MACHINERY = (f"{Path(torch.__file__).resolve().parent}/", f"{_HERE}/")
 _LIBRARY = f"{_HERE.parent}/"
+_LOOK_UPS = ("init_process_group", "_get_default_group", "get_group_rank", "get_global_rank")
 
 
 class Line(NamedTuple):
@@ -53,6 +54,12 @@ def stack_of(thread: int) -> str:
     """Return the innermost lines of a thread's stack, by its identifier."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     return "".join(traceback.format_stack(frame)[-4:]).rstrip() if frame is not None else "    (the thread has ended)"
+
+
+def asked_for_default_group(error: BaseException) -> bool:
+    """Whether an exception came from where c10d looks for its default group, or for a group that it made itself."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code.co_name in _LOOK_UPS and code.co_filename.endswith("distributed_c10d.py") for code in frames)
 
 
 def _outside(frame: FrameType | None, folders: tuple[str, ...]) -> FrameType | None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from accel.testing._errors import Deadlock, SimulationError
 from accel.testing._faults import AnyFault, Injector
 from accel.testing._group import SimulatedGroup
-from accel.testing._rendezvous import Rendezvous
+from accel.testing._rendezvous import Traffic
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._signals import Killed
-from accel.testing._sites import stack_of
+from accel.testing._sites import asked_for_default_group, stack_of
 from accel.testing._streams import RankStreams
 from accel.testing._threads import Worker, interrupt
 
@@ -35,6 +37,7 @@ class World(Generic[T]):
         seed: of the schedule.
         faults: failures that were asked for.
         streams: each rank's random streams.
+        around: what a rank's thread is in while it runs `fn`.
     """
 
     def __init__(
@@ -45,13 +48,16 @@ class World(Generic[T]):
         seed: int | None,
         faults: Sequence[AnyFault],
         streams: RankStreams,
+        around: Callable[[SimulatedGroup], AbstractContextManager[object]],
     ) -> None:
         self._fn = fn
         self._size = size
+        self._around = around
         self._seed = seed
         self._scheduler = Scheduler(size, seed, streams)
         self._faults = Injector(faults, self._scheduler)
-        self._rendezvous = Rendezvous(self._scheduler, self._faults)
+        self._traffic = Traffic(self._scheduler, self._faults)
+        self._everyone = self._traffic.rendezvous("0", range(size))
         self._results: dict[int, T] = {}
         self._errors: dict[int, BaseException] = {}
         self._killed: dict[int, str] = {}
@@ -82,12 +88,14 @@ class World(Generic[T]):
         """
         for rank, error in self._errors.items():
             error.add_note(f"raised on rank {rank} of {self._size}{self._replay()}{self._left_waiting()}")
+            if asked_for_default_group(error) and not dist.is_initialized():
+                error.add_note("simulated ranks have a default group only with default_group=True")
             raise error
         if (cause := self._scheduler.cause) is not None:
             if self._seed is not None:
                 cause.add_note(f"the schedule was{self._replay()}")
             raise cause
-        if unfinished := self._rendezvous.unfinished():
+        if unfinished := self._traffic.unfinished():
             raise Deadlock(
                 "calls were made and never completed",
                 got="".join(f"\n  {line}" for line in unfinished),
@@ -109,8 +117,9 @@ class World(Generic[T]):
         how = "stopped"
         try:
             if scheduler.cause is None:
-                with torch.enable_grad():
-                    self._results[rank] = self._fn(SimulatedGroup(self._rendezvous, rank, self._size))
+                group = SimulatedGroup(self._everyone, rank)
+                with self._around(group), torch.enable_grad():
+                    self._results[rank] = self._fn(group)
                 how = "returned"
         except Stopped:
             pass

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A default group for each simulated rank. Every hook into torch that torch does not promise to keep is in this module.
+
+c10d keeps all that it knows about groups in one object, `distributed_c10d._world`, "experimental extension point to
+override it". While simulations with default groups run, a stand-in leads each rank's thread to tables of its own, and
+any other thread to the real ones. C++ looks groups up by name, in a registry that can be made each thread's own. And
+because caches of DTensor compare meshes without their groups, each rank's meshes get a number that no other rank has,
+by the way that torch made for its own test backend named "threaded".
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+from accel.testing._errors import SimulationError
+from accel.testing._group import BACKEND, SimulatedGroup
+
+_c10d: Any = distributed_c10d
+_cpp: Any = _c10d.torch._C._distributed_c10d
+_mesh: Any = device_mesh
+_HOOKS = (
+    (
+        _c10d,
+        ("_world", "_World", "_register_process_group", "_resolve_process_group", "_unregister_all_process_groups"),
+    ),
+    (_cpp, ("_set_thread_isolation_mode", "_get_work_registry_size")),
+    (_mesh, ("get_backend", "threading")),
+)
+# What c10d's container of state leads to in globals of its module; each rank needs its own.
+_TABLES = {
+    "pg_map": dict,
+    "pg_names": dict,
+    "pg_group_ranks": dict,
+    "pg_backend_config": dict,
+    "group_count": int,
+    "tags_to_pg": dict,
+    "pg_to_tag": dict,
+}
+_CHANGING = threading.Lock()  # held while hooks are put in place or removed
+
+Enter = Callable[[SimulatedGroup], AbstractContextManager[object]]
+
+
+@contextmanager
+def default_groups() -> Generator[Enter]:
+    """Let ranks have default groups of their own inside of the block, and leave torch as it was after it.
+
+    Several simulations may do so at once, from threads or inside of each other.
+
+    Returns:
+        What each rank's thread enters with its group of all ranks: inside, that is `dist.group.WORLD`.
+
+    Raises:
+        SimulationError: this version of torch does not have what it takes.
+    """
+    check_hooks()
+    with _CHANGING:
+        world = _c10d._world
+        hooks = world.hooks if isinstance(world, _StandIn) else _Hooks()
+        hooks.hold()
+    try:
+        yield partial(hooks.enter, _cpp.HashStore())
+    finally:
+        with _CHANGING:
+            hooks.release()
+
+
+def check_hooks() -> None:
+    """Refuse a version of torch that lacks a hook, or keeps state of groups where no hook leads.
+
+    Raises:
+        SimulationError: what is missing or new.
+    """
+    for module, names in _HOOKS:
+        for name in names:
+            if not hasattr(module, name):
+                _refuse(f"{module.__name__}.{name}", "nothing of that name")
+    for name, value in cast("Mapping[str, object]", vars(_c10d._World)).items():
+        if isinstance(value, property) and value.fget is not None and name not in _TABLES:
+            used = inspect.getclosurevars(value.fget).globals
+            if shared := [known for known, what in used.items() if not callable(what) and not inspect.ismodule(what)]:
+                _refuse("no state but what a simulation can replace", f"{name} in {', '.join(shared)}")
+
+
+class _RankTables(_c10d._World):
+    """c10d's tables as one rank sees them: attributes of its own hide the properties that lead to globals."""
+
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = group_count = tags_to_pg = pg_to_tag = None
+
+    def __init__(self, group: SimulatedGroup, store: object) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch does not tell
+        for name, make in _TABLES.items():
+            setattr(self, name, make())
+        name, tag = group.group_name, f"ptd:{group.group_name}"
+        tables: Any = self
+        tables.default_pg = group
+        tables.group_count = 1
+        tables.pg_map[group] = (BACKEND, store)
+        tables.pg_names[group] = name
+        tables.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        tables.pg_backend_config[group] = f"cpu:{BACKEND}"
+        tables.tags_to_pg.update({"": [group], tag: [group]})
+        tables.pg_to_tag[group] = tag
+
+
+class _StandIn:
+    """Answers for `distributed_c10d._world`, to each thread from its own tables."""
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: _Hooks) -> None:
+        object.__setattr__(self, "hooks", hooks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.hooks.tables(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.hooks.tables(), name, value)
+
+
+class _Hooks:
+    """The changes to torch while at least one simulation needs them."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._threads = threading.local()
+        self._real: Any = None
+        self._mesh_backend: Any = None
+
+    def hold(self) -> None:
+        """Count a user; the first puts the hooks in place."""
+        self._users += 1
+        if self._users > 1:
+            return
+        self._real, self._mesh_backend = _c10d._world, _mesh.get_backend
+        _register_backend()
+        _c10d._world = _StandIn(self)
+        _isolate_threads(True)
+        _mesh.get_backend = self._backend_for_mesh
+        _mesh.threading = SimpleNamespace(**vars(threading) | {"get_ident": self._mesh_owner})
+
+    def release(self) -> None:
+        """Count a user off; the last removes the hooks."""
+        self._users -= 1
+        if self._users:
+            return
+        _mesh.threading = threading
+        _mesh.get_backend = self._mesh_backend
+        _isolate_threads(False)
+        _c10d._world = self._real
+        _unregister_backend()
+
+    def tables(self) -> Any:
+        """What c10d knows, as the calling thread sees it."""
+        return getattr(self._threads, "tables", self._real)
+
+    @contextmanager
+    def enter(self, store: object, group: SimulatedGroup) -> Generator[None]:
+        """Give the calling thread, which must end with the run, a world of its own.
+
+        Args:
+            store: c10d's store of all ranks.
+            group: the default group.
+
+        Raises:
+            SimulationError: torch does not see the group.
+        """
+        self._threads.tables, self._threads.owner = _RankTables(group, store), uuid.uuid4().int
+        try:
+            _c10d._register_process_group(group.group_name, group)
+            self._check(group)
+            group.works = WeakSet()
+            yield
+        finally:
+            if self._users:  # else the rank outlived its run, and names are the process's again
+                _forget_works(group)
+                _c10d._unregister_all_process_groups()
+            del self._threads.tables, self._threads.owner
+
+    def _check(self, group: SimulatedGroup) -> None:
+        if dist.group.WORLD is not group or (dist.get_rank(), dist.get_world_size()) != (group.rank(), group.size()):
+            _refuse("the simulated group as default group", repr(dist.group.WORLD))
+        if _c10d._resolve_process_group(group.group_name) is not group:
+            _refuse("the simulated group under its name", "another group")
+        if group.rank() == 0 and _mesh.DeviceMesh("cpu", [0], _init_backend=False)._thread_id != self._threads.owner:
+            _refuse("meshes that are each rank's own", "a mesh that is equal on all ranks")
+
+    def _backend_for_mesh(self, *args: Any, **options: Any) -> Any:
+        return "threaded" if hasattr(self._threads, "owner") else self._mesh_backend(*args, **options)
+
+    def _mesh_owner(self) -> int:
+        return getattr(self._threads, "owner", None) or threading.get_ident()
+
+
+def _forget_works(group: SimulatedGroup) -> None:
+    """Take what functional collectives left unwaited for, as a rank that is stopped does, out of torch's table."""
+    for work in list(group.works or ()):
+        for tensor in work.give_up():
+            if _cpp._get_work_registry_size():
+                torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def _isolate_threads(isolate: bool) -> None:
+    _cpp._set_thread_isolation_mode(isolate)
+
+
+def _register_backend() -> None:
+    def create(options: Any, _: object) -> SimulatedGroup:
+        return _c10d._world.default_pg.subgroup(options.group_id, options.global_ranks_in_group)
+
+    _c10d.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+
+
+def _unregister_backend() -> None:
+    backends = _c10d.Backend
+    delattr(backends, BACKEND.upper())
+    backends.backend_list.remove(BACKEND)
+    for table in (backends.backend_type_map, backends.backend_capability):
+        table.pop(BACKEND)
+    backends._plugins.pop(BACKEND.upper())
+
+
+def _refuse(expected: str, got: str) -> NoReturn:
+    raise SimulationError(
+        "this version of torch does not let simulated ranks have a default group",
+        expected=expected,
+        got=f"{got}, in torch {torch.__version__}",
+        where="default_group=True",
+        fix="Use default_group=False, or a version of accel that was made for this torch.",
+    )

@@ -72,6 +72,11 @@ if TYPE_CHECKING:
     from accel.process import split_between_processes as split_between_processes
     from accel.process import wait_for_everyone as wait_for_everyone
     from accel.random import Key as Key
+    from accel.seeding import deterministic as deterministic
+    from accel.seeding import rank_key as rank_key
+    from accel.seeding import seeded as seeded
+    from accel.seeding import set_seed as set_seed
+    from accel.seeding import synchronize_rng as synchronize_rng
     from accel.training import StepResult as StepResult
     from accel.training import accumulate as accumulate
     from accel.training import backward as backward
@@ -138,6 +143,7 @@ _HOMES = {
         "wait_for_everyone",
     ),
     "random": ("Key",),
+    "seeding": ("deterministic", "rank_key", "seeded", "set_seed", "synchronize_rng"),
     "training": (
         "StepResult",
         "accumulate",

@@ -2,8 +2,9 @@
 """Randomness: keys derived by name, and the state of the streams that libraries draw from.
 
 A `Key` is a value: folding names and numbers into it gives other keys, the same on every machine, so whatever is
-drawn from a key needs no state in a checkpoint. Global streams (python, numpy, torch, the device's) are drawn from by
-code that is not ours, such as dropout; `capture_rng` and `restore_rng` carry them through a checkpoint.
+drawn from a key needs no state in a checkpoint. Global streams (python, numpy, torch, the devices') are drawn from by
+code that is not ours, such as dropout; `capture_rng` and `restore_rng` carry them through a checkpoint,
+`isolated_rng` and `rng_scope` past a block. They touch the devices that they are given, never all that are visible.
 
 Counter-based keys: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -15,13 +16,13 @@ import hashlib
 import operator
 import random as python_random
 import sys
-from collections.abc import Generator
-from typing import cast
+from collections.abc import Generator, Sequence
+from typing import Any, cast
 
 import msgspec
 import torch
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, DeviceError
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -38,6 +39,10 @@ class Key(msgspec.Struct, frozen=True):
     def fold_in(self, *names: str | int) -> Key:
         """Return the key with more names or numbers folded in; different names give unrelated keys."""
         return Key(self.seed, (*self.path, *names))
+
+    def split(self, count: int) -> tuple[Key, ...]:
+        """Return `count` keys that are unrelated to each other and to those that `fold_in` gives."""
+        return tuple(self.fold_in("accel.random.split", i) for i in range(count))
 
     def integers(self, count: int, *, bits: int = 64) -> list[int]:
         """Return `count` integers of at most 64 `bits`, the same for equal keys on every machine."""
@@ -60,64 +65,79 @@ class RngState(msgspec.Struct, frozen=True):
     Attributes:
         python: version, 625 words and the pending gaussian of `random`.
         torch: the CPU generator's state.
-        device: the CUDA generator's state of this rank's device, None on CPU.
+        devices: kind, such as "cuda", and generator's state of each device in use, in the order they were given.
         numpy: the legacy global generator's key, position and pending gaussian; None if numpy was not imported.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
     torch: bytes
-    device: bytes | None = None
+    devices: tuple[tuple[str, bytes], ...] = ()
     numpy: tuple[bytes, int, int, float] | None = None
 
 
-def capture_rng(device: torch.device) -> RngState:
-    """Return the state of python's, numpy's, torch's and the device's global streams.
+def capture_rng(*devices: torch.device) -> RngState:
+    """Return the state of python's, numpy's, torch's and the devices' global streams.
 
     Args:
-        device: this rank's device; other devices' streams are not touched.
+        devices: that this rank uses; other devices' streams are not touched. The CPU's is always taken.
+
+    Raises:
+        DeviceError: a kind of device whose stream torch does not give.
     """
     version, words, gauss = python_random.getstate()
-    on_cuda = device.type == "cuda"
     return RngState(
         python=(version, words, gauss),
         torch=_to_bytes(torch.get_rng_state()),
-        device=_to_bytes(torch.cuda.get_rng_state(device)) if on_cuda else None,
+        devices=tuple((device.type, _to_bytes(_get(device))) for device in _own(devices)),
         numpy=_capture_numpy(),
     )
 
 
-def restore_rng(state: RngState, device: torch.device) -> None:
-    """Put the global streams back to a captured state. Mutates them.
+def restore_rng(state: RngState, *devices: torch.device) -> None:
+    """Put the global streams back to a captured state, in full. Mutates them.
 
     Args:
         state: from `capture_rng`.
-        device: this rank's device.
+        devices: as many and of the same kinds as were captured, in the same order; their numbers may differ.
+
+    Raises:
+        ConfigError: the state is of other kinds of devices; no stream was touched.
     """
+    kinds, own = [kind for kind, _ in state.devices], _own(devices)
+    if kinds != [device.type for device in own]:
+        raise ConfigError(
+            "random streams of other devices",
+            expected=", ".join(kinds) or "the CPU alone",
+            got=", ".join(map(str, own)) or "the CPU alone",
+            where="restore_rng",
+        )
     version, words, gauss = state.python
     python_random.setstate((version, words, gauss))
-    torch.set_rng_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
-    if state.device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.device), dtype=torch.uint8), device)
+    torch.set_rng_state(_from_bytes(state.torch))
+    for device, (_, data) in zip(own, state.devices, strict=True):
+        _set(device, _from_bytes(data))
     _restore_numpy(state.numpy)
 
 
-def seed_rng(key: Key, device: torch.device) -> None:
-    """Seed the global streams of python, numpy (when imported), torch and the device from a key. Mutates them."""
-    python_seed, numpy_seed, torch_seed, device_seed = key.integers(4, bits=63)
+def seed_rng(key: Key, *devices: torch.device) -> None:
+    """Seed the global streams of python, numpy (when imported), torch and the devices from a key. Mutates them."""
+    own = _own(devices)
+    python_seed, numpy_seed, torch_seed, *device_seeds = key.integers(3 + len(own), bits=63)
     python_random.seed(python_seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(numpy_seed % 2**32)
     torch.default_generator.manual_seed(torch_seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(device_seed)
+    for device, seed in zip(own, device_seeds, strict=True):
+        _set(device, torch.Generator(device).manual_seed(seed).get_state())
 
 
 @contextlib.contextmanager
-def isolated_rng() -> Generator[None]:
-    """Put the global streams of python, numpy (when imported) and torch on the CPU back at the end of the block."""
+def isolated_rng(*devices: torch.device) -> Generator[None]:
+    """Put the global streams of python, numpy (when imported), torch and the devices back at the end of the block."""
     numpy = sys.modules.get("numpy")
     python_state, torch_state = python_random.getstate(), torch.get_rng_state()
     numpy_state = numpy.random.get_state() if numpy is not None else None
+    device_states = [(device, _get(device)) for device in _own(devices)]
     try:
         yield
     finally:
@@ -125,6 +145,16 @@ def isolated_rng() -> Generator[None]:
         torch.set_rng_state(torch_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+        for device, state in device_states:
+            _set(device, state)
+
+
+@contextlib.contextmanager
+def rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
+    """Draw from streams seeded by a key within the block; after it they go on as if the block had not been."""
+    with isolated_rng(*devices):
+        seed_rng(key, *devices)
+        yield
 
 
 def check_seed(seed: int, *, where: str) -> int:
@@ -134,8 +164,38 @@ def check_seed(seed: int, *, where: str) -> int:
     return seed
 
 
+def _own(devices: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in devices if device.type != "cpu"]
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    module = _module(device)
+    return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+
+
+def _set(device: torch.device, state: torch.Tensor) -> None:
+    module = _module(device)
+    module.set_rng_state(state) if device.type == "mps" else module.set_rng_state(state, device)
+
+
+def _module(device: torch.device) -> Any:
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "get_rng_state") or not hasattr(module, "set_rng_state"):
+        raise DeviceError(
+            "this kind of device does not give its random stream",
+            expected="cuda, xpu, mps or another with get_rng_state",
+            got=str(device),
+            where="random streams",
+        )
+    return module
+
+
 def _to_bytes(state: torch.Tensor) -> bytes:
     return bytes(cast(list[int], state.tolist()))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _from_bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _capture_numpy() -> tuple[bytes, int, int, float] | None:

@@ -21,14 +21,14 @@ LAYERS = [
     {"tree", "random", "storage"},
     {"comm"},
     {"context"},
-    {"process", "collectives", "memory", "preempt"},
+    {"process", "collectives", "memory", "preempt", "seeding"},
     {"data", "precision", "parallel", "optim", "checkpoint", "bigmodel", "tracking", "launch"},
     {"training"},
     {"testing"},
-    {"cli"},
+    {"cli", "pytest_plugin"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH_FREE = {"errors", "formats", "config", "topology", "env", "launch", "cli"}
+TORCH_FREE = {"errors", "formats", "config", "topology", "env", "launch", "cli", "pytest_plugin"}
 ENVIRONMENT_READERS = {"context", "launch", "cli"}  # each passes os.environ on as a mapping; env.py takes the mapping
 FORBIDDEN = {"pickle", "eval", "exec"}  # except that a launch executes the script it was given
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel import ConfigError, Key
-from accel.random import RngState, capture_rng, check_seed, isolated_rng, restore_rng, seed_rng
+from accel import ConfigError, DeviceError, Key
+from accel.random import RngState, capture_rng, check_seed, isolated_rng, restore_rng, rng_scope, seed_rng
 
 CPU = torch.device("cpu")
 names = st.text(max_size=5) | st.integers(-(2**40), 2**40)
@@ -127,3 +127,84 @@ def test_what_an_isolated_block_draws_is_not_missed_outside():
         assert _draw() != plain[1]
         raise KeyError
     assert (first, _draw()) == plain
+
+
+def test_a_split_gives_unrelated_keys_and_more_of_them_keep_the_first():
+    key = Key(0)
+    keys = key.split(5)
+    assert key.split(3) == keys[:3]
+    drawn = [each.integers(1)[0] for each in (*keys, *keys[0].split(5), *(key.fold_in(i) for i in range(5)), key)]
+    assert len(set(drawn)) == len(drawn)
+
+
+@relaxed
+@given(seed=st.integers(0, 2**32), drawn=st.integers(0, 3))
+def test_a_scope_draws_from_its_key_and_leaves_no_trace(seed, drawn):
+    seed_rng(Key(seed), CPU)
+    expected = _draw()
+    seed_rng(Key(seed), CPU)
+    inside = []
+    for _ in range(2):
+        with rng_scope(Key(7), CPU):
+            inside.append([_draw() for _ in range(drawn)])
+    assert inside[0] == inside[1]
+    with pytest.raises(KeyError), rng_scope(Key(7), CPU):
+        raise KeyError(_draw())
+    assert _draw() == expected
+
+
+class _Device:
+    """A kind of device with a stream for each number, as torch.cuda has."""
+
+    def __init__(self, count):
+        self.states = {i: torch.Generator().manual_seed(i).get_state() for i in range(count)}
+
+    def get_rng_state(self, device):
+        return self.states[device.index].clone()
+
+    def set_rng_state(self, state, device):
+        self.states[device.index] = state
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Four GPUs that exist only as streams."""
+    fake = _Device(4)
+    monkeypatch.setattr("torch.get_device_module", lambda device: fake)
+    return fake
+
+
+def _gpu(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+def test_only_this_ranks_devices_are_captured_and_restored(gpus):
+    """Accelerate stores and overwrites the state of every visible GPU on every rank."""
+    state = capture_rng(CPU, _gpu(2))
+    assert [kind for kind, _ in state.devices] == ["cuda"]
+    changed = {i: torch.Generator().manual_seed(100 + i).get_state() for i in range(4)}
+    stored, gpus.states = gpus.states[2], dict(changed)
+    restore_rng(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RngState), _gpu(1))
+    assert torch.equal(gpus.states[1], stored)
+    assert all(torch.equal(gpus.states[i], changed[i]) for i in (0, 2, 3))
+    with isolated_rng(_gpu(3)):
+        gpus.states[3], gpus.states[0] = stored, stored
+    assert torch.equal(gpus.states[3], changed[3])
+    assert torch.equal(gpus.states[0], stored)
+
+
+def test_a_state_of_other_devices_is_refused_before_any_stream_is_touched(gpus):
+    random.seed(1)
+    state, before = capture_rng(_gpu(0), _gpu(1)), random.getstate()
+    random.random()
+    for devices in ((), (_gpu(0),), (torch.device("xpu", 0), _gpu(0))):
+        moved = random.getstate()
+        with pytest.raises(ConfigError, match="expected cuda, cuda, got"):
+            restore_rng(state, *devices)
+        assert random.getstate() == moved != before
+
+
+def test_a_device_without_a_stream_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.get_device_module", lambda device: object())
+    with pytest.raises(DeviceError, match=r"xpu:0"):
+        capture_rng(torch.device("xpu", 0))

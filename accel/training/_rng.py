@@ -42,7 +42,8 @@ def read_rng(ctx: DistContext, saved: Saved) -> RngState | None:
         _rehearse(state, ctx.device)
     except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError, ImportError) as error:
         raise CheckpointError(f"not a state of random streams: {error}", where=where) from error
-    return state if (state.device is not None) == (ctx.device.type == "cuda") else None
+    here = [] if ctx.device.type == "cpu" else [ctx.device.type]
+    return state if [kind for kind, _ in state.devices] == here else None
 
 
 def apply_rng(ctx: DistContext, saved: Saved, state: RngState | None) -> None:
@@ -59,8 +60,9 @@ def _rehearse(state: RngState, device: torch.device) -> None:
     version, words, gauss = state.python
     random.Random().setstate((version, words, gauss))
     torch.Generator().set_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
-    if state.device is not None and device.type == "cuda":
-        torch.Generator(device).set_state(torch.frombuffer(bytearray(state.device), dtype=torch.uint8))
+    for kind, data in state.devices:
+        if kind == device.type:
+            torch.Generator(device).set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     if state.numpy is not None:
         importlib.import_module("numpy")  # the state says that the run used it
         key, position, _, _ = state.numpy

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks draw the same random numbers and which draw their own.
+
+Ranks that work on different samples (data parallel) need different dropout and augmentation, ranks that share the work
+on one sample (tensor parallel) the same; first weights are to be equal everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+from typing import cast
+
+import msgspec
+import torch
+
+from accel.comm import Call, call_site, exchange, fail
+from accel.context import DistContext
+from accel.errors import AccelError, ConfigError
+from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
+
+
+def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key:
+    """Return the key of this rank's own draws: equal on ranks that share samples, unrelated on others.
+
+    Args:
+        ctx: the context.
+        key: the same on every rank.
+        data_rank: which share of the samples this rank works on, from 0: its data-parallel index. None where every
+            rank has a share of its own.
+
+    Raises:
+        ConfigError: an index outside of the world.
+    """
+    share = ctx.rank if data_rank is None else data_rank
+    if not 0 <= share < ctx.world_size:
+        raise ConfigError(
+            "no such share of the samples", expected=f"0 to {ctx.world_size - 1}", got=str(share), where="data_rank="
+        )
+    return key.fold_in("rank", share)
+
+
+def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: int | None = None) -> Key:
+    """Seed the global streams of python, numpy, torch and this rank's device. Mutates them. No communication.
+
+    Data order does not hang on these streams but on the cursor's seed, so ranks that draw differently still share out
+    each epoch exactly.
+
+    Args:
+        ctx: the context.
+        seed: 0 to 2**63 - 1.
+        per_rank: whether ranks draw differently, as dropout and augmentation should; False for the same on all.
+        data_rank: as for `rank_key`.
+
+    Returns:
+        The key that the streams were seeded from; fold names into it for streams of one's own.
+
+    Raises:
+        ConfigError: not a seed, or an index outside of the world.
+    """
+    key = Key(check_seed(seed, where="set_seed(seed=)"))
+    if per_rank:
+        key = rank_key(ctx, key, data_rank=data_rank)
+    elif data_rank is not None:
+        raise ConfigError("data_rank has no effect where all ranks draw the same", where="set_seed(per_rank=False)")
+    seed_rng(key, ctx.device)
+    return key
+
+
+def seeded(ctx: DistContext, key: Key | int) -> AbstractContextManager[None]:
+    """Let the block draw from a key, the same on every rank: for the first weights of a model. No communication.
+
+    After the block all streams go on as if it had not been.
+
+    Args:
+        ctx: the context.
+        key: a key or a seed; `rank_key(ctx, key)` for draws that differ between ranks.
+    """
+    start = key if isinstance(key, Key) else Key(check_seed(key, where="seeded(key=)")).fold_in("seeded")
+    return rng_scope(start, ctx.device)
+
+
+def synchronize_rng(ctx: DistContext) -> None:
+    """Let every rank's global streams go on from rank 0's state. A collective. Mutates the streams.
+
+    Raises:
+        CollectiveMismatch: another rank called something else, or computes on another kind of device.
+    """
+    call = Call("synchronize_rng", f"device {ctx.device.type}", call_site())
+    try:
+        mine = msgspec.msgpack.encode(capture_rng(ctx.device)) if ctx.is_main_process else b""
+    except AccelError as error:
+        fail(ctx.comm, call, error)
+    payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+    first = exchange(ctx.comm, call, payload)[0]
+    data = bytes(cast("list[int]", first.tolist()))  # pyright: ignore[reportUnknownMemberType]
+    restore_rng(msgspec.msgpack.decode(data, type=RngState), ctx.device)
+
+
+@contextlib.contextmanager
+def deterministic(*, warn_only: bool = False) -> Generator[None]:
+    """Let torch use only algorithms that give the same bits in every run, within the block. Slower.
+
+    torch has these flags for the whole process, so blocks of several threads must not overlap. On CUDA, matrix products
+    also need CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment; torch says so where it is missing.
+
+    Args:
+        warn_only: whether an operation without such an algorithm warns instead of raising RuntimeError.
+    """
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    flags = cudnn.deterministic, cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark = flags

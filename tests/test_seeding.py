@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that share samples draw alike, others do not; models begin alike; nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel import CollectiveMismatch, ConfigError, Key
+
+relaxed = settings(deadline=None, max_examples=25)
+
+
+def _draw() -> tuple[float, ...]:
+    dropped = nn.functional.dropout(torch.ones(64), 0.5).tolist()
+    return random.random(), float(np.random.rand()), float(torch.rand(())), *dropped
+
+
+@relaxed
+@given(seed=st.integers(0, 2**63 - 1), tensor_parallel=st.sampled_from([1, 2, 4]))
+def test_ranks_that_share_samples_draw_alike_and_others_do_not(ranks, seed, tensor_parallel):
+    def rank(ctx):
+        key = accel.set_seed(ctx, seed, data_rank=ctx.rank // tensor_parallel)
+        return key, _draw()
+
+    keys, drawn = zip(*ranks.run(rank, 4), strict=True)
+    for a in range(4):
+        for b in range(4):
+            same = a // tensor_parallel == b // tensor_parallel
+            assert (keys[a] == keys[b]) == (drawn[a] == drawn[b]) == same
+
+
+def test_without_an_index_every_rank_has_samples_of_its_own(ranks):
+    assert len(set(ranks.run(lambda ctx: (accel.set_seed(ctx, 0), _draw())[1], 4))) == 4
+    assert len(set(ranks.run(lambda ctx: (accel.set_seed(ctx, 0, per_rank=False), _draw())[1], 4))) == 1
+
+
+@relaxed
+@given(seed=st.integers(0, 99), world_size=st.integers(1, 4))
+def test_models_begin_alike_and_the_streams_go_on_as_if_they_had_not(ranks, seed, world_size):
+    def rank(ctx):
+        accel.set_seed(ctx, seed)
+        expected = _draw()
+        accel.set_seed(ctx, seed)
+        with accel.seeded(ctx, 7):
+            weight = nn.Linear(3, 3).weight.detach().clone()
+        assert _draw() == expected
+        with accel.seeded(ctx, accel.rank_key(ctx, Key(7))):
+            own = nn.Linear(3, 3).weight.detach().clone()
+        return weight, own
+
+    everyone = ranks.run(rank, world_size)
+    assert all(torch.equal(weight, everyone[0][0]) for weight, _ in everyone)
+    assert len({tuple(own.flatten().tolist()) for _, own in everyone}) == world_size
+
+
+def test_ranks_that_are_seeded_apart_still_share_out_every_sample(ranks):
+    """Accelerate orders data by streams that then differ: 11 of 16 samples."""
+
+    def rank(ctx):
+        accel.set_seed(ctx, 3, per_rank=True)
+        loader = accel.prepare_loader(ctx, DataLoader(TensorDataset(torch.arange(16)), batch_size=2, shuffle=True))
+        return [int(i) for batch in accel.batches(ctx, loader, accel.Cursor(seed=3)) for i in batch.data[0]]
+
+    seen = [i for mine in ranks.run(rank, 2) for i in mine]
+    assert sorted(seen) == list(range(16))
+
+
+def test_streams_can_be_taken_from_the_first_rank(ranks):
+    def rank(ctx):
+        accel.set_seed(ctx, 5)
+        random.gauss(0, 1)
+        accel.synchronize_rng(ctx)
+        return _draw()
+
+    assert len(set(ranks.run(rank, 3))) == 1
+
+    def alone(ctx):
+        if ctx.rank:
+            accel.synchronize_rng(ctx)
+        else:
+            accel.wait_for_everyone(ctx)
+
+    with pytest.raises(CollectiveMismatch, match="synchronize_rng"):
+        ranks.run(alone, 2)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_deterministic_mode_ends_with_its_block(before):
+    def flags():
+        cudnn = torch.backends.cudnn
+        return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+
+    torch.use_deterministic_algorithms(before)
+    torch.backends.cudnn.benchmark = before
+    try:
+        outside = flags()
+        with accel.deterministic(warn_only=True):
+            assert flags() == (True, True, False)
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+        with pytest.raises(KeyError), accel.deterministic():
+            raise KeyError(flags())
+        assert flags() == outside
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda ctx: accel.set_seed(ctx, -1), r"not a seed.*set_seed"),
+        (lambda ctx: accel.set_seed(ctx, True), r"not a seed"),
+        (lambda ctx: accel.set_seed(ctx, 0, data_rank=1), r"expected 0 to 0, got 1.*data_rank"),
+        (lambda ctx: accel.set_seed(ctx, 0, per_rank=False, data_rank=0), "data_rank has no effect"),
+        (lambda ctx: accel.seeded(ctx, 1.5), r"not a seed.*seeded"),
+    ],
+)
+def test_what_is_no_seed_or_share_is_refused_before_anything_is_seeded(call, said):
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match=said):
+        call(accel.single())
+    assert torch.equal(torch.get_rng_state(), before)

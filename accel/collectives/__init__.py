@@ -2,4 +2,7 @@
 """Collectives over nested containers of tensors: one packed message per call, checked against the other ranks'."""
 
 from accel.collectives._gather import gather as gather
+from accel.collectives._pack import check_packable as check_packable
+from accel.collectives._pack import pack as pack
+from accel.collectives._pack import unpack as unpack
 from accel.collectives._reduce import reduce as reduce

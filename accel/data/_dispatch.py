@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches from the rank that has read them to the ranks that use them: packed tensors, structure only when it changes.
+
+Nothing is pickled. Containers other than dicts, lists and tuples are named by module and class, and imported by that
+name on the other side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from accel.collectives import check_packable, pack, unpack
+from accel.errors import TreeError
+
+_LEAVES = (str, bytes, bool, int, float, type(None))
+_KEYS = (str, bytes, bool, int, type(None))
+_PLAIN = {"list": list, "tuple": tuple, "dict": dict, "OrderedDict": OrderedDict}
+_LONGEST_INTEGER = 64
+
+Spec = list[Any]  # ["float32"] a tensor, [] another leaf, [kind, keys, specs] a container
+
+
+class _Label(msgspec.Struct, frozen=True, array_like=True):
+    """What comes before the tensors: their shapes, other leaves, and the structure if it is another than before."""
+
+    spec: Spec | None
+    shapes: list[list[int]]
+    values: list[Any]
+
+
+class Parcel(msgspec.Struct, frozen=True, eq=False):
+    """A batch as bytes.
+
+    Attributes:
+        label: length of what comes before the tensors.
+        buffer: uint8 on the CPU, shape [length].
+    """
+
+    label: int
+    buffer: torch.Tensor
+
+
+class Sender:
+    """Packs the batches for one receiver, and remembers the structure that the receiver knows."""
+
+    def __init__(self) -> None:
+        self._known: Spec | None = None
+
+    def pack(self, data: object) -> Parcel:
+        """Return a batch as bytes.
+
+        Args:
+            data: dicts, lists, tuples, namedtuples, dataclasses and Structs of tensors, numbers, text, bytes and None.
+
+        Raises:
+            TreeError: something else is inside, named by its path.
+        """
+        tensors: list[torch.Tensor] = []
+        values: list[Any] = []
+        spec = _describe(data, "$", tensors, values)
+        changed, self._known = spec != self._known, spec
+        label = msgspec.msgpack.encode(_Label(spec if changed else None, [list(t.shape) for t in tensors], values))
+        head = torch.frombuffer(bytearray(label), dtype=torch.uint8)
+        return Parcel(len(label), pack([head, *tensors], torch.device("cpu")))
+
+
+class Receiver:
+    """Unpacks the batches of one `Sender`, in the order in which it packed them."""
+
+    def __init__(self) -> None:
+        self._known: Spec = []
+
+    def unpack(self, parcel: Parcel) -> Any:
+        """Return the batch; its tensors share the parcel's memory."""
+        head = ctypes.string_at(parcel.buffer.data_ptr(), parcel.label)
+        label = msgspec.msgpack.decode(head, type=_Label)
+        self._known = self._known if label.spec is None else label.spec
+        dtypes = [torch.uint8, *_dtypes(self._known)]
+        tensors = unpack(parcel.buffer, dtypes, [[parcel.label], *label.shapes])
+        return _build(self._known, iter(tensors[1:]), iter(label.values))
+
+
+def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[Any]) -> Spec:
+    if isinstance(node, torch.Tensor):
+        check_packable(path, node, node.device)
+        tensors.append(node)
+        return [str(node.dtype).removeprefix("torch.")]
+    if type(node) in _LEAVES:
+        if type(node) is int and node.bit_length() >= _LONGEST_INTEGER:
+            raise _unsendable(node, path)
+        values.append(node)
+        return []
+    kind, keys, children = _open(node, path)
+    steps = [f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in keys or range(len(children))]
+    inner = [_describe(child, path + step, tensors, values) for child, step in zip(children, steps, strict=True)]
+    return [kind, keys, inner]
+
+
+def _open(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
+    """A container's kind, keys and children."""
+    kind = cast(Any, type(node))
+    if kind in (list, tuple):
+        return kind.__name__, [], node
+    if kind in (dict, OrderedDict) and all(type(key) in _KEYS for key in node):
+        return kind.__name__, list(node), list(node.values())
+    names: Sequence[str] | None = None
+    if issubclass(kind, tuple):
+        names = getattr(cast(Any, kind), "_fields", None)
+    elif issubclass(kind, msgspec.Struct):
+        names = kind.__struct_fields__
+    elif dataclasses.is_dataclass(cast(Any, kind)):
+        names = [field.name for field in dataclasses.fields(cast(Any, kind))]
+    if names is None:
+        raise _unsendable(node, path)
+    where = f"{kind.__module__}:{kind.__qualname__}"
+    if "<locals>" in where or _find(where) is not kind:
+        raise TreeError(
+            "a class that other ranks cannot import by its name",
+            expected="a class at the top of a module",
+            got=where,
+            where=path,
+            fix="Move the class out of the function, or use a dict.",
+        )
+    return where, list(names), [getattr(node, name) for name in names]
+
+
+def _build(spec: Spec, tensors: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
+    if not spec:
+        return next(values)
+    if len(spec) == 1:
+        return next(tensors)
+    kind, keys, inner = spec
+    children = [_build(each, tensors, values) for each in inner]
+    if kind in _PLAIN:
+        return cast(Any, _PLAIN[kind])(zip(keys, children, strict=True) if keys else children)
+    found = _find(kind)
+    if issubclass(found, tuple):
+        return cast(Any, found)._make(children)
+    if issubclass(found, msgspec.Struct):
+        return found(**dict(zip(keys, children, strict=True)))
+    made = object.__new__(found)  # as it was, without running its constructor again
+    for name, child in zip(keys, children, strict=True):
+        object.__setattr__(made, name, child)
+    return made
+
+
+def _find(where: str) -> type[Any]:
+    module, _, name = where.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return cast("type[Any]", found)
+
+
+def _dtypes(spec: Spec) -> Iterator[torch.dtype]:
+    if len(spec) == 1:
+        yield getattr(torch, spec[0])
+    elif spec:
+        for each in spec[2]:
+            yield from _dtypes(each)
+
+
+def _unsendable(node: object, path: str) -> TreeError:
+    return TreeError(
+        "a batch holds what cannot be handed to another rank",
+        expected="tensors, numbers up to 64 bits, text, bytes and None in dicts, lists, tuples, namedtuples, "
+        "dataclasses or Structs",
+        got=f"{type(node).__name__} {node!r:.40}",
+        where=path,
+        fix="Let the collate function make tensors and plain containers.",
+    )

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of a stream on all ranks: one checked message a step, in which they agree on counts and on the end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from accel.comm import Call, call_site, exchange, fail
+from accel.context import DistContext
+from accel.data._dispatch import Parcel, Receiver, Sender
+from accel.data._plan import Cursor, SampleCount
+from accel.data._stream import StreamLoader
+from accel.data._stream_cut import Part
+from accel.data._stream_handing import Handing
+from accel.data._stream_position import StreamPosition, WorkerPosition
+from accel.data._stream_read import Step, read_steps
+from accel.errors import AccelError, DataError
+from accel.random import Key
+
+_STREAM = "a stream"  # what a cursor's `of` says
+
+
+class Given(NamedTuple):
+    """What one rank gets in one step, beside the data."""
+
+    valid: SampleCount
+    rows: int
+    is_last: bool
+    next: Cursor
+    duplicate: bool
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank is: its node, and its part of the data."""
+
+    node: int
+    part: int
+
+
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank that reads for itself says about a step.
+
+    Attributes:
+        count: real samples of its batch; 0 once its stream has ended.
+        more: whether it has more after it.
+        bare: whether it has neither a batch nor an older one that could stand in.
+    """
+
+    count: int
+    more: bool
+    bare: bool
+
+
+def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[tuple[Any, Given]]:
+    """Give this rank's batches from the cursor to the end of its epoch. Every step is a collective.
+
+    Args and errors are those of `batches`.
+
+    Yields:
+        Batches on the CPU, and what is known about each.
+    """
+    site = call_site()
+    if loader.prepared_for != (ctx.rank, ctx.world_size):
+        error = DataError(
+            "the loader was prepared for another rank",
+            expected=f"rank {ctx.rank} of {ctx.world_size}",
+            got="rank {} of {}".format(*loader.prepared_for),
+            fix="Prepare it with this context.",
+        )
+        fail(ctx.comm, Call("batches", site=site), error)
+    facts = f"stream {loader.mode}, batch {loader.batch_size}, of all {loader.global_batch}, tail {loader.tail}"
+    where = f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} consumed"
+    opening = Call("batches", f"{where}\n{facts}\n{loader.world_size} data-parallel ranks", site)
+    places = [_decode(m, _Place) for m in exchange(ctx.comm, opening, _encode(_Place(ctx.node_rank, loader.rank)))]
+    call = Call("batches, a step", facts, site)
+    parts = [place.part for place in places]
+    duplicate = loader.rank in parts[: ctx.rank]
+    if loader.is_shared:
+        nodes = [place.node if loader.mode == "elements" else 0 for place in places]
+        steps = _handed_out(ctx, loader, cursor, call, Handing(ctx, call, nodes, parts))
+    else:
+        steps = _apart(ctx, loader, cursor, call, parts)
+    for data, given in steps:
+        yield data, given._replace(duplicate=duplicate)
+
+
+def _apart(
+    ctx: DistContext, loader: StreamLoader, cursor: Cursor, call: Call, parts: list[int]
+) -> Iterator[tuple[Any, Given]]:
+    """Every rank reads; what stands in for one whose stream has ended is its last batch, or another rank's."""
+    steps = _read(loader, cursor, (0,))
+    firsts = [parts.index(part) for part in sorted(set(parts))]  # ranks of one part say the same of it
+    kept: Part | None = None
+    position, consumed, drops = cursor.stream, cursor.consumed, loader.tail == "drop"
+    while True:
+        step = _next(ctx, steps, call)
+        if step is not None:
+            kept, position = step.parts[0], step.position
+        mine = _Word(step.counts[0] if step else 0, step is not None and step.more, kept is None)
+        words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(mine))]
+        counts = [words[rank].count for rank in firsts]
+        if not any(counts) or (drops and not all(counts)):
+            raise _nothing(cursor, loader)
+        if any(word.bare for word in words):
+            kept = _lend(ctx, call, kept, [word.bare for word in words])
+        assert kept is not None  # its own, or a borrowed one
+        consumed += sum(counts)
+        is_last = not (all if drops else any)(word.more for word in words)
+        after = _after(cursor, consumed, position, is_last=is_last)
+        yield kept.data, Given(SampleCount(mine.count, sum(counts)), kept.rows, is_last, after, False)
+        if is_last:
+            return
+
+
+def _lend(ctx: DistContext, call: Call, kept: Part | None, bare: list[bool]) -> Part:
+    """Give ranks that have never had a batch the first one of a rank that has, to stand in."""
+    lender = bare.index(False)
+    payload, head = torch.empty(0, dtype=torch.uint8), 16
+    if ctx.rank == lender and kept is not None:
+        try:
+            parcel = Sender().pack(kept.data)
+        except AccelError as error:
+            fail(ctx.comm, call, error)
+        payload = torch.cat([torch.tensor([parcel.label, kept.rows]).view(torch.uint8), parcel.buffer])
+    lent = exchange(ctx.comm, call, payload)[lender]
+    if kept is not None:
+        return kept
+    label, rows = (int(each) for each in lent[:head].clone().view(torch.int64))
+    return Part(Receiver().unpack(Parcel(label, lent[head:].clone())), rows)
+
+
+def _handed_out(
+    ctx: DistContext, loader: StreamLoader, cursor: Cursor, call: Call, handing: Handing
+) -> Iterator[tuple[Any, Given]]:
+    """The first rank of each node, or rank 0, reads; the others get their batches from it."""
+    steps = _read(loader, cursor, handing.mine) if handing.reads else iter(())
+    consumed = cursor.consumed
+    while True:
+        step = _next(ctx, steps, call) if handing.reads else None
+        part, note = handing.hand(step)
+        if part is None or not note.counts:
+            raise _nothing(cursor, loader)
+        consumed += sum(note.counts)
+        is_last = not note.more
+        position = step.position if step is not None else None
+        after = _after(cursor, consumed, position, is_last=is_last)
+        valid = SampleCount(note.counts[loader.rank], sum(note.counts))
+        yield part.data, Given(valid, part.rows, is_last, after, False)
+        if is_last:
+            return
+
+
+def _read(loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterator[Step]:
+    own = [] if loader.is_shared else [loader.rank]
+    yield from read_steps(
+        loader.source,
+        loader.cut(mine),
+        loader.collate_fn,
+        epoch=cursor.epoch,
+        key=Key(cursor.seed).fold_in("stream", cursor.epoch, *own),
+        start=_start(loader, cursor),
+        options={"num_workers": loader.num_workers, **loader.options},
+    )
+
+
+def _next(ctx: DistContext, steps: Iterator[Step], call: Call) -> Step | None:
+    """Read this rank's next step; an error in reading is raised on every rank."""
+    try:
+        return next(steps, None)
+    except AccelError as error:
+        fail(ctx.comm, call, error)
+    except Exception as error:  # whatever the user's stream raises
+        failure = DataError(
+            f"reading the stream failed: {type(error).__name__}: {error}", where=f"rank {ctx.rank}, batches"
+        )
+        failure.__cause__ = error
+        fail(ctx.comm, call, failure)
+
+
+def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
+    """Where this rank's reader begins."""
+    workers, ranks = max(loader.num_workers, 1), 0 if loader.is_shared else loader.world_size
+    at = cursor.stream
+    if cursor.of not in ("", _STREAM):
+        raise DataError("the cursor belongs to another order", expected=_STREAM, got=cursor.of, where="batches")
+    if at is None and not cursor.consumed:
+        return StreamPosition((WorkerPosition(),) * workers, ranks=ranks)
+    if at is None and loader.is_shared and workers == 1 and loader.batch_size is not None:
+        return StreamPosition((WorkerPosition(elements=cursor.consumed),))
+    if at is None:
+        raise DataError(
+            "the cursor does not say where in the stream its reader is",
+            expected="a cursor that batches gave to the rank that reads, or one at the beginning of an epoch",
+            got=f"{cursor.consumed} consumed and no position",
+            fix="Begin the epoch again with Cursor(seed=, epoch=).",
+        )
+    if at.ranks != ranks:
+        raise DataError(
+            "the cursor is a position in a stream that was divided in another way",
+            expected=f"one {_divided(ranks)}",
+            got=f"one {_divided(at.ranks)}",
+            fix="Go on with as many ranks as before, begin the epoch again, or use a stream mode that reads the whole "
+            'stream ("elements" or "dispatch"), whose cursors fit any number of ranks.',
+        )
+    if len(at.workers) != workers:
+        raise DataError(
+            "each worker reads a part of the stream of its own",
+            expected=f"num_workers={len(at.workers)}, as where the cursor comes from",
+            got=f"num_workers={loader.num_workers}",
+        )
+    return at
+
+
+def _divided(ranks: int) -> str:
+    return f"of {ranks} ranks that read parts of their own" if ranks else "in the whole stream"
+
+
+def _after(cursor: Cursor, consumed: int, position: StreamPosition | None, *, is_last: bool) -> Cursor:
+    if is_last:
+        return Cursor(cursor.seed, cursor.epoch + 1)
+    return Cursor(cursor.seed, cursor.epoch, consumed, _STREAM, position)
+
+
+def _nothing(cursor: Cursor, loader: StreamLoader) -> DataError:
+    """The error for an epoch that has no batch left: `while cursor.epoch < epochs` would never end."""
+    full = " that is full on every rank" if loader.tail == "drop" else ""
+    return DataError(
+        f"the stream has no batch{full}",
+        expected="at least one in each epoch",
+        got=f"none in epoch {cursor.epoch} after {cursor.consumed} samples",
+        where="batches",
+        fix="Look at what the stream gives, and whether it starts anew each time it is iterated.",
+    )
+
+
+def _encode(value: msgspec.Struct) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+
+
+def _decode(message: torch.Tensor, kind: type[Any]) -> Any:
+    return msgspec.msgpack.decode(message.numpy().tobytes(), type=kind)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches to the device: on CUDA on a stream of their own, so that copying and computing overlap; else at once.
+
+A copy from pinned memory runs behind the host's back, which is safe on CUDA only; everything else is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from accel.errors import TreeError
+from accel.tree import map_leaves
+
+T = TypeVar("T")
+P = TypeVar("P")
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    def to(self, device: torch.device, /) -> object: ...
+
+
+@runtime_checkable
+class _Pinnable(Protocol):
+    def pin_memory(self) -> object: ...
+
+
+def moved(items: Iterator[tuple[Any, T]], device: torch.device, *, ahead: bool) -> Generator[tuple[Any, T]]:
+    """Give each batch on the device, with what came along with it.
+
+    Args:
+        items: pairs of a batch, any nesting of containers or an object with `.to`, and anything.
+        device: where to.
+        ahead: on CUDA, whether to read and copy one batch ahead of the one that is given. The first is not held up.
+    """
+    if device.type != "cuda":
+        for data, other in items:
+            yield to_device(data, device), other
+        return
+    copier = _Copier(device)
+    for data, other in one_ahead(items, copier.start) if ahead else _each(items, copier.start):
+        yield copier.finish(data), other
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Return a batch on the device, the very same if that is the CPU; the host waits for the copy.
+
+    Args:
+        data: nested containers of tensors and of objects with `.to`, or one such object; the rest is kept.
+        device: where to.
+
+    Raises:
+        TreeError: a container that cannot be taken apart and has no `.to`.
+    """
+    return data if device.type == "cpu" else _map_movable(lambda leaf: leaf.to(device), data)
+
+
+def pin(data: Any) -> Any:
+    """Return a batch in pinned memory, as far as it can be taken apart or pins itself."""
+    try:
+        return (
+            data.pin_memory()
+            if isinstance(data, _Pinnable)
+            else map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, _Pinnable) else leaf, data)
+        )
+    except TreeError:
+        return data
+
+
+def one_ahead(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Generator[tuple[P, T]]:
+    """Start each item before the one before it is given; only the first is given as soon as it is there.
+
+    An error in reading ahead waits until what was read before has been given.
+    """
+    for data, other in items:
+        yield start(data), other
+        break
+    waiting: list[tuple[P, T]] = []
+    failure: Exception | None = None
+    while failure is None:
+        try:
+            data, other = next(items)
+        except StopIteration:
+            break
+        except Exception as error:
+            failure = error
+        else:
+            waiting.append((start(data), other))
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+    if failure is not None:
+        raise failure
+
+
+def _each(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Iterator[tuple[P, T]]:
+    return ((start(data), other) for data, other in items)
+
+
+class _Copy:
+    """A copy under way."""
+
+    __slots__ = ("data", "done", "tensors")
+
+    def __init__(self, data: Any, done: Any, tensors: list[torch.Tensor]) -> None:
+        self.data = data
+        self.done = done
+        self.tensors = tensors
+
+
+class _Copier:
+    """Copies to a CUDA device on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def start(self, data: Any) -> _Copy:
+        """Begin to copy a batch; pinned memory is not waited for."""
+        tensors: list[torch.Tensor] = []
+
+        def copy(leaf: Any) -> object:
+            if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
+                return leaf.to(self._device)
+            with torch.cuda.stream(self._side):
+                tensors.append(leaf.to(self._device, non_blocking=leaf.is_pinned()))
+            return tensors[-1]
+
+        return _Copy(_map_movable(copy, data), self._side.record_event(), tensors)
+
+    def finish(self, copy: _Copy) -> Any:
+        """Let what is computed from now on wait for the copy; return the batch."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copy.done)
+        for tensor in copy.tensors:  # its memory is not given to another copy while the computation may need it
+            tensor.record_stream(current)
+        return copy.data
+
+
+def _map_movable(move: Callable[[Any], object], data: Any) -> Any:
+    if isinstance(data, _Movable):
+        return move(data)
+    return map_leaves(lambda leaf: move(leaf) if isinstance(leaf, _Movable) else leaf, data)

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from accel.formats import Fp8 as Fp8
     from accel.formats import Precision as Precision
     from accel.optim import Accumulation as Accumulation
+    from accel.parallel import checkpoint_activations as checkpoint_activations
+    from accel.parallel import compile_model as compile_model
     from accel.parallel import no_sync as no_sync
     from accel.parallel import prepare_model as prepare_model
     from accel.parallel import trigger_sync_in_backward as trigger_sync_in_backward
@@ -127,7 +129,14 @@ _HOMES = {
     ),
     "formats": ("Fp8", "Precision"),
     "optim": ("Accumulation",),
-    "parallel": ("no_sync", "prepare_model", "trigger_sync_in_backward", "unwrap_model"),
+    "parallel": (
+        "checkpoint_activations",
+        "compile_model",
+        "no_sync",
+        "prepare_model",
+        "trigger_sync_in_backward",
+        "unwrap_model",
+    ),
     "precision": ("LossScale", "apply_precision", "autocast", "loss_scale"),
     "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),
     "process": (

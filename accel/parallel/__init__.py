@@ -2,6 +2,8 @@
 """How a model is spread over ranks, and how to get the plain model back."""
 
 from accel.parallel._average import average_ as average_
+from accel.parallel._checkpointing import checkpoint_activations as checkpoint_activations
+from accel.parallel._compile import compile_model as compile_model
 from accel.parallel._ddp import check_devices as check_devices
 from accel.parallel._ddp import prepare_model as prepare_model
 from accel.parallel._labels import label_of as label_of

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile in place, whole and by region: the same numbers and names, before and after preparing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import Block, Stack
+from torch import nn
+
+import accel
+from accel.errors import ConfigError
+from accel.testing import Simulator
+
+pytestmark = [  # torch's own while it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Graphs:
+    """A backend that runs graphs as they are and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    """What `backend="aot_eager"` stands for in a test; torch lets nobody take a name back."""
+    counting = Graphs()
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda module, **options: compile_(module, **options | {"backend": counting})
+    )
+    torch.compiler.reset()
+    yield counting
+    torch.compiler.reset()
+
+
+def gradients(model: nn.Module, rows: int = 4) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.linspace(-1, 1, rows * 8, dtype=torch.float64).view(rows, 8)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("regions", [None, "repeated", Block, lambda name, _module: name.startswith("blocks.")])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_gradients_and_names_are_the_same(graphs: Graphs, regions: Any, recomputed: bool) -> None:
+    plain = Stack(3)
+    model = copy.deepcopy(plain)
+    if recomputed:
+        accel.checkpoint_activations(model)
+    assert accel.compile_model(model, regions, backend="aot_eager") is model
+    for mine, expected in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert accel.unwrap_model(model) is model
+    assert (
+        1 <= graphs.count <= (1 if regions is None else 2)
+    )  # a first block, whose input needs no gradient, and others
+
+
+@pytest.mark.parametrize("regions", [None, "repeated"])
+def test_torchs_own_containers_are_compiled_too(graphs: Graphs, regions: Any) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]).double()
+    expected = gradients(model)
+    accel.compile_model(model, regions, backend="aot_eager")
+    assert type(model).__name__ == "Sequential"
+    for mine, plain in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
+    assert graphs.count >= 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_with_data_parallel_the_graph_is_cut_at_buckets(graphs: Graphs, when: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(*[nn.Linear(400, 400, dtype=torch.float64) for _ in range(3)])  # 1.2 MiB each
+
+    def rank(ctx: accel.DistContext, compiled: str) -> list[torch.Tensor]:
+        model = make()
+        if compiled == "before":
+            accel.compile_model(model, backend="aot_eager")
+        prepared = accel.prepare_model(ctx, model, bucket_cap_mb=1)
+        if compiled == "after":
+            assert accel.compile_model(prepared, backend="aot_eager") is prepared
+        assert accel.unwrap_model(prepared) is model
+        prepared(torch.full((2, 400), ctx.rank + 1.0, dtype=torch.float64)).square().mean().backward()
+        found = accel.save_state(ctx, tmp_path / compiled, {"model": prepared}, step=0)
+        accel.load_state(ctx, found, {"model": accel.prepare_model(ctx, make())})
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    with Simulator() as simulator:
+        expected = simulator.run(lambda ctx: rank(ctx, "never"), 2)
+        assert graphs.count == 0
+        got = simulator.run(lambda ctx: rank(ctx, when), 2)
+    assert graphs.count == 2 * 3
+    for mine, plain in zip(got, expected, strict=True):
+        for a, b in zip(mine, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_real_backend_trains() -> None:
+    ctx, losses = accel.single(), []
+    model = accel.prepare_model(
+        ctx, accel.compile_model(Stack(2, 0.1), "repeated", backend="aot_eager", fullgraph=True)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(5):
+        loss = model(torch.ones(2, 8, dtype=torch.float64)).square().mean()
+        accel.backward(ctx, loss, accel.loss_scale(ctx))
+        accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx))
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda model: accel.compile_model(model, backend="inducter"), "Did you mean `inductor`"),
+        (lambda model: accel.compile_model(model, mode="default", options={}), "a mode stands for options"),
+        (lambda model: accel.compile_model(model, nn.Conv2d), "no part of the model is chosen"),
+        (
+            lambda model: accel.compile_model(accel.checkpoint_activations(model), backend="eager"),
+            "other random numbers.*use aot_eager",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(call: Callable[[nn.Module], object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call(Stack(2))

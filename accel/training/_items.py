@@ -16,7 +16,7 @@ from accel.errors import CheckpointError, ConfigError
 from accel.parallel import unwrap_model
 from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
-from accel.training._rng import rng_row
+from accel.training._rows import write_row
 
 
 @runtime_checkable
@@ -57,7 +57,7 @@ def capture(ctx: DistContext, items: Mapping[str, object]) -> Content:
             entries[name] = _capture_item(name, item, modules, names, shared, main)
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
-    return Content(shared=shared, main=main, items=entries, row=rng_row(ctx))
+    return Content(shared=shared, main=main, items=entries, row=write_row(ctx, items))
 
 
 def kind_of(item: object) -> ItemKind:

@@ -20,7 +20,8 @@ from accel.training._items import Stateful, kind_of, module_states, parameter_na
 from accel.training._modules import ModuleState
 from accel.training._optimizers import OptimizerValue, compare_optimizer, decode_optimizer, load_optimizer
 from accel.training._problems import Problems, facts
-from accel.training._rng import apply_rng, read_rng
+from accel.training._rng import apply_rng, check_rng
+from accel.training._rows import read_row, with_own_part
 
 Action = Callable[[], object]
 
@@ -73,7 +74,9 @@ def match(ctx: DistContext, saved: Saved, items: Mapping[str, object]) -> Change
     for name, (optimizer, value) in optimizers.items():
         state = decode_optimizer(optimizer, value, name, names, _copies(saved, name, {}, torch.device("cpu")))
         changes.risky.append(_optimizer_change(optimizer, state))
-    changes.rng = read_rng(ctx, saved)
+    row = read_row(ctx, saved)
+    changes.values = {name: with_own_part(value, name, row) for name, value in changes.values.items()}
+    changes.rng = check_rng(ctx, saved, row)
     return changes
 
 

@@ -1,46 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank's random streams as a row of the checkpoint, checked before any stream is touched."""
+"""Each rank's random streams, as its row of the checkpoint holds them, checked before any stream is touched."""
 
 from __future__ import annotations
 
 import importlib
 import random
-from typing import cast
 
-import msgspec
 import torch
 
 from accel.checkpoint import RANKS, Saved
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.random import Key, RngState, capture_rng, restore_rng, seed_rng
+from accel.random import Key, RngState, restore_rng, seed_rng
+from accel.training._rows import Row
 
-_LENGTH_BYTES = 4
 _NUMPY_WORDS = 624
 
 
-def rng_row(ctx: DistContext) -> bytes:
-    """Return the state of this rank's streams as bytes."""
-    return msgspec.msgpack.encode(capture_rng(ctx.device))
-
-
-def read_rng(ctx: DistContext, saved: Saved) -> RngState | None:
+def check_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | None:
     """Return this rank's stored streams, None if the run was another set-up, whose streams have no meaning here.
 
     Raises:
-        CheckpointError: the row is nothing that the streams take.
+        CheckpointError: they are nothing that the streams take.
     """
-    rows, where = saved.tensors.get(RANKS), f"{saved.path}, tensor {RANKS}"
-    if rows is None or rows.dtype != torch.uint8 or rows.dim() != 2 or len(rows) != saved.manifest.world_size:
-        raise CheckpointError("no row of random streams for each rank", where=where)
-    if saved.manifest.world_size != ctx.world_size:
+    if row is None:
         return None
-    row = bytes(cast("list[int]", rows[ctx.rank].tolist()))  # pyright: ignore[reportUnknownMemberType]
-    length = int.from_bytes(row[:_LENGTH_BYTES], "little")
+    state, where = row.rng, f"{saved.path}, tensor {RANKS}"
     try:
-        state = msgspec.msgpack.decode(row[_LENGTH_BYTES:][:length], type=RngState)
         _rehearse(state, ctx.device)
-    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError, ImportError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError, ImportError) as error:
         raise CheckpointError(f"not a state of random streams: {error}", where=where) from error
     here = [] if ctx.device.type == "cpu" else [ctx.device.type]
     return state if [kind for kind, _ in state.devices] == here else None

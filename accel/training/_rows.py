@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint keeps for each rank: its random streams, and the parts of records that differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, Self, cast, runtime_checkable
+
+import msgspec
+import torch
+
+from accel.checkpoint import RANKS, Saved, decode, encode
+from accel.context import DistContext
+from accel.errors import CheckpointError
+from accel.random import RngState, capture_rng
+from accel.storage import dtype_name, stored_dtype
+
+_LENGTH_BYTES = 4
+
+
+@runtime_checkable
+class DiffersByRank(Protocol):
+    """A record a part of which each rank has for itself."""
+
+    def rank_part(self) -> object:
+        """Return that part, None if there is none now."""
+        ...
+
+    def with_rank_part(self, part: object) -> Self:
+        """Return the record with another part, of plain values; raise `msgspec.ValidationError` if it does not fit."""
+        ...
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class _Part(msgspec.Struct, frozen=True):
+    value: Any
+    tensors: dict[str, _Tensor]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One rank's row.
+
+    Attributes:
+        rng: its random streams.
+        parts: of records, by item.
+    """
+
+    rng: RngState
+    parts: dict[str, _Part]
+
+
+def write_row(ctx: DistContext, items: Mapping[str, object]) -> bytes:
+    """Return what is this rank's own of its streams and items.
+
+    Raises:
+        CheckpointError: something cannot be stored, named by its path.
+    """
+    parts: dict[str, _Part] = {}
+    for name, item in items.items():
+        part = item.rank_part() if isinstance(item, DiffersByRank) and not isinstance(item, type) else None
+        if part is not None:
+            tensors: dict[str, torch.Tensor] = {}
+            value = encode(part, name, tensors)
+            parts[name] = _Part(value, {key: _to_bytes(tensor) for key, tensor in tensors.items()})
+    return msgspec.msgpack.encode(Row(capture_rng(ctx.device), parts))
+
+
+def read_row(ctx: DistContext, saved: Saved) -> Row | None:
+    """Return this rank's row, None if the run had another number of ranks.
+
+    Raises:
+        CheckpointError: there are no rows, or this is none.
+    """
+    rows, where = saved.tensors.get(RANKS), f"{saved.path}, tensor {RANKS}"
+    if rows is None or rows.dtype != torch.uint8 or rows.dim() != 2 or len(rows) != saved.manifest.world_size:
+        raise CheckpointError("no row of random streams for each rank", where=where)
+    if saved.manifest.world_size != ctx.world_size:
+        return None
+    row = bytes(cast("list[int]", rows[ctx.rank].tolist()))  # pyright: ignore[reportUnknownMemberType]
+    length = int.from_bytes(row[:_LENGTH_BYTES], "little")
+    try:
+        return msgspec.msgpack.decode(row[_LENGTH_BYTES:][:length], type=Row)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CheckpointError(f"not a rank's row: {error}", where=where) from error
+
+
+def with_own_part(value: object, name: str, row: Row | None) -> object:
+    """Return a loaded record with this rank's own part; other values as they are.
+
+    Raises:
+        CheckpointError: the part does not fit.
+    """
+    if row is None or name not in row.parts or not isinstance(value, DiffersByRank):
+        return value
+    part, where = row.parts[name], f"item {name}, this rank's part"
+    try:
+        tensors = {key: _from_bytes(tensor) for key, tensor in part.tensors.items()}
+        return value.with_rank_part(decode(part.value, where, tensors))
+    except (msgspec.ValidationError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"not a stored part: {error}", where=where) from error
+
+
+def _to_bytes(tensor: torch.Tensor) -> _Tensor:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return _Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), bytes(flat.numpy()))
+
+
+def _from_bytes(tensor: _Tensor) -> torch.Tensor:
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype) or stored_dtype(dtype) is None:
+        raise ValueError(f"no dtype {tensor.dtype!r}")
+    if not tensor.data:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).view(dtype).view(tensor.shape)

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from accel.data import Batch as Batch
     from accel.data import Cursor as Cursor
     from accel.data import Loader as Loader
+    from accel.data import Mean as Mean
     from accel.data import SampleCount as SampleCount
+    from accel.data import StreamLoader as StreamLoader
+    from accel.data import Sum as Sum
     from accel.data import batches as batches
     from accel.data import gather_for_metrics as gather_for_metrics
     from accel.data import order as order
     from accel.data import prepare_loader as prepare_loader
+    from accel.data import progress as progress
     from accel.data import skip_first_batches as skip_first_batches
     from accel.env import LaunchEnv as LaunchEnv
     from accel.env import read_env as read_env
@@ -102,11 +106,15 @@ _HOMES = {
         "Batch",
         "Cursor",
         "Loader",
+        "Mean",
         "SampleCount",
+        "StreamLoader",
+        "Sum",
         "batches",
         "gather_for_metrics",
         "order",
         "prepare_loader",
+        "progress",
         "skip_first_batches",
     ),
     "env": ("LaunchEnv", "read_env"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: order by arithmetic, sharding as a pure plan, and batches that know where the run stands after them."""
 
+from accel.data._accumulators import Mean as Mean
+from accel.data._accumulators import Sum as Sum
 from accel.data._batches import Batch as Batch
 from accel.data._batches import batches as batches
 from accel.data._cuts import BatchPlan as BatchPlan
@@ -15,3 +17,7 @@ from accel.data._plan import Plan as Plan
 from accel.data._plan import SampleCount as SampleCount
 from accel.data._plan import Shard as Shard
 from accel.data._plan import shard as shard
+from accel.data._progress import progress as progress
+from accel.data._stream import StreamLoader as StreamLoader
+from accel.data._stream_position import StreamPosition as StreamPosition
+from accel.data._stream_position import WorkerPosition as WorkerPosition

@@ -55,6 +55,5 @@ def _check_rows(tree: object, batch: Batch) -> None:
 
 
 def _real_rows(leaf: torch.Tensor, batch: Batch) -> torch.Tensor:
-    if leaf.ndim == 0:
-        return leaf.reshape(1)[: min(batch.valid, 1)]
-    return leaf[: batch.valid]
+    counted = 0 if batch.duplicate else int(batch.valid)
+    return leaf.reshape(1)[: min(counted, 1)] if leaf.ndim == 0 else leaf[:counted]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`progress`: how far an epoch is and how fast all ranks together are, as a line of text on the main rank."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator, Iterable
+from typing import TextIO
+
+from accel.context import DistContext
+from accel.data._batches import Batch
+
+_BAR = 24
+
+
+def progress(
+    ctx: DistContext,
+    batches: Iterable[Batch],
+    *,
+    total: int | None = None,
+    label: str = "",
+    show: bool | None = None,
+    file: TextIO | None = None,
+    every_s: float | None = None,
+) -> Generator[Batch]:
+    """Give the batches, and show on the main rank how far they are. No communication beyond theirs.
+
+    A bar that redraws itself on a terminal; elsewhere, if asked, one line each time. The rate counts the real samples
+    of all ranks since the start, and the bar where the epoch stands, so that a resumed one does not begin at nothing.
+
+    Args:
+        ctx: the context.
+        batches: from `accel.batches`.
+        total: samples in the epoch, such as `loader.samples`; without it there is neither bar nor remaining time.
+        label: what is shown first; the epoch by default.
+        show: whether to show anything; by default if the file is a terminal.
+        file: where to; standard error by default.
+        every_s: seconds between two showings; by default 0.2 on a terminal and 10 elsewhere.
+
+    Yields:
+        The batches.
+    """
+    out = sys.stderr if file is None else file
+    terminal = out.isatty()
+    if not ctx.is_main_process or not (terminal if show is None else show):
+        yield from batches
+        return
+    pause = (0.2 if terminal else 10.0) if every_s is None else every_s
+    started = shown = time.monotonic()
+    seen, line = 0, ""
+    try:
+        for batch in batches:
+            yield batch
+            seen += batch.valid.world
+            now = time.monotonic()
+            if batch.is_last or now - shown >= pause:
+                shown = now
+                name = label or f"epoch {batch.next.epoch - batch.is_last}"
+                at = (total if batch.is_last else batch.next.consumed) or seen
+                line = _line(name, at, total, seen, now - started)
+                out.write(f"\r{line}\x1b[K" if terminal else f"{line}\n")
+                out.flush()
+    finally:
+        if terminal and line:
+            out.write("\n")
+            out.flush()
+
+
+def _line(label: str, at: int, total: int | None, seen: int, seconds: float) -> str:
+    rate = seen / seconds if seconds > 0 else 0.0
+    speed = f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2f} samples/s"
+    if not total:
+        return f"{label}: {at:,} samples  {speed}"
+    done = min(at / total, 1.0)
+    bar = "#" * int(done * _BAR)
+    left = f"  {_clock_text((total - at) / rate)} left" if rate and at < total else f"  {_clock_text(seconds)}"
+    return f"{label}: {done:4.0%} [{bar:.<{_BAR}}] {at:,}/{total:,} samples  {speed}{left}"
+
+
+def _clock_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

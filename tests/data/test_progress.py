@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress line: the main rank only, where the epoch stands, and nothing where nobody looks."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from torch.utils.data import DataLoader
+
+import accel
+from accel import Cursor
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _run(ctx, out, cursor=None, stop=-1, **options) -> tuple[int, str]:
+    loader = accel.prepare_loader(ctx, DataLoader(range(50), batch_size=5))
+    seen = 0
+    found = accel.batches(ctx, loader, cursor or Cursor())
+    for step, batch in enumerate(accel.progress(ctx, found, total=loader.samples, file=out, **options)):
+        seen += batch.valid
+        if step == stop:
+            break
+    return seen, out.getvalue()
+
+
+def test_a_terminal_shows_the_samples_of_all_ranks_once(ranks):
+    results = ranks.run(lambda ctx: _run(ctx, Terminal(), every_s=0), 2)
+    assert [seen for seen, _ in results] == [25, 25]
+    shown = results[0][1].split("\r")[1:]
+    assert len(shown) == 5
+    assert re.fullmatch(r"epoch 0:  20% \[####\.{20}\] 10/50 samples  [\d,.]+ samples/s  0:00:00 left\x1b\[K", shown[0])
+    assert re.fullmatch(r"epoch 0: 100% \[#{24}\] 50/50 samples  [\d,.]+ samples/s  0:00:00\x1b\[K\n", shown[-1])
+    assert results[1][1] == ""
+
+
+def test_a_resumed_epoch_goes_on_where_it_was():
+    _, text = _run(accel.single(), Terminal(), Cursor(epoch=3, consumed=40), every_s=0, label="train")
+    assert "train:  90%" in text
+    assert "45/50" in text
+
+
+def test_a_line_that_is_left_ends():
+    seen, text = _run(accel.single(), Terminal(), stop=2, every_s=0)
+    assert seen == 15
+    assert text.endswith("\n")
+    assert "10/50" in text
+    assert "15/50" not in text  # the batch in which the loop was left is not done
+
+
+@pytest.mark.parametrize(
+    ("show", "lines"), [(None, 0), (False, 0), (True, 1)], ids=["by default", "refused", "asked for"]
+)
+def test_what_is_no_terminal_gets_lines_only_where_asked(show, lines):
+    seen, text = _run(accel.single(), io.StringIO(), show=show)
+    assert seen == 50
+    assert text.count("\n") == lines
+    assert "\r" not in text
+    assert "\x1b" not in text
+
+
+def test_without_a_total_it_counts():
+    ctx, out = accel.single(), io.StringIO()
+    loader = accel.prepare_loader(ctx, DataLoader(range(7), batch_size=5))
+    for _ in accel.progress(ctx, accel.batches(ctx, loader, Cursor()), file=out, show=True, every_s=0):
+        pass
+    first, last = out.getvalue().splitlines()
+    assert re.fullmatch(r"epoch 0: 5 samples  [\d,.]+ samples/s", first)
+    assert re.fullmatch(r"epoch 0: 7 samples  [\d,.]+ samples/s", last)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 LAYERS = [
     {"errors"},
     {"formats"},
-    {"config", "topology", "env"},
+    {"config", "topology", "env", "schedules"},
     {"tree", "random", "storage"},
     {"comm"},
     {"context"},
@@ -28,7 +28,7 @@ LAYERS = [
     {"cli", "pytest_plugin"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH_FREE = {"errors", "formats", "config", "topology", "env", "launch", "cli", "pytest_plugin"}
+TORCH_FREE = {"errors", "formats", "schedules", "config", "topology", "env", "launch", "cli", "pytest_plugin"}
 ENVIRONMENT_READERS = {"context", "launch", "cli"}  # each passes os.environ on as a mapping; env.py takes the mapping
 FORBIDDEN = {"pickle", "eval", "exec"}  # except that a launch executes the script it was given
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60

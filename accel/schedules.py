@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rates as functions of the step: frozen records, called with a step, that give a factor.
+
+Step 0 is the first optimizer step. A schedule of `steps` begins at `start`, reaches `end` at that step exactly, and
+stays there. Pass one to torch's `LambdaLR`, which multiplies it with each group's learning rate, or call it:
+
+>>> from accel.schedules import Cosine, Joined, warmup
+>>> schedule = Joined((warmup(3), Cosine(4)))
+>>> [round(schedule(step), 2) for step in range(8)]
+[0.25, 0.5, 0.75, 1.0, 0.85, 0.5, 0.15, 0.0]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from accel.errors import ConfigError, check_choice
+
+Schedule = Callable[[int], float]
+
+
+class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves the __dict__ of what it is given
+    """What the schedules have in common.
+
+    Attributes:
+        steps: how long the piece lasts; None for one without an end.
+    """
+
+    steps: int | None = None
+
+    def __call__(self, step: int) -> float:
+        """Return the factor at a step, 0 or above.
+
+        Raises:
+            ConfigError: a negative step.
+        """
+        return self.at(_check_step(step, type(self).__name__))
+
+    def at(self, step: int) -> float:
+        """Return the factor at a step that is known to be 0 or above."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            _check_steps(self.steps, f"{type(self).__name__}.steps")
+
+
+class Constant(Piece, frozen=True, kw_only=True):
+    """The same factor at every step.
+
+    Attributes:
+        value: the factor.
+    """
+
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_factor(self.value, "Constant.value")
+
+    def at(self, step: int) -> float:
+        """Return the value."""
+        return self.value
+
+
+class InverseSqrt(Piece, frozen=True, kw_only=True):
+    """1 at first, then one over the root of time: 1 / sqrt(1 + step / timescale).
+
+    After `warmup(n)`, `InverseSqrt(timescale=n)` is the schedule of Vaswani et al. 2017, arXiv:1706.03762.
+
+    Attributes:
+        timescale: steps after which the factor is 1 / sqrt(2).
+    """
+
+    timescale: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_steps(self.timescale, "InverseSqrt.timescale")
+
+    def at(self, step: int) -> float:
+        """Return the point on the curve."""
+        return 1 / math.sqrt(1 + step / self.timescale)
+
+
+class Curve(Piece, frozen=True, kw_only=True):
+    """What goes from `start` to `end` in `steps`, and stays there.
+
+    Attributes:
+        start, end: factors at step 0 and from step `steps` on.
+    """
+
+    start: float = 1.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_steps(self.steps, f"{type(self).__name__}.steps")
+        _check_factor(self.start, f"{type(self).__name__}.start")
+        _check_factor(self.end, f"{type(self).__name__}.end")
+
+    def at(self, step: int) -> float:
+        """Return the point on the curve."""
+        gone = self.gone(min(step / (self.steps or 1), 1.0))
+        return self.start * (1 - gone) + self.end * gone  # exact at both ends
+
+    def gone(self, time: float) -> float:
+        """Return the share of the way that is done at a share of the time, both 0 to 1."""
+        raise NotImplementedError
+
+
+class Linear(Curve, frozen=True, kw_only=True):
+    """A straight line."""
+
+    def gone(self, time: float) -> float:
+        """Return the time."""
+        return time
+
+
+class Cosine(Curve, frozen=True, kw_only=True):
+    """Half a cosine. Loshchilov and Hutter 2017, arXiv:1608.03983."""
+
+    def gone(self, time: float) -> float:
+        """Return what a cosine has fallen by."""
+        return (1 - math.cos(math.pi * time)) / 2
+
+
+class Polynomial(Curve, frozen=True, kw_only=True):
+    """A power of the time that remains, or of the time that has gone by.
+
+    Attributes:
+        power: 1 is `Linear`.
+        of: "remaining" is flat at the end if the power is above 1. "elapsed" with power 0.5 is the cool-down
+            1 - sqrt(t) of Hägele et al. 2024, arXiv:2405.18392.
+    """
+
+    power: float = 2.0
+    of: Literal["remaining", "elapsed"] = "remaining"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.power < math.inf:
+            raise ConfigError("not a power", expected="above 0", got=repr(self.power), where="Polynomial.power")
+        check_choice(self.of, ("remaining", "elapsed"), "not a part of the time", where="Polynomial.of")
+
+    def gone(self, time: float) -> float:
+        """Return the power of the time, or what that of the rest leaves."""
+        return time**self.power if self.of == "elapsed" else 1 - (1 - time) ** self.power
+
+
+class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
+    """Pieces one after another; each counts its steps from 0 and hands over when they are done.
+
+    Attributes:
+        pieces: all but the last with an end.
+        jumps: whether a piece may begin elsewhere than the one before it ended, as warm restarts do.
+    """
+
+    pieces: tuple[Constant | Linear | Cosine | Polynomial | InverseSqrt, ...]
+    jumps: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ConfigError("nothing to join", expected="at least one piece", got="none", where="Joined.pieces")
+        for at, (piece, after) in enumerate(zip(self.pieces[:-1], self.pieces[1:], strict=True)):
+            if piece.steps is None:
+                raise ConfigError(
+                    "a piece without an end is followed by another",
+                    expected="steps",
+                    got=repr(piece),
+                    where=f"Joined.pieces[{at}]",
+                )
+            end, start = piece.at(piece.steps), after.at(0)
+            if not self.jumps and not math.isclose(end, start, rel_tol=1e-9, abs_tol=1e-12):
+                raise ConfigError(
+                    "the factor jumps between two pieces",
+                    expected=f"a piece that begins at {end:g}, where the one before it ends",
+                    got=f"{after!r}, which begins at {start:g}",
+                    where=f"Joined.pieces[{at + 1}]",
+                    fix="Set start= and end= so that they meet, or pass jumps=True.",
+                )
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of the piece that a step falls into.
+
+        Raises:
+            ConfigError: a negative step.
+        """
+        _check_step(step, "Joined")
+        for piece in self.pieces[:-1]:
+            if piece.steps is None or step < piece.steps:
+                return piece.at(step)
+            step -= piece.steps
+        return self.pieces[-1].at(step)
+
+
+def warmup(steps: int) -> Linear:
+    """Return a line that reaches 1 at `steps`. The first step is not wasted: it gets 1 / (steps + 1)."""
+    _check_steps(steps, "warmup(steps=)")
+    return Linear(steps, start=1 / (steps + 1), end=1.0)
+
+
+def wsd(warmup_steps: int, stable_steps: int, decay: Linear | Cosine | Polynomial) -> Joined:
+    """Return warm-up, stable, decay: up to 1, as long at 1, then `decay`. Hu et al. 2024, arXiv:2404.06395.
+
+    Args:
+        warmup_steps, stable_steps: of the first two phases, 1 or above.
+        decay: the last phase, from 1, such as `Linear(1000)` or `Polynomial(1000, power=0.5, of="elapsed")`.
+
+    Raises:
+        ConfigError: steps below 1, or a decay that does not begin at 1.
+    """
+    return Joined((warmup(warmup_steps), Constant(stable_steps), decay))
+
+
+def _check_step(step: int, where: str) -> int:
+    if step < 0:
+        raise ConfigError("not a step", expected="0 or above", got=repr(step), where=where)
+    return step
+
+
+def _check_steps(steps: int | None, where: str) -> None:
+    if type(steps) is not int or steps < 1:
+        raise ConfigError("not a number of steps", expected="an integer from 1", got=repr(steps), where=where)
+
+
+def _check_factor(value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError("not a factor", expected="a number from 0", got=repr(value), where=where)

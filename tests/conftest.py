@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated ranks whose threads serve a whole module."""
+"""Simulated ranks, under the name that this suite's tests know."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +9,5 @@ from accel.testing import Simulator
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Simulator]:
-    with Simulator() as simulator:
-        yield simulator
+def ranks(simulator: Simulator) -> Simulator:
+    return simulator

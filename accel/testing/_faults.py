@@ -27,7 +27,7 @@ WriteAction = Literal["drop", "cut", "corrupt", "full"]
 _STOP_REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
-class Fault(msgspec.Struct, frozen=True):
+class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """What happens to one rank at one of its calls.
 
     Attributes:
@@ -45,7 +45,7 @@ class Fault(msgspec.Struct, frozen=True):
     signal: int = signal.SIGTERM
 
 
-class WriteFault(msgspec.Struct, frozen=True):
+class WriteFault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """What a bad disk does to one file that a rank writes; apart from "full" it reports success.
 
     Attributes:
@@ -141,7 +141,7 @@ class Injector:
             raise FaultNotReached(
                 "a fault never happened",
                 expected=f"rank {fault.rank} to come to {noun} #{_count_of(fault)}",
-                got=f"{made} {noun}s in all, counted from #0",
+                got=f"{made} in all, counted from #0",
                 where=repr(fault),
                 fix="Ask for an earlier one, or let the run go on for longer.",
             )

@@ -49,11 +49,11 @@ def test_faults_that_cannot_happen_are_refused(ranks, fault, where, expected):
 def test_a_fault_that_comes_after_the_end_is_an_error(ranks, action):
     with pytest.raises(FaultNotReached) as caught:
         ranks.run_groups(three_barriers, 2, faults=[Fault(1, 3, action)])
-    assert "expected rank 1 to come to call #3, got 3 calls in all, counted from #0" in str(caught.value)
+    assert "expected rank 1 to come to call #3, got 3 in all, counted from #0" in str(caught.value)
 
 
 def test_a_write_that_never_came_is_an_error(ranks):
-    with pytest.raises(FaultNotReached, match="to come to write #0, got 0 writes in all"):
+    with pytest.raises(FaultNotReached, match="to come to write #0, got 0 in all"):
         ranks.run_groups(three_barriers, 2, faults=[WriteFault(0, 0)])
 
 

@@ -49,7 +49,7 @@ def load(simulator: Simulator, path: Path) -> list[float]:
 def test_each_write_is_listed_above(ranks, tmp_path):
     for rank in range(SIZE):
         last = sum(1 for who, _, _ in WRITES if who == rank)
-        with pytest.raises(FaultNotReached, match=f"got {last} writes in all"):
+        with pytest.raises(FaultNotReached, match=f"got {last} in all"):
             save(ranks, tmp_path, 1, WriteFault(rank, last))
 
 

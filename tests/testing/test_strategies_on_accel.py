@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accel's own collectives on generated trees, worlds, schedules and faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel
+from accel.testing import Deadlock, Fault, InjectedFault
+from accel.testing import strategies as sim
+from accel.tree import structure, tensors
+
+relaxed = settings(deadline=None, max_examples=100)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+COMPLEX = (torch.complex64, torch.complex128)
+REDUCTIONS = {
+    "sum": FLOATS + INTEGERS + COMPLEX,
+    "mean": (torch.float32, torch.float64, *COMPLEX),
+    "max": (*FLOATS, *INTEGERS, torch.bool),
+    "min": (*FLOATS, *INTEGERS, torch.bool),
+    "product": (torch.float32, torch.float64, torch.int64, torch.int32),
+}
+COMBINE = {
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "mean": lambda stacked: stacked.sum(0) / len(stacked),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+    "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
+}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    raw = [tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*raw)
+
+
+def columns(trees: list[Any]) -> list[list[torch.Tensor]]:
+    """The tensors of all ranks at each place of the trees."""
+    return [list(column) for column in zip(*map(flat, trees), strict=True)]
+
+
+def flat(tree: object) -> list[torch.Tensor]:
+    return [leaf for _, leaf in tensors(tree)]
+
+
+@relaxed
+@given(trees=sim.rank_trees(special=True), seed=sim.schedules())
+def test_gather_joins_rows_bit_by_bit(ranks, trees, seed):
+    everyone = ranks.run(lambda ctx: accel.gather(ctx, trees[ctx.rank]), len(trees), seed=seed)
+    expected = [
+        torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in column]) for column in columns(trees)
+    ]
+    for gathered in everyone:
+        assert structure(gathered) == structure(trees[0])
+        assert all(map(same_bits, flat(gathered), expected))
+
+
+@relaxed
+@given(data=st.data(), op=st.sampled_from(sorted(REDUCTIONS)), seed=sim.schedules())
+def test_reduce_combines_element_by_element(ranks, data, op, seed):
+    trees = data.draw(sim.rank_trees(ragged=False, dtypes=REDUCTIONS[op]))
+    everyone = ranks.run(lambda ctx: accel.reduce(ctx, trees[ctx.rank], op), len(trees), seed=seed)
+    expected = [COMBINE[op](torch.stack(column)) for column in columns(trees)]
+    for reduced in everyone:
+        assert structure(reduced) == structure(trees[0])
+        for got, wanted in zip(flat(reduced), expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6 if op == "mean" else 0, atol=0)
+
+
+@relaxed
+@given(trees=sim.rank_trees(), seed=sim.schedules())
+def test_collectives_leave_what_they_were_given_alone(ranks, trees, seed):
+    before = [leaf.clone() for tree in trees for leaf in flat(tree)]
+    ranks.run(lambda ctx: accel.gather(ctx, trees[ctx.rank]), len(trees), seed=seed)
+    assert all(map(same_bits, before, [leaf for tree in trees for leaf in flat(tree)]))
+
+
+def train(ctx: accel.DistContext) -> list[int]:
+    """Three calls on each rank."""
+    total = accel.reduce(ctx, torch.tensor([ctx.rank]))
+    accel.wait_for_everyone(ctx)
+    return accel.gather(ctx, total).tolist()
+
+
+@relaxed
+@given(data=st.data(), world=sim.worlds(min_size=2, max_size=5))
+def test_a_fault_ends_in_its_own_error_or_changes_nothing(ranks, data, world):
+    fault: Fault = data.draw(sim.faults(world.size, calls=3))
+    straight = ranks.run(train, world.size, seed=world.seed)
+    expected = {"raise": InjectedFault, "vanish": Deadlock, "terminate": Deadlock}
+    if fault.action == "delay":
+        assert ranks.run(train, world.size, seed=world.seed, faults=[fault]) == straight
+    else:
+        with pytest.raises(expected[fault.action]) as caught:
+            ranks.run(train, world.size, seed=world.seed, faults=[fault])
+        assert f"rank {fault.rank}" in str(caught.value)

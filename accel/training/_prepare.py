@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel.context import DistContext
-from accel.data import Loader, prepare_loader
+from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
 from accel.parallel import check_devices, prepare_model, unwrap_model
 from accel.precision import apply_precision
@@ -26,7 +26,8 @@ def prepare(ctx: DistContext, *objects: Any) -> Any:
 
     Args:
         ctx: the context.
-        objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number.
+        objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number; and loaders that
+            `prepare_loader` has prepared, which stay as they are.
 
     Returns:
         One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,
@@ -50,7 +51,7 @@ def prepare(ctx: DistContext, *objects: Any) -> Any:
                 apply_precision(ctx, unwrap_model(each))
         _check_optimizers(objects)  # fp8 may have put other parameters into a model
     prepared = list(objects)
-    for kinds in ((DataLoader, Loader), (nn.Module,), (Optimizer, LRScheduler)):  # what is refused before what mutates
+    for kinds in ((DataLoader,), (nn.Module,), (Optimizer, LRScheduler)):  # what is refused before what mutates
         prepared = [_prepare(ctx, each) if isinstance(each, kinds) else each for each in prepared]
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -100,14 +101,14 @@ def _prepare(ctx: DistContext, each: Any) -> Any:
         return prepare_optimizer(ctx, each)
     if isinstance(each, LRScheduler):
         return prepare_scheduler(ctx, each)
-    return each if isinstance(each, Loader) else prepare_loader(ctx, cast(DataLoader[Any], each))
+    return prepare_loader(ctx, cast(DataLoader[Any], each))
 
 
 def _check_kinds(objects: tuple[Any, ...]) -> None:
     if not objects:
         raise PrepareError("nothing to prepare", expected="a model, optimizer, scheduler or loader", got="no arguments")
     for at, each in enumerate(objects):
-        if not isinstance(each, nn.Module | Optimizer | LRScheduler | DataLoader | Loader):
+        if not isinstance(each, nn.Module | Optimizer | LRScheduler | DataLoader | Loader | StreamLoader):
             raise PrepareError(
                 "cannot prepare this",
                 expected="a module, torch optimizer, torch scheduler or DataLoader",

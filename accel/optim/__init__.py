@@ -2,6 +2,7 @@
 """What happens around an optimizer: the accumulation window as a record, and passes over gradients."""
 
 from accel.optim._accumulation import Accumulation as Accumulation
+from accel.optim._foreach import norms as norms
 from accel.optim._gradients import clamp_ as clamp_
 from accel.optim._gradients import first_nonfinite as first_nonfinite
 from accel.optim._gradients import gradients as gradients

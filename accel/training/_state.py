@@ -11,6 +11,7 @@ from accel.checkpoint import Content, read_checkpoint, save, settle
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
+from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
 from accel.training._restore import finish, match, rollback, try_risky
 
@@ -24,6 +25,7 @@ def save_state(
     *,
     step: int,
     keep: int | None = None,
+    allow_non_finite: bool = False,
 ) -> Path:
     """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
 
@@ -37,6 +39,8 @@ def save_state(
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name.
         step: names the checkpoint, 0 or above.
         keep: how many checkpoints stay, 1 or above: this one and the newest others; None for all.
+        allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
+            beside the -inf of masks.
 
     Returns:
         The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed.
@@ -44,6 +48,7 @@ def save_state(
     Raises:
         ConfigError: no items, a name, step or keep out of range, or a record that is not at a step's end.
         CheckpointError: something cannot be stored, or the disk failed; the same on every rank, nothing has changed.
+        NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
     """
     error, content = None, None
@@ -51,6 +56,8 @@ def save_state(
         _check_numbers(step, keep)
         check_items(items, "save_state")
         content = capture(ctx, items)
+        if not allow_non_finite:
+            check_finite(content)
     except Exception as failure:
         error = failure
     settle(ctx, Call("save_state", f"step {step}\nkeep {keep}", call_site()), error, b"", bytes)

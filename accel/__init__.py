@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from accel.formats import Fp8 as Fp8
     from accel.formats import Precision as Precision
     from accel.optim import Accumulation as Accumulation
+    from accel.parallel import CommHook as CommHook
+    from accel.parallel import PowerSgd as PowerSgd
     from accel.parallel import checkpoint_activations as checkpoint_activations
     from accel.parallel import compile_model as compile_model
     from accel.parallel import no_sync as no_sync
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from accel.seeding import seeded as seeded
     from accel.seeding import set_seed as set_seed
     from accel.seeding import synchronize_rng as synchronize_rng
+    from accel.training import Ema as Ema
     from accel.training import StepResult as StepResult
     from accel.training import accumulate as accumulate
     from accel.training import backward as backward
@@ -138,6 +141,8 @@ _HOMES = {
     "formats": ("Fp8", "Precision"),
     "optim": ("Accumulation",),
     "parallel": (
+        "CommHook",
+        "PowerSgd",
         "checkpoint_activations",
         "compile_model",
         "no_sync",
@@ -162,6 +167,7 @@ _HOMES = {
     "random": ("Key",),
     "seeding": ("deterministic", "rank_key", "seeded", "set_seed", "synchronize_rng"),
     "training": (
+        "Ema",
         "StepResult",
         "accumulate",
         "backward",

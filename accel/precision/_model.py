@@ -60,7 +60,7 @@ def apply_precision(ctx: DistContext, model: M) -> M:
     Raises:
         ConfigError: a name that no submodule has, or no layer for fp8.
         DeviceError, MissingExtraError: what the device or the installation lacks.
-        PrepareError: parameters that are to be converted have gradients.
+        PrepareError: parameters that are to be converted have gradients, or are sharded.
     """
     precision = ctx.precision
     check_compute(ctx.device, precision.compute)
@@ -98,6 +98,14 @@ def _formats(model: nn.Module, precision: Precision, spared: set[str]) -> list[t
 
 def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
     for name, parameter, dtype in formats:
+        if hasattr(parameter, "device_mesh"):
+            raise PrepareError(
+                "a parameter that is to be converted is sharded",
+                expected="a model before it is sharded",
+                got=f"a {type(parameter).__name__} in {parameter.dtype}",
+                where=f"apply_precision, {name}",
+                fix="Call accel.apply_precision(ctx, model) first, then shard the model.",
+            )
         if parameter.grad is not None:
             raise PrepareError(
                 "a parameter that is to be converted has a gradient",

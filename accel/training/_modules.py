@@ -64,6 +64,11 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
     return ModuleState(parameters, buffers, extras, owners)
 
 
+def clean_name(module: nn.Module, raw: str) -> str:
+    """Return a name in a module without the steps that wrappers put into it."""
+    return _clean(module, raw)[0]
+
+
 def _clean(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
     """The name without wrappers' steps, and the innermost submodule on the way."""
     kept: list[str] = []

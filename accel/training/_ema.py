@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Ema`: an exponential moving average of a model's weights, which often evaluates better than the weights.
+
+Polyak and Juditsky 1992; Karras et al. 2024, arXiv:2312.02696.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch import nn
+
+from accel.errors import ConfigError, PrepareError, check_choice
+from accel.parallel import unwrap_model
+from accel.training._modules import clean_name
+
+_torch = cast(Any, torch)  # the operations on lists have no public names
+
+
+class Stepped(Protocol):
+    """A `StepResult`, as far as an average needs it."""
+
+    @property
+    def stepped(self) -> bool:
+        """Whether parameters were changed."""
+        ...
+
+
+@runtime_checkable
+class _FullySharded(Protocol):
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, /) -> None: ...
+
+    def reshard(self) -> None: ...
+
+
+class Ema(nn.Module):
+    """The average of a model's weights over its steps, in a module of its own: an item of a checkpoint.
+
+    Sharded parameters have sharded averages. Floating-point averages are at least fp32: in bf16 a decay of 0.999 would
+    not move them.
+
+    Args:
+        model: after `prepare`, so that the average lies where the weights do. Its parameters are copied.
+        decay: the share of the average that an update keeps, 0 up to but without 1.
+        warmup: keep less at first, (1 + n) / (10 + n) at update n, so that the random first weights are soon forgotten.
+        buffers: "model" evaluates with the model's own buffers, which for batch norms are averages already; "average"
+            averages floating-point buffers too, and copies others.
+
+    Raises:
+        ConfigError: a decay out of range, or an unknown choice.
+    """
+
+    updates: torch.Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decay: float = 0.999,
+        warmup: bool = True,
+        buffers: Literal["model", "average"] = "model",
+    ) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ConfigError("not a decay", expected="0 up to but without 1", got=repr(decay), where="Ema(decay=)")
+        check_choice(buffers, ("model", "average"), "unknown choice", where="Ema(buffers=)")
+        self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"
+        self.weights = nn.Module()
+        for name, live in self._live(model):
+            _place(self.weights, name, live)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    def update_(self, model: nn.Module, step: Stepped | None = None) -> None:
+        """Move the average towards the model's weights. Call it after each step. No communication. Mutates this.
+
+        Args:
+            model: the one that the average was made of.
+            step: what `optimizer_step` returned; a step that was skipped leaves the average alone.
+
+        Raises:
+            PrepareError: another model, or one that was prepared after the average was made.
+        """
+        if step is not None and not step.stepped:
+            return
+        weight = 1 - ema_decay(int(self.updates), self.decay, warmup=self.warmup)
+        pairs = self._pairs(model)
+        with torch.no_grad():
+            same = [pair for pair in pairs if pair[0].dtype == pair[1].dtype and _averaged(pair[0])]
+            for averages, live in _by_kind(same):
+                _torch._foreach_lerp_(averages, live, weight)
+            for average, live in pairs:
+                if not _averaged(average):
+                    average.copy_(live)
+                elif average.dtype != live.dtype:
+                    average.lerp_(live.to(average.dtype), weight)
+            self.updates += 1
+
+    @contextlib.contextmanager
+    def applied_to(self, model: nn.Module) -> Generator[None]:
+        """Let the model have the averaged weights in the block, and its own again after it, whatever happens in it.
+
+        What the block changes in the model's weights is lost; it takes the memory of a copy of them. No communication.
+
+        Raises:
+            PrepareError: as `update_`.
+        """
+        pairs = self._pairs(model)
+        averages, live = [pair[0].detach() for pair in pairs], [pair[1].detach() for pair in pairs]
+        own = [each.clone() for each in live]
+        try:
+            _copy(averages, live)
+            yield
+        finally:
+            _reshard(model)
+            _copy(own, live)
+
+    def _live(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        plain = unwrap_model(model)
+        _reshard(plain)
+        named: list[tuple[str, torch.Tensor]] = list(plain.named_parameters())
+        if self.averages_buffers:
+            named += plain.named_buffers()
+        return [(clean_name(plain, name), each) for name, each in named]
+
+    def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Averages and the model's tensors, in the model's order."""
+        own = dict([*self.weights.named_parameters(), *self.weights.named_buffers()])
+        live = self._live(model)
+        for name, each in live:
+            if name not in own or _layout(own[name]) != _layout(each):
+                raise _other_model(name, own.get(name), each)
+        if len(live) != len(own):
+            missing = min(own.keys() - {name for name, _ in live})
+            raise _other_model(missing, own[missing], None)
+        return [(own[name], each) for name, each in live]
+
+
+def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
+    """Return the share of the average that an update keeps.
+
+    Args:
+        updates: how many there were before.
+        decay: the most.
+        warmup: whether it grows up to that: (1 + updates) / (10 + updates).
+    """
+    return min(decay, (1 + updates) / (10 + updates)) if warmup else decay
+
+
+def _place(root: nn.Module, name: str, live: torch.Tensor) -> None:
+    """Store a copy under the name that it has in the model."""
+    *path, leaf = name.split(".")
+    for part in path:
+        child = getattr(root, part, None)
+        if not isinstance(child, nn.Module):
+            child = nn.Module()
+            setattr(root, part, child)
+        root = child
+    copy = live.detach().clone()
+    if _averaged(copy):
+        copy = copy.to(torch.promote_types(copy.dtype, torch.float32))
+    if isinstance(live, nn.Parameter):
+        root.register_parameter(leaf, nn.Parameter(copy, requires_grad=False))
+    else:
+        root.register_buffer(leaf, copy)
+
+
+def _averaged(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _by_kind(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Group pairs so that one kernel can take a group: it wants one device and one dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for average, live in pairs:
+        averages, lives = groups.setdefault((average.device, average.dtype), ([], []))
+        averages.append(average)
+        lives.append(live)
+    return list(groups.values())
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let `fully_shard` drop gathered weights, which it would else go on with after their shards have changed."""
+    for module in model.modules():
+        if isinstance(module, _FullySharded):
+            module.reshard()
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.device, getattr(tensor, "placements", None)
+
+
+def _other_model(name: str, own: torch.Tensor | None, live: torch.Tensor | None) -> PrepareError:
+    def told(tensor: torch.Tensor | None) -> str:
+        if tensor is None:
+            return "no such tensor"
+        placed = getattr(tensor, "placements", None)
+        return f"shape {list(tensor.shape)} on {tensor.device}" + (f", {placed}" if placed else "")
+
+    return PrepareError(
+        "the average was made of another model",
+        expected=told(own),
+        got=told(live),
+        where=f"Ema, {name}",
+        fix="Make the Ema after accel.prepare, of the model that is trained.",
+    )

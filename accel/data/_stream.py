@@ -108,7 +108,12 @@ def stream_loader(
         ConfigError: an unknown mode or tail, or a global batch that does not fit.
     """
     if mode is None:
-        raise DataError("a stream has no positions to shard: say who reads what", where="prepare_loader", fix=_MODES)
+        raise DataError(
+            "a stream has no positions to shard",
+            expected="prepare_loader(ctx, loader, stream=...), which says who reads what",
+            got="no stream=",
+            fix=_MODES,
+        )
     check_choice(mode, get_args(StreamMode), "unknown way to read a stream", where="prepare_loader(stream=)")
     is_torch = isinstance(loader, DataLoader)
     if is_torch:

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream goes on from any cursor as if it had never stopped: in memory, through a checkpoint, by replay."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
+from torch.utils.data import DataLoader, IterableDataset
+
+import accel
+from accel import CheckpointError, Cursor, DataError
+from accel.data import StreamPosition, WorkerPosition
+
+MODES = ["shards", "elements", "dispatch"]
+relaxed = settings(deadline=None, max_examples=40)
+
+
+def _run(ctx, cursor, kind=Stateful, *, n=23, mode="dispatch", size=2, **options):
+    loader = make_loader(ctx, kind(n), mode, size, **options)
+    return list(accel.batches(ctx, loader, cursor))
+
+
+def _same(batches, expected):
+    """Whether batches are the same; those that weigh nothing may hold other data."""
+    pairs = zip(map(seen, batches), map(seen, expected), strict=True)
+    return all(got[1:] == other[1:] and (got[1] == 0 or got == other) for got, other in pairs)
+
+
+@relaxed
+@given(
+    n=st.integers(4, 40),
+    world=st.integers(1, 4),
+    size=st.integers(1, 4),
+    mode=st.sampled_from(MODES),
+    kind=st.sampled_from([Stateful, Stream]),
+    tail=st.sampled_from(["ragged", "pad", "drop"]),
+    data=st.data(),
+)
+def test_the_rest_of_an_epoch_is_the_same_from_every_cursor(ranks, n, world, size, mode, kind, tail, data):
+    n = max(n, world * size)
+    options = {"n": n, "mode": mode, "size": size, "tail": tail}
+    steps = len(ranks.run(lambda ctx: _run(on_nodes(ctx, 2), Cursor(seed=1), kind, **options), world)[0])
+    k = data.draw(st.integers(0, steps - 1))
+
+    def rank(ctx):
+        ctx = on_nodes(ctx, 2)
+        whole = _run(ctx, Cursor(seed=1), kind, **options)
+        rest = _run(ctx, whole[k].next, kind, **options) if k < steps - 1 else []
+        return _same(rest, whole[k + 1 :])
+
+    assert all(ranks.run(rank, world))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize("kind", [Stateful, Stream])
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_go_on_where_each_of_them_was(ranks, mode, kind):
+    def rank(ctx):
+        whole = _run(ctx, Cursor(seed=1), kind, mode=mode, num_workers=3, n=31)
+        for k in range(len(whole) - 1):
+            rest = _run(ctx, whole[k].next, kind, mode=mode, num_workers=3, n=31)
+            assert _same(rest, whole[k + 1 :])
+        return True
+
+    assert all(ranks.run(rank, 2))
+
+
+@relaxed
+@given(world=st.integers(1, 4), other=st.integers(1, 4), kind=st.sampled_from([Stateful, Stream]), k=st.integers(0, 3))
+def test_a_position_in_the_whole_stream_fits_any_number_of_ranks(ranks, world, other, kind, k):
+    def ids(ctx, cursor, mode):
+        given, cursors = [], []
+        for batch in _run(ctx, cursor, kind, n=40, mode=mode, global_batch=8):
+            columns = accel.gather_for_metrics(ctx, batch.data, batch)
+            given.append([column.tolist() for column in columns])
+            cursors.append(batch.next)
+        return given, cursors
+
+    whole, cursors = ranks.run(lambda ctx: ids(ctx, Cursor(), "dispatch"), world)[0]
+    for mode in ("dispatch", "elements"):
+        for rest, _ in ranks.run(lambda ctx, mode=mode: ids(on_nodes(ctx, 2), cursors[k], mode), other):
+            assert rest == whole[k + 1 :]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_checkpoint_keeps_where_every_rank_is(ranks, tmp_path, mode, workers):
+    options = {"mode": mode, "num_workers": workers, "n": 29}
+
+    def save(ctx):
+        whole = _run(ctx, Cursor(seed=2), **options)
+        accel.save_state(ctx, tmp_path, {"cursor": whole[1].next}, step=1)
+        return [seen(batch) for batch in whole[2:]]
+
+    def load(ctx):
+        cursor = accel.load_state(ctx, accel.latest_checkpoint(tmp_path), {"cursor": Cursor()})["cursor"]
+        return [seen(batch) for batch in _run(ctx, cursor, **options)]
+
+    def load_elsewhere(ctx):
+        cursor = accel.load_state(ctx, accel.latest_checkpoint(tmp_path), {"cursor": Cursor()})["cursor"]
+        options_there = {**options, **({} if mode == "shards" else {"global_batch": 4})}
+        ids = []
+        for batch in _run(ctx, cursor, **options_there):
+            ids += accel.gather_for_metrics(ctx, batch.data[0], batch).tolist()
+        return ids
+
+    assert ranks.run(save, 2) == ranks.run(load, 2)
+    if mode == "shards":
+        with pytest.raises(DataError, match=r"2 ranks that read parts.*as many ranks as before"):
+            ranks.run(load_elsewhere, 3)
+    else:
+        ids = ranks.run(load_elsewhere, 3)[0]
+        assert len(ids) == len(set(ids)) == 29 - 8
+
+
+def test_a_rank_whose_stream_had_ended_resumes_without_any_batch_of_its_own(ranks):
+    class Uneven(Stateful):
+        def shard(self, num_shards, index):
+            return type(self)([9, 2][index])
+
+    def rank(ctx):
+        whole = _run(ctx, Cursor(), Uneven, mode="shards")
+        rest = _run(ctx, whole[2].next, Uneven, mode="shards")
+        assert [(int(b.valid), b.valid.world) for b in rest] == [(int(b.valid), b.valid.world) for b in whole[3:]]
+        return [b.data[0].tolist() for b in rest]
+
+    assert ranks.run(rank, 2) == [[[6, 7], [8]], [[6, 7], [6, 7]]]
+
+
+def test_a_stream_that_can_only_be_replayed_says_so_and_how_far_it_is(caplog, monkeypatch):
+    monkeypatch.setattr("accel.data._stream_read._REPORT_S", -1.0)
+    caplog.set_level(logging.INFO, "accel.data")
+    ctx = accel.single()
+    whole = _run(ctx, Cursor(), Stream, size=4)
+    assert not caplog.records
+    rest = _run(ctx, whole[2].next, Stream, size=4)
+    assert [seen(b) for b in rest] == [seen(b) for b in whole[3:]]
+    texts = [record.getMessage() for record in caplog.records]
+    assert "Stream is read again from its beginning and 12 elements are skipped" in texts[0]
+    assert "no state_dict" in texts[0]
+    assert texts[1:] == [f"skipped {at} of 12 elements of a stream (worker 0)" for at in range(1, 13)]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_count_alone_is_a_position_where_one_reader_reads_all():
+    """As `Cursor(consumed=)` of data with positions; only that it must read what it skips."""
+    ctx = accel.single()
+    whole = _run(ctx, Cursor(), Stateful, size=4)
+    rest = _run(ctx, Cursor(consumed=12), Stateful, size=4)
+    assert [seen(b) for b in rest] == [seen(b) for b in whole[3:]]
+
+
+class Iterating(IterableDataset):
+    """It is the iterator that has a state."""
+
+    def __iter__(self):
+        return _Iterator()
+
+
+class _Iterator:
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 11:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_with_a_state_resumes_too(caplog, workers):
+    ctx = accel.single()
+    loader = make_loader(ctx, Iterating(), "own", 2, num_workers=workers)
+    whole = list(accel.batches(ctx, loader, Cursor()))
+    rest = list(accel.batches(ctx, loader, whole[1].next))
+    assert [b.data.tolist() for b in rest] == [b.data.tolist() for b in whole[2:]]
+    assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_of_torchdata_resumes(workers):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    ctx = accel.single()
+    raw = stateful(Stateful(23), batch_size=3, num_workers=workers)
+    loader = accel.prepare_loader(ctx, raw, stream="own")
+    whole = list(accel.batches(ctx, loader, Cursor()))
+    assert sorted(i for batch in whole for i in batch.data[0].tolist()) == list(range(23))
+    for k in range(len(whole) - 1):
+        rest = list(accel.batches(ctx, loader, whole[k].next))
+        assert [seen(b) for b in rest] == [seen(b) for b in whole[k + 1 :]]
+    begun = stateful(Stateful(23), batch_size=3)
+    begun.load_state_dict({"_iterator_finished": False})
+    with pytest.raises(DataError, match="a loaded state_dict"):
+        accel.prepare_loader(ctx, begun, stream="own")
+
+
+def _position(ranks_=0, workers=1, state=None):
+    return StreamPosition((WorkerPosition(3, state),) * workers, ranks=ranks_)
+
+
+@pytest.mark.parametrize(
+    ("mode", "cursor", "said"),
+    [
+        ("shards", Cursor(consumed=3), "does not say where"),
+        ("dispatch", Cursor(consumed=3, stream=_position(ranks_=2)), "divided in another way.*whole stream"),
+        ("shards", Cursor(consumed=3, stream=_position()), "divided in another way.*2 ranks that read parts"),
+        ("dispatch", Cursor(consumed=3, stream=_position(workers=2)), "num_workers=2, as where.*got num_workers=0"),
+        ("dispatch", Cursor(consumed=3, of="9 samples in sequence"), "belongs to another order"),
+        ("dispatch", Cursor(consumed=99), "ended before the cursor's position.*got 9"),
+        ("dispatch", Cursor(consumed=3, stream=_position(state={"at": 3})), "cannot take it.*load_state_dict"),
+    ],
+)
+def test_a_cursor_of_something_else_is_refused_on_every_rank(ranks, mode, cursor, said):
+    def rank(ctx):
+        with pytest.raises(DataError, match=said):
+            _run(ctx, cursor, Stream, n=9, mode=mode)
+        accel.wait_for_everyone(ctx)
+        return True
+
+    assert all(ranks.run(rank, 2))
+
+
+def test_a_cursor_of_a_stream_fits_no_data_with_positions():
+    ctx = accel.single()
+    cursor = _run(ctx, Cursor())[0].next
+    loader = accel.prepare_loader(ctx, DataLoader(range(23), batch_size=2))
+    with pytest.raises(DataError, match="got a stream"):
+        next(accel.batches(ctx, loader, cursor))
+
+
+def test_a_state_that_cannot_be_stored_is_named_when_it_is_saved(ranks, tmp_path):
+    class Odd(Stream):
+        def state_dict(self):
+            return {"seen": {1}}
+
+        def load_state_dict(self, state):
+            pass
+
+    def rank(ctx):
+        cursor = _run(ctx, Cursor(), Odd, mode="shards")[0].next
+        with pytest.raises(CheckpointError, match=r"a set cannot be stored.*cursor\.stream.*state\.seen"):
+            accel.save_state(ctx, tmp_path, {"cursor": cursor}, step=1)
+        return accel.latest_checkpoint(tmp_path) is None
+
+    assert all(ranks.run(rank, 2))

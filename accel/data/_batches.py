@@ -19,7 +19,7 @@ from accel.data._plan import Cursor, SampleCount, Shard
 from accel.data._reading import Asked, RequestedDataset, seed_base
 from accel.data._stream import StreamLoader
 from accel.data._stream_steps import stream_steps
-from accel.data._transfer import moved
+from accel.data._transfer import check_movable, moved
 from accel.errors import AccelError, DataError
 from accel.random import Key
 
@@ -68,6 +68,7 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
         DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order; a
             dataset whose length has changed; a sampler that fails or gives nothing; on every rank. Also when a batch
             cannot be read, then on the rank that reads it: the others get `PeerError` in a call that misses it.
+        TreeError: the collate function makes a container that cannot be taken apart.
         CollectiveMismatch: ranks hold other cursors, datasets of other lengths, other batch sizes, or samplers that do
             not give the same; on every rank.
         ContextClosedError: the context is closed.
@@ -149,7 +150,9 @@ def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Shard, Any]]:
     try:
         persist = loader.workers
         with contextlib.nullcontext(make(asked)) if persist is None else persist.lend(make, asked) as reader:
-            for data in reader:
+            for step, data in enumerate(reader):
+                if step == 0:
+                    check_movable(data)
                 part = asked.parts.popleft()
                 is_last = part.is_last
                 yield part, data

@@ -11,7 +11,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
@@ -37,8 +36,6 @@ def read_source(
     """Return what every epoch of a torch DataLoader is made of; arguments and errors are `prepare_loader`'s."""
     kind = cast(type[object], type(loader))
     _refuse(not isinstance(loader, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")
-    iterable = isinstance(loader.dataset, IterableDataset)
-    _refuse(iterable, "a stream has no positions to shard", "an IterableDataset", "Pass a map-style dataset.")
     _refuse(
         not getattr(loader, "in_order", True), "batches come in their order", "in_order=False", "Leave in_order out."
     )

@@ -48,7 +48,8 @@ class Workers:
             return
         self._busy, self._feed.source = True, asked
         try:
-            self._reader = self._reader or make(self._feed)
+            if self._reader is None:
+                self._reader = make(self._feed)
             yield self._reader
         except Exception:
             self.close()  # a broken reader is not used again

@@ -58,6 +58,11 @@ def to_device(data: Any, device: torch.device) -> Any:
     return data if device.type == "cpu" else _map_movable(lambda leaf: leaf.to(device), data)
 
 
+def check_movable(data: Any) -> None:
+    """Raise `TreeError` for a batch that could not be moved to another device, wherever it is used now."""
+    _map_movable(lambda leaf: leaf, data)
+
+
 def pin(data: Any) -> Any:
     """Return a batch in pinned memory, as far as it can be taken apart or pins itself."""
     try:

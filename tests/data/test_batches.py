@@ -242,7 +242,7 @@ class Unsized(Dataset):
 
 DATA = list(range(10))
 REFUSED = {
-    "stream": (lambda: DataLoader(Stream()), "IterableDataset.*map-style"),
+    "stream": (lambda: DataLoader(Stream()), "no positions to shard.*stream="),
     "no batch": (lambda: DataLoader(DATA, batch_size=None), "batch_size=1 and a collate_fn"),
     "sharded": (lambda: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), "shards already.*shuffle="),
     "no sampler length": (lambda: DataLoader(DATA, sampler=Unsized()), "sampler has no length.*__len__"),

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accel
-from accel.testing import Deadlock, Fault, InjectedFault
+from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault
 from accel.testing import strategies as sim
+from accel.testing._faults import CallAction
 from accel.tree import structure, tensors
 
 relaxed = settings(deadline=None, max_examples=100)
@@ -103,3 +105,33 @@ def test_a_fault_ends_in_its_own_error_or_changes_nothing(ranks, data, world):
         with pytest.raises(expected[fault.action]) as caught:
             ranks.run(train, world.size, seed=world.seed, faults=[fault])
         assert f"rank {fault.rank}" in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("action", get_args(CallAction))
+def test_a_save_that_fails_anywhere_leaves_the_former_checkpoint_or_the_new_one(ranks, tmp_path, action, rank):
+    def save(ctx: accel.DistContext, step: int) -> None:
+        accel.save_state(ctx, tmp_path, {"step": step}, step=step, keep=2)
+
+    def load(ctx: accel.DistContext) -> object:
+        found = accel.latest_checkpoint(tmp_path)
+        assert found is not None
+        return accel.load_state(ctx, found, {"step": 0})["step"]
+
+    ranks.run(lambda ctx: save(ctx, 1), 2)
+    former, ends = 1, set()
+    for call in itertools.count():
+        new = call + 2
+        try:
+            ranks.run(lambda ctx, new=new: save(ctx, new), 2, faults=[Fault(rank, call, action)])
+            ends.add("saved")
+        except (InjectedFault, Deadlock):
+            ends.add("failed")
+        except FaultNotReached:
+            break
+        [found, same] = ranks.run(load, 2)
+        assert found == same
+        assert found == new if "saved" in ends else found in (former, new)
+        former = found
+    assert ends == ({"saved"} if action == "delay" else {"failed"})
+    assert ranks.run(load, 2) == [new, new]

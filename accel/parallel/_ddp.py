@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm import broadcast_flat
+from accel.comm import Call, broadcast_flat, call_site, exchange
 from accel.context import DistContext
 from accel.errors import DeviceError, PrepareError
+from accel.parallel._hooks import CommHook, DdpOptions, register_hook
 from accel.parallel._labels import label_parameters
 from accel.parallel._sharded import check_sharded, is_sharded
 from accel.parallel._unwrap import wrapped_name
@@ -48,6 +50,9 @@ def prepare_model(
     find_unused_parameters: bool = False,
     bucket_cap_mb: float = 25.0,
     static_graph: bool = False,
+    broadcast_buffers: bool = True,
+    gradient_as_bucket_view: bool = True,
+    comm_hook: CommHook | None = None,
 ) -> nn.Module:
     """Move the model to the context's device, and wrap it in DDP when there are more ranks than one. A collective.
 
@@ -57,22 +62,40 @@ def prepare_model(
     Args:
         ctx: the context.
         model: on the CPU or on the context's device. Moved in place.
-        find_unused_parameters, bucket_cap_mb, static_graph: as in DistributedDataParallel; the bucket's unit is MiB.
+        find_unused_parameters, bucket_cap_mb, static_graph, broadcast_buffers, gradient_as_bucket_view: as in
+            DistributedDataParallel; the bucket's unit is MiB.
+        comm_hook: how gradients travel: "fp16" or "bf16" sends them in that dtype, a `PowerSgd` as thin matrices; or a
+            function for DDP's register_comm_hook, whose state is the process group. None sends them as they are.
 
     Returns:
-        The model to call in the training loop.
+        The model to call in the training loop. With one rank, options have nothing to do.
 
     Raises:
         DeviceError: a parameter or buffer on another device; named.
-        PrepareError: not a module, or a sharded one whose gradients would not reach every rank.
+        PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
+            wrapped with, or a sharded one whose gradients would not reach every rank.
+        ConfigError: options outside their range, or that contradict each other.
+        MissingExtraError: PowerSGD without numpy.
+        CollectiveMismatch: ranks passed other options, or models of other parameters.
     """
     ctx.comm.check_open()
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise PrepareError("not a model", expected="a torch.nn.Module", got=type(model).__name__, where="prepare_model")
+    options = DdpOptions(
+        find_unused_parameters=find_unused_parameters,
+        bucket_cap_mb=bucket_cap_mb,
+        static_graph=static_graph,
+        broadcast_buffers=broadcast_buffers,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        comm_hook=comm_hook,
+    )
+    options.check()
     if replica_of(model) is not None:
+        _check_free_of_options(options)
         return model
     check_devices(ctx, model)
     if is_sharded(model):
+        _check_free_of_options(options)
         check_sharded(ctx, model)
         label_parameters(model, exchanged=False)
         return model
@@ -84,18 +107,50 @@ def prepare_model(
         for tensor in [*model.parameters(), *model.buffers()]:
             broadcast_flat(ctx.comm, tensor.detach(), source=0)
         return model
+    return _replicate(ctx, model, options)
+
+
+def _replicate(ctx: DistContext, model: nn.Module, options: DdpOptions) -> Replica:
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    facts = [options.describe(), *(f"{name}: {each.dtype} {list(each.shape)}" for name, each in trained)]
+    call = Call("prepare_model", "\n".join(facts), call_site())
+    _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
     replica = Replica(
         model,
         device_ids=None if ctx.device.type == "cpu" else [ctx.device],
         process_group=ctx.comm.group,
-        find_unused_parameters=find_unused_parameters,
-        bucket_cap_mb=bucket_cap_mb,
-        static_graph=static_graph,
-        gradient_as_bucket_view=True,
+        find_unused_parameters=options.find_unused_parameters,
+        bucket_cap_mb=options.bucket_cap_mb,
+        static_graph=options.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        **_buffer_options(ctx, model, options),
     )
-    if not find_unused_parameters and not static_graph:
+    if not options.find_unused_parameters and not options.static_graph:
         _fix_buckets(replica)
+    register_hook(replica, ctx.comm.group, options.comm_hook)
     return replica
+
+
+def _buffer_options(ctx: DistContext, model: nn.Module, options: DdpOptions) -> dict[str, bool]:
+    """How this torch says that buffers are not sent in forward; at the start they are rank 0's in any case."""
+    if options.broadcast_buffers:
+        return {}
+    for buffer in model.buffers():
+        broadcast_flat(ctx.comm, buffer.detach(), source=0)
+    new = "forward_sync_buffers"  # of torch 2.13, which warns about the old name
+    known = inspect.signature(cast(Any, DistributedDataParallel)).parameters
+    return {new if new in known else "broadcast_buffers": False}
+
+
+def _check_free_of_options(options: DdpOptions) -> None:
+    if options != DdpOptions():
+        raise PrepareError(
+            "the model is wrapped or spread already, so these options would change nothing",
+            expected="options when the model is wrapped, and none later",
+            got=options.describe(),
+            where="prepare_model",
+            fix="Pass them to the first prepare_model, before prepare.",
+        )
 
 
 def check_devices(ctx: DistContext, model: nn.Module) -> None:

@@ -33,12 +33,21 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
         A context manager for one block. No communication of gradients; sharded models still gather parameters.
 
     Raises:
-        PrepareError: a trainable model that is not prepared, on more ranks than one.
+        PrepareError: a trainable model that is not prepared, or one with a static graph, on more ranks than one.
         PeerError: out of the block, where another rank was lost in it.
     """
     if ctx.world_size == 1:
         return contextlib.nullcontext()
-    return _Holding(_exchangers(ctx, models))
+    exchangers = _exchangers(ctx, models)
+    if any(isinstance(each, DistributedDataParallel) and each.static_graph for each in exchangers):
+        raise PrepareError(
+            "DDP learns a static graph in a backward that exchanges gradients",
+            expected="a model without static_graph=True, to hold its gradients back",
+            got="no_sync, or an accumulation of several micro-batches",
+            where=f"rank {ctx.rank}",
+            fix="Leave static_graph out, or use Accumulation(steps, sync_each_batch=True).",
+        )
+    return _Holding(exchangers)
 
 
 def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None]:

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How gradients travel: options of DDP and communication hooks, against what DDP does without them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accel
+from accel.errors import CollectiveMismatch, ConfigError, MissingExtraError, PrepareError
+from accel.testing import Simulator
+
+
+def make() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(24, 48), nn.BatchNorm1d(48), nn.Tanh(), nn.Linear(48, 24))
+
+
+def gradients(
+    ctx: accel.DistContext, steps: int = 1, *, accum: accel.Accumulation | None = None, **options: Any
+) -> torch.Tensor:
+    """The gradients of the last of some steps; data differ by rank and not by step."""
+    model = accel.prepare_model(ctx, make(), **options)
+    inputs = torch.randn(6, 24, generator=torch.Generator().manual_seed(ctx.rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    accum, scaler = accum or accel.Accumulation(steps=2), accel.loss_scale(ctx)
+    got = torch.empty(0)
+    for _ in range(2 * steps):
+        accum = accum.next()
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum)
+        if accum.sync:
+            got = torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
+            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+    return got
+
+
+def average(group: Any, bucket: Any) -> Any:
+    """A hook as a user would write it."""
+    sent = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+    return sent.get_future().then(lambda future: future.value()[0])
+
+
+FULL: dict[str, Any] = {"matrix_rank": 64, "start_step": 2, "min_compression": 0.01}
+HOOKS = {
+    "fp16": ("fp16", 1, 2e-3),
+    "bf16": ("bf16", 1, 2e-2),
+    "function": (average, 1, 1e-6),
+    "before PowerSGD starts": (accel.PowerSgd(), 1, 1e-6),
+    "PowerSGD of full rank": (accel.PowerSgd(**FULL), 4, 1e-4),
+    "PowerSGD in fp16": (accel.PowerSgd(start_step=2, matrix_rank=12, wire="fp16"), 4, 3e-2),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_gradients_are_those_without_the_hook_to_its_precision(ranks: Simulator, name: str) -> None:
+    hook, steps, tolerance = HOOKS[name]
+    expected = ranks.run(gradients, 2)[0]
+    first, second = ranks.run(lambda ctx: gradients(ctx, steps, comm_hook=hook), 2)
+    assert torch.equal(first, second)
+    assert ((first - expected).norm() / expected.norm()).item() < tolerance
+    assert torch.equal(first, expected) == (tolerance == 1e-6)
+
+
+def test_power_sgd_makes_up_for_what_it_lost(ranks: Simulator) -> None:
+    """The same gradient at every step: sent at rank 1 it is far off, but not so the mean over steps."""
+    expected = ranks.run(gradients, 2)[0]
+
+    def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
+        model = accel.prepare_model(ctx, make(), comm_hook=accel.PowerSgd(start_step=2))
+        inputs, sent = torch.randn(6, 24, generator=torch.Generator().manual_seed(ctx.rank)), []
+        for _ in range(42):
+            model.zero_grad()
+            accel.backward(ctx, model(inputs).square().mean(), accel.loss_scale(ctx))
+            sent.append(
+                torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
+            )
+        return sent[2:]
+
+    sent = ranks.run(rank, 2)[0]
+    error = [((part - expected).norm() / expected.norm()).item() for part in (sent[0], torch.stack(sent).mean(0))]
+    assert error[0] > 0.2
+    assert error[1] < error[0] / 4
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16", None])
+def test_gradients_of_zero_stay_zero(ranks: Simulator, wire: Any) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        hook = accel.PowerSgd(start_step=2, wire=wire)
+        model = accel.prepare_model(ctx, nn.Linear(24, 24), comm_hook=hook)
+        for _ in range(4):
+            model.zero_grad()
+            accel.backward(ctx, model(torch.ones(2, 24)).sum() * 0, accel.loss_scale(ctx))
+            assert not any(each.grad is None or each.grad.any() for each in model.parameters())
+
+    ranks.run(rank, 2)
+
+
+OPTIONS = [{}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_change_no_gradient(ranks: Simulator, options: dict[str, Any]) -> None:
+    expected = ranks.run(gradients, 3)[0]
+    for got in ranks.run(lambda ctx: gradients(ctx, 2, **options), 3):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+
+
+def test_a_static_graph_exchanges_gradients_in_every_backward(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> torch.Tensor:
+        with pytest.raises(PrepareError, match=r"Leave static_graph out, or use .*sync_each_batch=True"):
+            gradients(ctx, static_graph=True)
+        return gradients(ctx, 2, accum=accel.Accumulation(steps=2, sync_each_batch=True), static_graph=True)
+
+    expected = ranks.run(gradients, 2)[0]
+    for got in ranks.run(rank, 2):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_buffers_are_rank_0s_or_each_ranks_own(ranks: Simulator, together: bool) -> None:
+    def rank(ctx: accel.DistContext) -> torch.Tensor:
+        model = accel.prepare_model(ctx, make(), broadcast_buffers=together)
+        inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(ctx.rank))
+        model(inputs)
+        model.eval()(inputs)  # buffers are sent before a forward
+        return torch.cat([buffer.flatten().double() for buffer in model.buffers()])
+
+    first, second = ranks.run(rank, 2)
+    assert torch.equal(first, second) == together
+
+
+@pytest.mark.parametrize("hook", ["fp16", accel.PowerSgd(start_step=2)])
+def test_one_rank_has_nothing_to_send(hook: Any) -> None:
+    ctx, model = accel.single(), make()
+    assert accel.prepare_model(ctx, model, comm_hook=hook) is model
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "unknown hook": (lambda: {"comm_hook": "fp61"}, r"one of fp16, bf16, got 'fp61'.*Did you mean `fp16`"),
+    "both ways to find what is unused": (
+        lambda: {"find_unused_parameters": True, "static_graph": True},
+        "find_unused_parameters or static_graph, got both",
+    ),
+    "no bucket": (lambda: {"bucket_cap_mb": 0}, "MiB above 0"),
+    "no rank": (lambda: {"comm_hook": accel.PowerSgd(matrix_rank=0)}, "matrix_rank of at least 1"),
+    "too early": (lambda: {"comm_hook": accel.PowerSgd(start_step=1)}, "start_step of at least 2"),
+    "no such wire": (lambda: {"comm_hook": accel.PowerSgd(wire="fp32")}, "fp16 or bf16, or None"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_options_are_refused(ranks: Simulator, name: str, world_size: int) -> None:
+    options, said = REFUSED[name]
+
+    def rank(ctx: accel.DistContext) -> None:
+        with pytest.raises(ConfigError, match=said):
+            accel.prepare_model(ctx, make(), **options())
+
+    ranks.run(rank, world_size)
+
+
+def test_options_that_come_too_late_are_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(ctx, make(), bucket_cap_mb=1)
+        assert accel.prepare(ctx, model) is model
+        with pytest.raises(PrepareError, match=r"would change nothing.*Pass them to the first prepare_model"):
+            accel.prepare_model(ctx, model, comm_hook="fp16")
+
+    ranks.run(rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [
+        (lambda rank: {"bucket_cap_mb": 1.0 + rank}, "bucket_cap_mb=2.0"),
+        (lambda rank: {"comm_hook": (None, "fp16")[rank]}, "comm_hook='fp16'"),
+    ],
+)
+def test_ranks_with_other_options_are_told(ranks: Simulator, mine: Callable[[int], dict[str, Any]], said: str) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        with pytest.raises(CollectiveMismatch, match=rf"rank 1: prepare_model.*{said}"):
+            accel.prepare_model(ctx, make(), **mine(ctx.rank))
+
+    ranks.run(rank, 2)
+
+
+def test_power_sgd_without_numpy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install accel\[powersgd\]"):
+        accel.prepare_model(accel.single(), make(), comm_hook=accel.PowerSgd())
+
+
+REAL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, accel
+from test_comm_hooks import FULL, gradients
+torch.set_num_threads(1)
+with accel.session(device="cpu") as ctx:
+    expected = gradients(ctx)
+    for hook, steps, tolerance in (("fp16", 1, 2e-3), ("bf16", 1, 2e-2), (accel.PowerSgd(**FULL), 4, 1e-4)):
+        error = (gradients(ctx, steps, comm_hook=hook) - expected).norm() / expected.norm()
+        assert error < tolerance, (hook, error)
+"""
+
+
+@pytest.mark.multiprocess
+def test_hooks_in_real_processes(tmp_path: Path) -> None:
+    script = tmp_path / "real.py"
+    script.write_text(REAL)
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, str(Path(__file__).parent)], check=True, timeout=120)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that fully_shard or tensor parallelism has spread: adopted as they are, stepped and clipped as one model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import accel
+from accel import NonFiniteError, PrepareError
+
+TOLERANCE = {"rtol": 0, "atol": 1e-10}
+WORLD = 4
+LAYOUTS = ["ddp", "fsdp", "hsdp", "tensor", "fsdp and tensor"]
+NORMS = [1.0, 2.0, math.inf]
+
+
+def _model() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh()).double()
+
+
+def _spread(layout: str) -> tuple[nn.Module, int]:
+    """A model spread over four ranks, and how many of them see the same data."""
+    model = _model()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (WORLD,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "tensor":
+        parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+        return model, WORLD
+    elif layout == "fsdp and tensor":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["data"])
+        return model, 2
+    return model, 1
+
+
+def _full(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.full_tensor() if isinstance(each, DTensor) else each.detach().clone() for each in tensors]
+
+
+def _inputs(share: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * share + micro)
+    return torch.randn(share + micro + 1, 5, dtype=torch.float64, generator=generator)
+
+
+def _run(ranks: Any, fn: Any, layout: str) -> list[Any]:
+    return ranks.run(fn, WORLD, default_group=layout != "ddp")
+
+
+def _window(ctx: accel.DistContext, model: nn.Module, same: int, scaler: accel.LossScale, **options: Any) -> Any:
+    """Two micro-batches, of other sizes on every rank that has data of its own."""
+    accum = accel.Accumulation(steps=2, **options)
+    for micro in range(2):
+        accum = accum.next()
+        inputs = _inputs(ctx.rank // same, micro)
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, model(inputs).square().mean(), scaler, accum, weight=len(inputs))
+    return accum
+
+
+def _by_hand(shares: int) -> nn.Module:
+    model = _model()
+    inputs = torch.cat([_inputs(share, micro) for share in range(shares) for micro in range(2)])
+    model(inputs).square().mean().backward()
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_the_norm_counts_every_element_once_wherever_it_lies(ranks, layout, norm_type):
+    def rank(ctx):
+        model, same = _spread(layout)
+        prepared = accel.prepare_model(ctx, model)
+        assert layout == "ddp" or prepared is model
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = accel.LossScale(scale=64.0)
+        accum = _window(ctx, prepared, same, scaler)
+        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.01, norm_type=norm_type)
+        assert step.stepped
+        return same, step.grad_norm, _full(list(model.parameters()))
+
+    outcomes = _run(ranks, rank, layout)
+    expected = _by_hand(WORLD // outcomes[0][0])
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.01, norm_type)
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+    for _, got, parameters in outcomes:
+        torch.testing.assert_close(got, norm, **TOLERANCE)
+        torch.testing.assert_close(parameters, _full(list(expected.parameters())), **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_knows_no_model_only_parameters(ranks, layout):
+    """A subset, two models, any order, a generator: the norm is over all ranks, never over this rank's share."""
+
+    def rank(ctx):
+        first, same = _spread(layout)
+        second, _ = _spread(layout)
+        models = [accel.prepare_model(ctx, model) for model in (first, second)]
+        scaler, norms = accel.LossScale(), []
+        accum = _window(ctx, models[0], same, scaler)
+        _window(ctx, models[1], same, scaler)
+        chosen = [list(first.parameters())[1:3], [*second.parameters(), *first.parameters()]]
+        for parameters in chosen:
+            generator = (each for each in reversed(parameters))
+            norms.append(accel.clip_grad_norm_(ctx, generator, 1e-3, scaler, accum))
+        clipped = accel.clip_grad_norm_(ctx, chosen[1], 1.0, scaler, accum)
+        accel.clip_grad_value_(ctx, chosen[1], 1e-5, scaler, accum)
+        accel.unscale_gradients(ctx, torch.optim.SGD(chosen[1]), scaler, accum)
+        return same, norms, clipped, _full([each.grad for each in chosen[1]])
+
+    outcomes = _run(ranks, rank, layout)
+    first, second = (_by_hand(WORLD // outcomes[0][0]) for _ in range(2))
+    every = [*second.parameters(), *first.parameters()]
+    expected = [nn.utils.clip_grad_norm_(some, 1e-3) for some in (list(first.parameters())[1:3], every)]
+    nn.utils.clip_grad_value_(every, 1e-5)
+    for _, norms, clipped, grads in outcomes:
+        torch.testing.assert_close(norms, expected, **TOLERANCE)
+        assert clipped.item() == pytest.approx(1e-3, rel=1e-2)
+        torch.testing.assert_close(grads, [each.grad for each in every], **TOLERANCE)
+
+
+@pytest.mark.parametrize(("layout", "spoils"), [("ddp", "loss"), ("fsdp", "loss"), ("hsdp", "loss"), ("fsdp", "shard")])
+@pytest.mark.parametrize("spoilt", [0, 3])
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_moves_nothing_else(ranks, layout, spoils, spoilt):
+    def rank(ctx):
+        model, _ = _spread(layout)
+        prepared = accel.prepare_model(ctx, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        scaler, accum, seen = accel.LossScale(scale=8.0, dynamic=True), accel.Accumulation(), []
+        for at in range(3):
+            accum = accum.next()
+            mine = at == 1 and ctx.rank == spoilt
+            with accel.accumulate(ctx, accum, prepared):
+                loss = prepared(_inputs(ctx.rank, at)).square().mean()
+                loss = loss * (math.inf if mine and spoils == "loss" else 1.0)
+                accum = accel.backward(ctx, loss, scaler, accum, weight=1)
+            if mine and spoils == "shard":
+                model[0].weight.grad.to_local().view(-1)[0] = math.inf
+            before = _full(list(model.parameters()))
+            step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler, max_norm=1.0)
+            accum, scaler = step.accum, step.scaler
+            moved = not torch.equal(before[0], _full(list(model.parameters()))[0])
+            counts = {int(state["step"]) for state in optimizer.state.values()}
+            seen.append((step.stepped, moved, scaler.scale, *scheduler.get_last_lr(), counts, accum.skipped))
+            assert all(each.grad is None for each in model.parameters())
+        return seen
+
+    for seen in _run(ranks, rank, layout):
+        assert seen == [
+            (True, True, 8.0, 0.05, {1}, 0),
+            (False, False, 4.0, 0.05, {1}, 1),
+            (True, True, 4.0, 0.025, {2}, 1),
+        ]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_spoilt_shard_of_one_rank_is_named_by_all(ranks, value, norm_type):
+    def rank(ctx):
+        model, same = _spread("fsdp")
+        prepared, scaler = accel.prepare_model(ctx, model), accel.LossScale()
+        accum = _window(ctx, prepared, same, scaler)
+        if ctx.rank == 2:
+            model[2].weight.grad.to_local().view(-1)[0] = value
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(NonFiniteError, match=r"step 0 .* at 2\.weight, shape \[3, 8\]"):
+            accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0, norm_type=norm_type)
+        return _full(list(model.parameters()))
+
+    for parameters in _run(ranks, rank, "fsdp"):
+        torch.testing.assert_close(parameters, _full(list(_model().parameters())), rtol=0, atol=0)
+
+
+def test_gradients_are_held_back_within_a_window_or_exchanged_in_each_micro_batch(ranks):
+    def rank(ctx, each):
+        model, _ = _spread("fsdp")
+        accum, scaler = accel.Accumulation(steps=2, sync_each_batch=each).next(), accel.LossScale()
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, model(_inputs(ctx.rank, 0)).square().mean(), scaler, accum, weight=ctx.rank + 1)
+        held = [parameter.grad is None for parameter in model.parameters()]
+        accum = accum.next()
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, model(_inputs(ctx.rank, 1)).square().mean(), scaler, accum, weight=ctx.rank + 2)
+        accum = accel.unscale_gradients(ctx, torch.optim.SGD(model.parameters()), scaler, accum)
+        return held, _full([parameter.grad for parameter in model.parameters()])
+
+    expected = [each.grad for each in _by_hand(WORLD).parameters()]
+    for each in (False, True):
+        for held, grads in _run(ranks, lambda ctx, each=each: rank(ctx, each), "fsdp"):
+            assert held == [not each] * 4
+            torch.testing.assert_close(grads, expected, **TOLERANCE)
+
+
+def test_a_gradient_that_would_not_reach_every_rank_is_refused(ranks):
+    def rank(ctx):
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        part = fully_shard(_model(), mesh=whole["inner"])
+        beside = _model()
+        fully_shard(beside[0], mesh=init_device_mesh("cpu", (WORLD,)))
+        with pytest.raises(PrepareError, match=r"mesh of all 4 ranks, got a mesh of 2.* 0\.weight"):
+            accel.prepare_model(ctx, part)
+        with pytest.raises(PrepareError, match=r"a plain parameter beside sharded ones.* 2\.weight"):
+            accel.prepare_model(ctx, beside)
+        with pytest.raises(PrepareError, match="fully_shard on the whole model"):
+            accel.no_sync(ctx, beside)
+        beside[2].requires_grad_(False)
+        assert accel.prepare_model(ctx, beside) is beside
+        return True
+
+    assert _run(ranks, rank, "fsdp") == [True] * WORLD

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law of the step: any split of the same units into ranks and micro-batches is one process with one batch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import accel
+
+TOLERANCE = {"rtol": 0, "atol": 1e-10}
+SCALE = 1024.0
+
+
+class Case(NamedTuple):
+    """A generated run.
+
+    Attributes:
+        units: by window, micro-batch and rank, how many units the rank has there.
+        overflows: windows in which a gradient of one rank is not finite, and that rank.
+        max_norm, norm_type, max_value: of `optimizer_step`.
+        weights: how a rank passes its number of units.
+        sync_each_batch: of the accumulation.
+        divided: whether gradients are divided before the step.
+    """
+
+    units: list[list[list[int]]]
+    overflows: dict[int, int]
+    max_norm: float | list[float | None] | None
+    norm_type: float
+    max_value: float | None
+    weights: str
+    sync_each_batch: bool
+    divided: bool
+
+
+class Outcome(NamedTuple):
+    gradients: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    norms: list[torch.Tensor]
+    rates: list[float]
+    stepped: list[bool]
+    scales: list[float]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world = draw(st.integers(1, 4))
+    ranks = st.lists(st.integers(0, 3), min_size=world, max_size=world)
+    windows = draw(st.lists(st.lists(ranks, min_size=1, max_size=3), min_size=1, max_size=4))
+    clip = draw(st.sampled_from(["none", "joint", "each", "value"]))
+    limit = draw(st.sampled_from([1e-3, 0.3, 1e3]))
+    return Case(
+        units=windows,
+        overflows=draw(st.dictionaries(st.integers(0, 3), st.integers(0, world - 1), max_size=2)),
+        max_norm={"joint": limit, "each": [limit, None]}.get(clip),
+        norm_type=draw(st.sampled_from([2.0, 1.0, 3.0, math.inf])),
+        max_value=limit if clip == "value" else None,
+        weights=draw(st.sampled_from(["int", "tensor"])),
+        sync_each_batch=draw(st.booleans()),
+        divided=draw(st.booleans()),
+    )
+
+
+def _inputs(window: int, micro: int, rank: int, units: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed((window * 10 + micro) * 10 + rank)
+    return torch.randn(units, 5, dtype=torch.float64, generator=generator)
+
+
+def _models() -> list[nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return [nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, width)).double() for width in (2, 3)]
+
+
+def _optimizers(models: list[nn.Module]) -> tuple[list[torch.optim.Optimizer], list[LambdaLR]]:
+    adam = torch.optim.AdamW(models[0].parameters(), lr=1e-2)
+    sgd = torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9)
+    return [adam, sgd], [LambdaLR(each, lambda step: 0.7**step) for each in (adam, sgd)]
+
+
+def _loss(models: list[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
+    """A sum over units, of both models."""
+    return sum((model(inputs).square().sum() for model in models), torch.zeros((), dtype=torch.float64))
+
+
+def _flat(models: list[nn.Module], of: str = "parameter") -> torch.Tensor:
+    every = [each for model in models for each in model.parameters()]
+    return torch.cat([(each if of == "parameter" else each.grad).detach().flatten().clone() for each in every])
+
+
+def _train(ctx: accel.DistContext, case: Case) -> Outcome:
+    models = [accel.prepare_model(ctx, model) for model in _models()]
+    optimizers, schedulers = _optimizers(models)
+    scaler = accel.LossScale(scale=SCALE, dynamic=True)
+    accum = accel.Accumulation(steps=3, sync_each_batch=case.sync_each_batch)
+    outcome = Outcome([], [], [], [], [], [])
+    for at, window in enumerate(case.units):
+        for micro, counts in enumerate(window):
+            count = counts[ctx.rank]
+            accum = accum.next(last=micro == len(window) - 1)
+            with accel.accumulate(ctx, accum, *models):
+                loss = _loss(models, _inputs(at, micro, ctx.rank, count)) / max(count, 1)
+                if case.overflows.get(at) == ctx.rank and micro == 0:
+                    loss = loss * math.inf
+                weight = torch.tensor(count) if case.weights == "tensor" else count
+                accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+        outcome.rates.extend(scheduler.get_last_lr()[0] for scheduler in schedulers)
+        if case.divided:
+            accum = accel.unscale_gradients(ctx, optimizers, scaler, accum)
+            outcome.gradients.append(_flat(models, "gradient"))
+        step = accel.optimizer_step(
+            ctx,
+            optimizers,
+            scaler,
+            accum,
+            scheduler=schedulers,
+            max_norm=case.max_norm,
+            norm_type=case.norm_type,
+            max_value=case.max_value,
+        )
+        accum, scaler = step.accum, step.scaler
+        outcome.stepped.append(step.stepped)
+        outcome.scales.append(scaler.scale)
+        outcome.parameters.append(_flat(models))
+        if step.stepped:
+            outcome.norms.append(step.grad_norm)
+    assert (accum.updates, accum.skipped) == (sum(outcome.stepped), len(_overflowing(case)))
+    return outcome
+
+
+def _train_by_hand(case: Case) -> Outcome:
+    """One process, one batch of all units to a step, torch alone."""
+    models = _models()
+    optimizers, schedulers = _optimizers(models)
+    outcome, scale = Outcome([], [], [], [], [], []), SCALE
+    for at, window in enumerate(case.units):
+        parts = [
+            _inputs(at, micro, rank, count) for micro, counts in enumerate(window) for rank, count in enumerate(counts)
+        ]
+        inputs = torch.cat(parts)
+        (_loss(models, inputs) / max(len(inputs), 1)).backward()
+        outcome.rates.extend(scheduler.get_last_lr()[0] for scheduler in schedulers)
+        overflows = at in _overflowing(case)
+        if case.divided:
+            outcome.gradients.append(_flat(models, "gradient") * (math.nan if overflows else 1.0))
+        stepped = len(inputs) > 0 and not overflows
+        if stepped:
+            outcome.norms.append(_clip_by_hand(models, case))
+            for each in (*optimizers, *schedulers):
+                each.step()
+        scale *= 0.5 if overflows else 1.0
+        outcome.stepped.append(stepped)
+        outcome.scales.append(scale)
+        outcome.parameters.append(_flat(models))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return outcome
+
+
+def _overflowing(case: Case) -> set[int]:
+    """Windows with an inf or NaN in a gradient; a rank without a unit has none to spoil."""
+    return {at for at, rank in case.overflows.items() if at < len(case.units) and case.units[at][0][rank]}
+
+
+def _clip_by_hand(models: list[nn.Module], case: Case) -> torch.Tensor:
+    every = [each for model in models for each in model.parameters()]
+    if isinstance(case.max_norm, list):
+        limits = [math.inf if limit is None else limit for limit in case.max_norm]
+        pairs = zip(models, limits, strict=True)
+        return torch.stack([nn.utils.clip_grad_norm_(m.parameters(), limit, case.norm_type) for m, limit in pairs])
+    norm = nn.utils.clip_grad_norm_(every, case.max_norm or math.inf, case.norm_type)
+    if case.max_value is not None:
+        nn.utils.clip_grad_value_(every, case.max_value)
+    return norm
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=cases(), seed=st.integers(0, 9))
+def test_any_split_is_one_process_with_one_batch(ranks, case: Case, seed: int) -> None:
+    expected = _train_by_hand(case)
+    for got in ranks.run(lambda ctx: _train(ctx, case), len(case.units[0][0]), seed=seed):
+        assert got.stepped == expected.stepped
+        assert got.scales == expected.scales
+        assert got.rates == pytest.approx(expected.rates, abs=1e-10)
+        torch.testing.assert_close(got.parameters, expected.parameters, **TOLERANCE)
+        torch.testing.assert_close(got.norms, expected.norms, **TOLERANCE)
+        for mine, theirs, stepped in zip(got.gradients, expected.gradients, expected.stepped, strict=False):
+            if stepped:
+                torch.testing.assert_close(mine, theirs, **TOLERANCE)

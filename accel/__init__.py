@@ -46,12 +46,15 @@ if TYPE_CHECKING:
     from accel.errors import LaunchError as LaunchError
     from accel.errors import MissingExtraError as MissingExtraError
     from accel.errors import NonFiniteError as NonFiniteError
+    from accel.errors import OutOfMemoryError as OutOfMemoryError
     from accel.errors import PeerError as PeerError
     from accel.errors import PrepareError as PrepareError
     from accel.errors import StepError as StepError
     from accel.errors import TreeError as TreeError
     from accel.formats import Fp8 as Fp8
     from accel.formats import Precision as Precision
+    from accel.memory import find_executable_batch_size as find_executable_batch_size
+    from accel.memory import free_memory as free_memory
     from accel.optim import Accumulation as Accumulation
     from accel.parallel import CommHook as CommHook
     from accel.parallel import PowerSgd as PowerSgd
@@ -133,12 +136,14 @@ _HOMES = {
         "LaunchError",
         "MissingExtraError",
         "NonFiniteError",
+        "OutOfMemoryError",
         "PeerError",
         "PrepareError",
         "StepError",
         "TreeError",
     ),
     "formats": ("Fp8", "Precision"),
+    "memory": ("find_executable_batch_size", "free_memory"),
     "optim": ("Accumulation",),
     "parallel": (
         "CommHook",

@@ -98,6 +98,10 @@ class LaunchError(AccelError, RuntimeError):
     """A launch cannot start as asked."""
 
 
+class OutOfMemoryError(AccelError, MemoryError):
+    """A rank ran out of memory; every rank raises this."""
+
+
 class MissingExtraError(AccelError, ImportError):
     """An optional package is needed for this call; the message has the install line."""
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory: the largest batch size that fits on every rank, and giving back what is cached."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from accel.comm import Call, call_site, exchange, fail
+from accel.context import DistContext
+from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError
+from accel.random import capture_rng, restore_rng
+
+R = TypeVar("R")
+
+_SIGNS = (  # what back-ends say that have no exception of their own for it
+    "out of memory",
+    "can't allocate memory",
+    "MemoryError",
+    "RESOURCE_EXHAUSTED",
+    "STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "PT_DEVMEM Allocation failed",
+)
+
+
+def find_executable_batch_size(
+    ctx: DistContext,
+    function: Callable[[int], R],
+    starting_batch_size: int,
+    *,
+    shrink: Callable[[int], int] = lambda size: size // 2,
+    least: int = 1,
+) -> R:
+    """Call a function with a batch size, and with smaller ones until no rank runs out of memory. A collective.
+
+    When one rank runs out, all try the next size together. Every attempt begins with the same random streams and with
+    the memory of the one before given back; build model, optimizer and loader inside of the function, so that it begins
+    with fresh ones too. Nothing is remembered from call to call.
+
+    A rank that runs out tells the others in the next call of accel that they make. In a backward between ranks nobody
+    can be told: try sizes with a model that is not prepared, or under `no_sync`.
+
+    Args:
+        ctx: the context.
+        function: called on every rank with the batch size of this attempt.
+        starting_batch_size: the first to try, the same on every rank.
+        shrink: the next smaller size; half by default.
+        least: the smallest to try.
+
+    Returns:
+        What the function returned on this rank; let it return the batch size too where that is wanted.
+
+    Raises:
+        OutOfMemoryError: the smallest size does not fit; on every rank.
+        CollectiveMismatch: ranks start with different sizes.
+        ConfigError: a size below 1, or a `shrink` that does not make sizes smaller.
+        AccelError: the function failed on another rank, which raises its own error.
+    """
+    for name, value in (("starting_batch_size=", starting_batch_size), ("least=", least)):
+        if type(value) is not int or value < 1:
+            raise ConfigError("not a batch size", expected="an integer from 1", got=repr(value), where=name)
+    size, streams, site = starting_batch_size, capture_rng(ctx.device), call_site()
+    _ = exchange(ctx.comm, _call(size, site), torch.empty(0, dtype=torch.uint8))
+    while True:
+        results = list[R]()
+        why = _attempt(ctx, function, size, site, results)
+        if results:
+            return results[0]
+        free_memory(ctx)
+        restore_rng(streams, ctx.device)
+        size = _next(size, shrink, least, why)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, says that memory ran out."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def free_memory(ctx: DistContext) -> None:
+    """Collect what nothing refers to, and give the device's cached memory back to it. No communication.
+
+    Delete your own references first: `del model, optimizer`.
+    """
+    gc.collect()
+    if ctx.device.type == "cpu":
+        return
+    module = torch.get_device_module(ctx.device)
+    if hasattr(module, "empty_cache"):
+        module.empty_cache()
+
+
+def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: str, results: list[R]) -> str:
+    """Append the function's result if every rank has one, else return who ran out; keeps no traceback alive."""
+    call = _call(size, site)
+    try:
+        result = _run(ctx, function, size, call)
+        _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
+    except OutOfMemoryError as told:  # every rank has got this one
+        return told.problem
+    results.append(result)
+    return ""
+
+
+def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) -> R:
+    """Call the function; whatever it fails with here is told to the other ranks."""
+    where = f"{call.name}, {call.detail}"
+    try:
+        return function(size)
+    except Exception as error:
+        if isinstance(error, AccelError) and error.where == where:  # told by the rank that failed
+            raise
+        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if is_out_of_memory(error):
+            fail(ctx.comm, call, OutOfMemoryError(text, where=where))
+        with contextlib.suppress(AccelError):
+            fail(ctx.comm, call, PeerError(text, where=where))
+        raise
+
+
+def _next(size: int, shrink: Callable[[int], int], least: int, why: str) -> int:
+    smaller = shrink(size)
+    if type(smaller) is not int or smaller >= size:
+        raise ConfigError(
+            "the next batch size is not smaller", expected=f"below {size}", got=repr(smaller), where="shrink="
+        )
+    if smaller < least:
+        raise OutOfMemoryError(
+            "no batch size fits into memory",
+            expected=f"one of at least {least} that does",
+            got=f"at {size}: {why}",
+            where="find_executable_batch_size",
+            fix="Make the model, its inputs or its precision smaller, or spread it over more devices.",
+        )
+    return smaller
+
+
+def _call(size: int, site: str) -> Call:
+    return Call("find_executable_batch_size", f"batch size {size}", site)

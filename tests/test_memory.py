@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks find the same batch size, each attempt begins afresh, and nothing is remembered."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import accel
+from accel import AccelError, CollectiveMismatch, ConfigError, OutOfMemoryError, PeerError
+from accel.memory import is_out_of_memory
+
+relaxed = settings(deadline=None, max_examples=40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections():
+    """What was there before these tests is not looked through at each attempt."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _allocate_too_much(kind: str) -> None:
+    if kind == "torch":
+        torch.empty(2**50, dtype=torch.uint8)
+    elif kind == "python":
+        bytearray(2**60)
+    else:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@relaxed
+@given(
+    limits=st.lists(st.integers(1, 64), min_size=1, max_size=4),
+    start=st.integers(1, 128),
+    kind=st.sampled_from(["torch", "python", "cuda"]),
+    talks=st.integers(0, 2),
+    seed=st.none() | st.integers(0, 99),
+)
+def test_ranks_with_different_limits_end_with_the_largest_size_that_fits_all(ranks, limits, start, kind, talks, seed):
+    """Accelerate decides on each rank alone, so ranks go on with different sizes and hang."""
+    expected, tried = start, [start]
+    while expected > min(limits):
+        expected //= 2
+        tried.append(expected)
+
+    def rank(ctx):
+        sizes, drawn = [], []
+
+        def train(size):
+            sizes.append(size)
+            drawn.append((random.random(), torch.rand(()).item()))
+            for _ in range(talks):
+                accel.reduce(ctx, torch.ones(3))
+            if size > limits[ctx.rank]:
+                _allocate_too_much(kind)
+            accel.wait_for_everyone(ctx)
+            return size, ctx.rank
+
+        found = [accel.find_executable_batch_size(ctx, train, start) for _ in range(2)]
+        return found, sizes, len(set(drawn))
+
+    for at, (found, sizes, streams) in enumerate(ranks.run(rank, len(limits), seed=seed)):
+        assert found == [(expected, at)] * 2
+        assert sizes == tried * 2
+        assert streams <= 2  # one for each search
+
+
+def test_no_size_that_fits_is_an_error_on_every_rank_that_names_one(ranks):
+    def rank(ctx):
+        def train(size):
+            if ctx.rank == 1:
+                _allocate_too_much("cuda")
+
+        with pytest.raises(OutOfMemoryError, match=r"got at 4: rank 1: OutOfMemoryError: CUDA out of memory") as caught:
+            accel.find_executable_batch_size(ctx, train, 16, least=3)
+        return str(caught.value)
+
+    assert len(set(ranks.run(rank, 3))) == 1
+
+
+def test_memory_of_a_failed_attempt_is_free_when_the_next_begins():
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def train(size):
+        assert not [ref for ref in alive if ref() is not None]
+        model = nn.Linear(64, 64)
+        alive.append(weakref.ref(model.weight))
+        model.itself = [model]  # a cycle, as a closure or a hook makes one
+        if size > 2:
+            _allocate_too_much("torch")
+        return size
+
+    assert accel.find_executable_batch_size(accel.single(), train, 16) == 2
+    assert len(alive) == 4
+
+
+def test_an_attempt_leaves_no_trace_in_the_run_that_follows():
+    def train(size):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        out = model(torch.ones(size, 4))
+        if size > 2:
+            _allocate_too_much("python")
+        return out
+
+    torch.manual_seed(0)
+    searched = accel.find_executable_batch_size(accel.single(), train, 8)
+    torch.manual_seed(0)
+    assert torch.equal(searched, train(2))
+
+
+def test_the_steps_are_the_callers():
+    def train(size):
+        if size > 5:
+            _allocate_too_much("python")
+        return size
+
+    ctx = accel.single()
+    assert accel.find_executable_batch_size(ctx, train, 100, shrink=lambda size: int(size * 0.9)) == 5
+    assert accel.find_executable_batch_size(ctx, train, 8, shrink=lambda size: size - 1) == 5
+
+
+def test_another_error_is_raised_as_it_was_and_told_to_the_others(ranks):
+    def rank(ctx, talks):
+        def train(size):
+            if ctx.rank == 1:
+                raise KeyError("a bug")
+            if talks:
+                accel.reduce(ctx, torch.ones(3))
+
+        with pytest.raises(KeyError if ctx.rank == 1 else PeerError, match="a bug"):
+            accel.find_executable_batch_size(ctx, train, 4)
+
+    for talks in (False, True):
+        ranks.run(lambda ctx, talks=talks: rank(ctx, talks), 3)
+
+
+def test_an_error_that_all_ranks_raise_alike_stays_what_it_was(ranks):
+    def rank(ctx):
+        with pytest.raises(CollectiveMismatch):
+            accel.find_executable_batch_size(ctx, lambda size: accel.reduce(ctx, torch.ones(1 + ctx.rank)), 4)
+
+    ranks.run(rank, 2)
+
+
+def test_ranks_must_start_alike(ranks):
+    def rank(ctx):
+        with pytest.raises(CollectiveMismatch, match=r"batch size 4.*batch size 5"):
+            accel.find_executable_batch_size(ctx, lambda size: size, 4 + ctx.rank)
+
+    ranks.run(rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("XPU out of memory, please use `empty_cache`", "and another argument"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Error loading program"), True),
+        (PeerError("MemoryError: "), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_what_says_that_memory_ran_out_is_recognised(error, is_one):
+    assert is_out_of_memory(error) == is_one
+    wrapped = KeyError("wrapped")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) == is_one
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"starting_batch_size": 0}, r"an integer from 1, got 0 - at starting_batch_size="),
+        ({"starting_batch_size": 8.0}, r"starting_batch_size="),
+        ({"starting_batch_size": 8, "least": 0}, r"least="),
+        ({"starting_batch_size": 8, "shrink": lambda size: size}, r"expected below 8, got 8 - at shrink="),
+        ({"starting_batch_size": 8, "shrink": lambda size: size / 2}, r"got 4.0 - at shrink="),
+    ],
+)
+def test_what_is_no_search_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        accel.find_executable_batch_size(accel.single(), lambda size: _allocate_too_much("python"), **options)
+
+
+def test_a_closed_context_is_refused():
+    with accel.session({}, device="cpu") as ctx:
+        pass
+    with pytest.raises(AccelError, match="closed"):
+        accel.find_executable_batch_size(ctx, lambda size: size, 4)
+
+
+def test_caches_of_the_device_are_given_back(monkeypatch):
+    class Fake:
+        emptied = 0
+
+        @classmethod
+        def empty_cache(cls):
+            cls.emptied += 1
+
+    monkeypatch.setattr("torch.get_device_module", lambda device: Fake)
+    accel.free_memory(accel.single())
+    assert Fake.emptied == 0
+    object.__setattr__(ctx := accel.single(), "device", torch.device("cuda", 0))
+    accel.free_memory(ctx)
+    assert Fake.emptied == 1

@@ -51,9 +51,18 @@ def map_tensors(function: Callable[[torch.Tensor], object], tree: T) -> T:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def map_leaves(function: Callable[[Any], object], tree: T) -> T:
-    """Return a copy of the tree in which every leaf is replaced by `function(leaf)`; containers keep type and order."""
-    return cast(T, _map(function, tree, "$"))
+def map_leaves(function: Callable[[Any], object], tree: T, *, is_leaf: Callable[[object], bool] | None = None) -> T:
+    """Return a copy of the tree in which every leaf is replaced by `function(leaf)`; containers keep type and order.
+
+    Args:
+        function: from a leaf to what replaces it.
+        tree: any nesting of containers.
+        is_leaf: takes what it holds for as a leaf, even if it is a container, known or not.
+
+    Raises:
+        TreeError: a container of an unknown kind, named by its path.
+    """
+    return cast(T, _map(function, tree, "$", is_leaf or _never))
 
 
 def replace_tensors(tree: T, new: Iterable[object]) -> T:
@@ -76,11 +85,15 @@ def _collect(node: object, path: str, found: list[Leaf]) -> None:
         _collect(child, path + step, found)
 
 
-def _map(function: Callable[[Any], object], node: object, path: str) -> object:
-    children = _children(node, path)
+def _map(function: Callable[[Any], object], node: object, path: str, is_leaf: Callable[[object], bool]) -> object:
+    children = None if is_leaf(node) else _children(node, path)
     if children is None:
         return function(node)
-    return _rebuild(node, [_map(function, child, path + step) for step, child in children])
+    return _rebuild(node, [_map(function, child, path + step, is_leaf) for step, child in children])
+
+
+def _never(node: object) -> bool:
+    return False
 
 
 def _describe(node: object, path: str) -> Iterator[str]:

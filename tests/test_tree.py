@@ -214,3 +214,12 @@ def test_unknown_containers_are_refused_with_their_path(container):
 def test_leaves_are_leaves(leaf):
     assert leaves(leaf) == [("$", leaf)]
     assert map_leaves(lambda each: [each], leaf) == [leaf]
+
+
+def test_what_is_said_to_be_a_leaf_is_one_though_it_be_a_container():
+    odd = collections.UserDict(a=3)
+    tree = {"list": [1, [2]], "odd": odd}
+    got = map_leaves(lambda leaf: ("leaf", leaf), tree, is_leaf=lambda node: isinstance(node, list) or node is odd)
+    assert got == {"list": ("leaf", [1, [2]]), "odd": ("leaf", odd)}
+    with pytest.raises(TreeError, match=r"got UserDict - at \$\.odd"):
+        map_leaves(lambda leaf: leaf, tree)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accel.data._reading import seed_base, seed_streams
 from accel.data._stream_cut import Cut, Part, cut
 from accel.data._stream_position import StreamPosition, WorkerPosition
-from accel.data._transfer import pin
+from accel.data._transfer import check_movable, pin
 from accel.errors import DataError
 from accel.random import Key, isolated_rng
 
@@ -104,14 +104,18 @@ def read_steps(
 
     Raises:
         DataError: the stream ends before the position.
+        TreeError: the first batch holds a container that cannot be taken apart.
     """
     _warn_of_replay(source, start)
     chunks = _Chunks(source, plan, collate, (epoch, key, start.workers))
     alone = options["num_workers"] == 0
     with isolated_rng() if alone else contextlib.nullcontext():
         items = iter(DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options))
-    turns = _Turns(items, start, isolated_rng if alone else contextlib.nullcontext)
+    turns, first = _Turns(items, start, isolated_rng if alone else contextlib.nullcontext), True
     while (piece := turns.next()) is not None:
+        for part in piece.parts.values() if first else ():
+            check_movable(part.data)
+        first = False
         more = piece.more or turns.any_left()
         yield Step(piece.parts, piece.counts, more, turns.position())
 

@@ -66,10 +66,10 @@ def check_movable(data: Any) -> None:
 def pin(data: Any) -> Any:
     """Return a batch in pinned memory, as far as it can be taken apart or pins itself."""
     try:
-        return (
-            data.pin_memory()
-            if isinstance(data, _Pinnable)
-            else map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, _Pinnable) else leaf, data)
+        return map_leaves(
+            lambda leaf: leaf.pin_memory() if isinstance(leaf, _Pinnable) else leaf,
+            data,
+            is_leaf=lambda node: isinstance(node, _Pinnable),
         )
     except TreeError:
         return data
@@ -146,6 +146,8 @@ class _Copier:
 
 
 def _map_movable(move: Callable[[Any], object], data: Any) -> Any:
-    if isinstance(data, _Movable):
-        return move(data)
-    return map_leaves(lambda leaf: move(leaf) if isinstance(leaf, _Movable) else leaf, data)
+    return map_leaves(
+        lambda leaf: move(leaf) if isinstance(leaf, _Movable) else leaf,
+        data,
+        is_leaf=lambda node: isinstance(node, _Movable),
+    )

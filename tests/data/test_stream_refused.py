@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that go wrong: the same typed error on every rank, at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections import UserDict
+
+import pytest
+import torch
+from stream_helpers import Stream, make_loader, on_nodes
+from torch.utils.data import DataLoader, IterableDataset
+
+import accel
+from accel import ConfigError, Cursor, DataError, PrepareError, TreeError
+
+MODES = ["shards", "elements", "dispatch"]
+
+
+def _everywhere(ranks, make, error, said, *, world=3, per_node=2, steps=0):
+    """Every rank raises the same, after so many batches, and can talk to the others afterwards."""
+
+    def rank(ctx):
+        ctx = on_nodes(ctx, per_node)
+        batches = accel.batches(ctx, make(ctx), Cursor())
+        for _ in range(steps):
+            next(batches)
+        with pytest.raises(error, match=said) as caught:
+            next(batches)
+        accel.wait_for_everyone(ctx)
+        return str(caught.value)
+
+    assert len(set(ranks.run(rank, world))) == 1
+
+
+class Broken(IterableDataset):
+    """Raises in the middle, if asked to."""
+
+    def __init__(self, n, wrong=True):
+        self.n, self.wrong = n, wrong
+
+    def __iter__(self):
+        yield from range(self.n)
+        if self.wrong:
+            raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("mode", ["own", "elements", "dispatch"])
+def test_a_reader_that_raises_in_the_middle(ranks, mode):
+    culprit = 1 if mode == "own" else 2 if mode == "elements" else 0
+
+    def make(ctx):
+        per_rank = 5 if mode == "own" else 15
+        return make_loader(ctx, Broken(per_rank, ctx.rank == culprit), mode, 2)
+
+    said = f"rank {culprit}: reading the stream failed: OSError: the disk is gone"
+    _everywhere(ranks, make, DataError, said, steps=2)
+
+
+def test_alone_the_readers_own_error_is_the_cause():
+    ctx = accel.single()
+    with pytest.raises(DataError, match="the disk is gone") as caught:
+        list(accel.batches(ctx, make_loader(ctx, Broken(3), "own", 2), Cursor()))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+class Dying(IterableDataset):
+    """Its worker is killed."""
+
+    def __iter__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("mode", ["own", "dispatch"])
+def test_a_worker_that_dies(ranks, mode):
+    def make(ctx):
+        dies = ctx.rank == 0
+        return make_loader(ctx, Dying() if dies else Stream(100), mode, 1, num_workers=int(dies), timeout=int(dies))
+
+    _everywhere(ranks, make, DataError, "rank 0: reading the stream failed: RuntimeError: DataLoader worker", world=2)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "own"])
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}])
+def test_an_epoch_without_a_batch(ranks, mode, options):
+    _everywhere(
+        ranks, lambda ctx: make_loader(ctx, Stream(0), mode, 2, **options), DataError, "the stream has no batch"
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_epoch_that_drops_everything(ranks, mode):
+    make = lambda ctx: make_loader(ctx, Stream(5), mode, 2, drop_last=True)  # noqa: E731
+    _everywhere(ranks, make, DataError, "no batch that is full on every rank")
+
+
+def test_nodes_that_read_different_streams(ranks):
+    make = lambda ctx: make_loader(ctx, Stream(9 + ctx.node_rank), "elements", 1)  # noqa: E731
+    said = r"nodes read different streams.*rank 0: \[1, 1, 1\], the end, got on rank 2: \[1, 1, 1\], more follows"
+    _everywhere(ranks, make, DataError, said, steps=2)
+
+
+@pytest.mark.parametrize("odd", ["mode", "size", "tail", "cursor"])
+def test_ranks_that_read_in_different_ways(ranks, odd):
+    def rank(ctx):
+        here = ctx.rank == 1
+        mode = "own" if here and odd == "mode" else "dispatch"
+        tail = "pad" if here and odd == "tail" else "ragged"
+        loader = make_loader(ctx, Stream(9), mode, 3 if here and odd == "size" else 2, tail=tail)
+        with pytest.raises(accel.CollectiveMismatch, match=r"batches at test_stream_refused\.py"):
+            next(accel.batches(ctx, loader, Cursor(seed=int(here and odd == "cursor"))))
+        return True
+
+    assert all(ranks.run(rank, 2))
+
+
+def test_a_rank_that_calls_something_else_meanwhile(ranks):
+    def rank(ctx):
+        batches = accel.batches(ctx, make_loader(ctx, Stream(9), "dispatch", 2), Cursor())
+        batch = next(batches)
+        with pytest.raises(accel.CollectiveMismatch, match=r"batches, a step at test_stream_refused\.py"):
+            _ = next(batches) if ctx.rank else accel.gather(ctx, batch.data[0])
+        return True
+
+    assert all(ranks.run(rank, 2))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        (torch.Generator(), r"cannot be handed to another rank.*got Generator.*\$\.x"),
+        (2**70, r"numbers up to 64 bits.*got int.*\$\.x"),
+        (torch.ones(2).to_sparse(), r"cannot be sent.*\$\.x"),
+    ],
+)
+def test_what_cannot_be_handed_over(ranks, leaf, said):
+    make = lambda ctx: make_loader(ctx, Stream(9), "dispatch", 2, collate_fn=lambda _: {"x": leaf})  # noqa: E731
+    _everywhere(ranks, make, TreeError, "rank 0: .*" + said)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_container_that_cannot_be_taken_apart(ranks, mode):
+    def make(ctx):
+        odd = mode == "dispatch" or ctx.rank == 2
+        return make_loader(ctx, Stream(9), mode, 2, collate_fn=lambda _: {"x": UserDict() if odd else 1})
+
+    _everywhere(ranks, make, TreeError, r"rank \d: .*cannot be taken apart.*got UserDict.*\$\.x")
+
+
+def test_a_class_that_other_ranks_cannot_import(ranks):
+    class Local(accel.Cursor, frozen=True):
+        pass
+
+    make = lambda ctx: make_loader(ctx, Stream(9), "dispatch", 2, collate_fn=lambda _: [Local()])  # noqa: E731
+    _everywhere(ranks, make, TreeError, r"cannot import by its name.*Local.*\$\[0\]")
+
+
+class Shapes(IterableDataset):
+    """Ready batches whose samples cannot be counted."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __iter__(self):
+        yield from [self.batch] * 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"a": torch.ones(2), "b": torch.ones(3)}, r"\$\.a of \[2\], \$\.b of \[3\].*batch_size="),
+        ({"a": torch.tensor(1.0)}, r"\$\.a of \[\]"),
+        (["text"], "got list"),
+        (torch.ones(0, 3), r"\$ of \[0, 3\]"),
+    ],
+)
+def test_ready_batches_that_cannot_be_counted(ranks, batch, said):
+    make = lambda ctx: accel.prepare_loader(ctx, DataLoader(Shapes(batch), batch_size=None), stream="dispatch")  # noqa: E731
+    _everywhere(ranks, make, DataError, "rank 0: the stream gives batches whose samples cannot be counted.*" + said)
+
+
+class Files(Stream):
+    """A dataset of few source shards."""
+
+    num_shards = 2
+
+
+REFUSED = {
+    "no mode": (DataLoader(Stream(9)), {}, DataError, 'no positions.*stream="shards".*"own".*"elements".*"dispatch"'),
+    "no mode, no DataLoader": (Files, {}, DataError, "not a loader"),
+    "unknown mode": (DataLoader(Stream(9)), {"stream": "dispatched"}, ConfigError, "Did you mean `dispatch`"),
+    "unknown tail": (DataLoader(Stream(9)), {"stream": "own", "tail": "fill"}, ConfigError, "ragged, pad, drop"),
+    "positions": (DataLoader(range(9)), {"stream": "own"}, DataError, "has positions|with positions"),
+    "no shard": (DataLoader(Broken(9)), {"stream": "shards"}, DataError, r"shard\(num_shards, index\).*got Broken"),
+    "few shards": (DataLoader(Files(9)), {"stream": "shards"}, DataError, "at least 3, got num_shards=2"),
+    "once": ((i for i in range(3)), {"stream": "own"}, DataError, "not a loader.*got generator"),
+    "nothing": (7, {"stream": "own"}, DataError, "not a loader.*got int"),
+    "generator": (
+        DataLoader(Stream(9), generator=torch.Generator()),
+        {"stream": "own"},
+        DataError,
+        "seed decides.*a generator",
+    ),
+    "persistent": (
+        DataLoader(Stream(9), num_workers=1, persistent_workers=True),
+        {"stream": "own"},
+        DataError,
+        "persistent_workers",
+    ),
+    "two ends": (
+        DataLoader(Stream(9), batch_size=2, drop_last=True),
+        {"stream": "own", "tail": "pad"},
+        ConfigError,
+        "two ways",
+    ),
+    "padding batches": (
+        DataLoader(Stream(9), batch_size=None),
+        {"stream": "own", "tail": "pad"},
+        ConfigError,
+        "cannot be padded",
+    ),
+    "no batch": (
+        DataLoader(Stream(9), batch_size=None),
+        {"stream": "own", "global_batch": 6},
+        ConfigError,
+        "makes the batches",
+    ),
+    "no multiple": (
+        DataLoader(Stream(9), batch_size=2),
+        {"stream": "own", "global_batch": 7},
+        ConfigError,
+        "multiple of 3",
+    ),
+    "tokens": (
+        DataLoader(Stream(9)),
+        {"stream": "own", "batch_tokens": 7},
+        ConfigError,
+        "batch_tokens has no effect on a stream",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_prepared_says_why_and_what_to_do(ranks, name):
+    loader, options, error, said = REFUSED[name]
+
+    def rank(ctx):
+        with pytest.raises(error, match=said):
+            accel.prepare_loader(ctx, loader, **options)
+        return True
+
+    assert all(ranks.run(rank, 3))
+
+
+def test_prepared_streams_go_through_prepare_and_torchs_loaders_of_streams_do_not():
+    ctx = accel.single()
+    loader = make_loader(ctx, Stream(9), "own", 2)
+    assert accel.prepare(ctx, loader) is loader
+    with pytest.raises(DataError, match='stream="dispatch"'):
+        accel.prepare(ctx, DataLoader(Stream(9)))
+    with pytest.raises(PrepareError, match="cannot prepare this"):
+        accel.prepare(ctx, Stream(9))
+
+
+def test_iterating_what_is_not_meant_to_be():
+    ctx = accel.single()
+    with pytest.raises(DataError, match=r"accel.batches"):
+        iter(make_loader(ctx, Stream(9), "own", 2))
+    elsewhere = make_loader(dataclasses.replace(ctx, rank=1, world_size=2), Stream(9), "own", 2)
+    with pytest.raises(DataError, match=r"rank 0 of 1.*rank 1 of 2"):
+        next(accel.batches(ctx, elsewhere, Cursor()))

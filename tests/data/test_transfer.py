@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches on their way to a device: what is moved, and in which order reading, copying and giving happen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from accel import TreeError
+from accel.data._transfer import moved, one_ahead, pin, to_device
+
+CPU, META = torch.device("cpu"), torch.device("meta")  # "meta" stands for a device: `.to` is all that is asked of it
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Data:
+    inputs: Any
+
+
+class Record(msgspec.Struct):
+    inputs: Any
+
+
+class Encoding(UserDict):
+    """As tokenizers return: no container of ours, but it moves itself."""
+
+    def to(self, device):
+        return Encoding({key: value.to(device) for key, value in self.data.items()})
+
+
+def test_every_tensor_of_any_nesting_is_moved_and_the_rest_kept():
+    batch = {
+        "pair": Pair(torch.ones(2), "text"),
+        "data": [Data(torch.ones(3)), (Record(torch.ones(4)), 7, None)],
+        "tokens": Encoding(ids=torch.ones(5)),
+    }
+    got = to_device(batch, META)
+    devices = [
+        got["pair"].left,
+        got["data"][0].inputs,
+        got["data"][1][0].inputs,
+        got["tokens"]["ids"],
+    ]
+    assert [tensor.device.type for tensor in devices] == ["meta"] * 4
+    assert [len(tensor) for tensor in devices] == [2, 3, 4, 5]
+    assert got["pair"].right == "text"
+    assert got["data"][1][1:] == (7, None)
+    assert batch["pair"].left.device == CPU
+    assert to_device(Encoding(ids=torch.ones(5)), META)["ids"].device.type == "meta"
+
+
+def test_on_the_cpu_a_batch_is_the_very_one_that_was_read():
+    batch = {"x": torch.ones(1), "odd": UserDict()}
+    assert next(moved(iter([(batch, 3)]), CPU, ahead=True)) == (batch, 3)
+    assert to_device(batch, CPU) is batch
+
+
+def test_what_cannot_be_taken_apart_nor_moves_itself_is_named():
+    with pytest.raises(TreeError, match=r"UserDict.*\$\.x"):
+        to_device({"x": UserDict()}, META)
+
+
+def test_pinning_leaves_alone_what_it_cannot_take_apart():
+    class Pinnable:
+        def pin_memory(self):
+            return "pinned"
+
+    assert pin([Pinnable(), 1]) == ["pinned", 1]
+    assert pin(Pinnable()) == "pinned"
+    odd = [UserDict()]
+    assert pin(odd) is odd
+
+
+def test_moves_are_waited_for_wherever_that_is_the_only_safe_way():
+    """On other devices than CUDA each batch is read, moved, and given before the next one is read."""
+    log = []
+    for data, other in moved(_reading(log, 3), META, ahead=True):
+        assert data.device == META
+        log.append(f"use {other}")
+    assert log == ["read 0", "use 0", "read 1", "use 1", "read 2", "use 2"]
+
+
+def _reading(log, count, error=None):
+    for i in range(count):
+        log.append(f"read {i}")
+        yield torch.ones(i), i
+    if error is not None:
+        raise error
+
+
+def test_the_first_is_given_at_once_and_later_ones_are_started_one_ahead():
+    log = []
+
+    def start(data):
+        log.append(f"start {len(data)}")
+        return data
+
+    for _, other in one_ahead(_reading(log, 4), start):
+        log.append(f"use {other}")
+    first, second = ["read 0", "start 0", "use 0"], ["read 1", "start 1", "read 2", "start 2", "use 1"]
+    assert log == [*first, *second, "read 3", "start 3", "use 2", "use 3"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_an_error_in_reading_ahead_comes_after_what_was_read_before(count):
+    given, error = [], OSError("gone")
+    with pytest.raises(OSError, match="gone"):
+        given.extend(other for _, other in one_ahead(_reading([], count, error), len))
+    assert list(one_ahead(_reading([], count), len)) == [(i, i) for i in range(count)]
+    items = one_ahead(_reading([], count, error), len)
+    assert [next(items)[1] for _ in range(count)] == list(range(count))

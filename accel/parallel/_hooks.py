@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import ConfigError, MissingExtraError, check_choice
 
-_EPSILON = 1e-5  # in 16 bits, gradients that are all zero would else become NaN
+_TINY, _TINY_FP16 = 1e-30, 1e-7  # added to lengths by which is divided, which are 0 for gradients of zero
 
 Wire = Literal["fp16", "bf16"]
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -122,7 +122,7 @@ def _power_sgd(group: Any, hook: PowerSgd) -> Any:
         min_compression_rate=hook.min_compression,
         use_error_feedback=hook.error_feedback,
         warm_start=hook.warm_start,
-        orthogonalization_epsilon=_EPSILON if hook.wire else 0,
+        orthogonalization_epsilon=_TINY_FP16 if hook.wire == "fp16" else _TINY,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 import torch
@@ -22,7 +22,8 @@ from torch.futures import Future
 from accel.testing import _collectives as run
 from accel.testing._collectives import Buffers, Call, Layout, Run, layout
 from accel.testing._errors import SimulationError
-from accel.testing._reductions import reduction_of
+from accel.testing._networks import check_message, check_reduction, check_tensors
+from accel.testing._reductions import Reduction, reduction_of
 from accel.testing._rendezvous import Meeting, Rendezvous, Transfer
 
 BACKEND = "simulated"
@@ -144,18 +145,18 @@ class SimulatedGroup(_Untyped):
         return group
 
     def allreduce(self, tensors: list[Tensor], opts: _ReduceOptions) -> dist.Work:
-        op = reduction_of(opts.reduceOp, tensors[0].dtype)
+        op = reduction_of(opts.reduceOp)
         call = Call("all_reduce", (op.value, *_layouts(tensors)))
-        return self._join(call, Buffers(tensors, tensors), partial(run.all_reduce, op))
+        return self._join(call, Buffers(tensors, tensors), partial(run.all_reduce, op), op)
 
     def broadcast(self, tensors: list[Tensor], opts: _RootOptions) -> dist.Work:
         call = Call("broadcast", (self._world_rank(opts.rootRank), *_layouts(tensors)))
         return self._join(call, Buffers(tensors, tensors), partial(run.broadcast, opts.rootRank))
 
     def reduce(self, tensors: list[Tensor], opts: _ReduceToRootOptions) -> dist.Work:
-        op = reduction_of(opts.reduceOp, tensors[0].dtype)
+        op = reduction_of(opts.reduceOp)
         call = Call("reduce", (op.value, self._world_rank(opts.rootRank), *_layouts(tensors)))
-        return self._join(call, Buffers(tensors, tensors), partial(run.reduce, op, opts.rootRank))
+        return self._join(call, Buffers(tensors, tensors), partial(run.reduce, op, opts.rootRank), op)
 
     def barrier(self, opts: object = None) -> dist.Work:
         return self._join(Call("barrier"), Buffers([], []), run.barrier)
@@ -177,10 +178,10 @@ class SimulatedGroup(_Untyped):
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: _ReduceOptions
     ) -> dist.Work:
-        op = reduction_of(opts.reduceOp, output_tensors[0].dtype)
+        op = reduction_of(opts.reduceOp)
         call = Call("reduce_scatter", (op.value, *_layouts(input_tensors[0])))
         buffers = Buffers(self._one_each(input_tensors[0]), output_tensors)
-        return self._join(call, buffers, partial(run.reduce_scatter, op))
+        return self._join(call, buffers, partial(run.reduce_scatter, op), op)
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         buffers = Buffers(self._one_each(input_tensors), self._one_each(output_tensors))
@@ -213,21 +214,18 @@ class SimulatedGroup(_Untyped):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: _ReduceOptions
     ) -> dist.Work:
-        op = reduction_of(opts.reduceOp, inputs[0].dtype)
+        op = reduction_of(opts.reduceOp)
         call = Call("reduce_scatter_single", (op.value, *_layouts(inputs)))
-        return self._join(call, Buffers(inputs, outputs), partial(run.reduce_scatter_single, op))
+        return self._join(call, Buffers(inputs, outputs), partial(run.reduce_scatter_single, op), op)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
-        event = self._rendezvous.post("send", self._me, self._world_rank(dst), tag, tensors[0])
-        return self._work(event, tensors)
+        return self._post("send", self._me, self._world_rank(dst), tag, tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
-        event = self._rendezvous.post("recv", self._world_rank(src), self._me, tag, tensors[0])
-        return self._work(event, tensors)
+        return self._post("recv", self._world_rank(src), self._me, tag, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        event = self._rendezvous.post("recv", None, self._me, tag, tensors[0])
-        return self._work(event, tensors)
+        return self._post("recv", None, self._me, tag, tensors)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -235,9 +233,21 @@ class SimulatedGroup(_Untyped):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _join(self, call: Call, buffers: Buffers, work: Run) -> dist.Work:
+    def _join(self, call: Call, buffers: Buffers, work: Run, reduction: Reduction | None = None) -> dist.Work:
+        network = self._rendezvous.network
+        if reduction is not None:
+            check_reduction(network, call.name, reduction, buffers.inputs[0].dtype)
+        check_tensors(network, call.name, buffers.inputs, buffers.outputs)
         event = self._rendezvous.join(self._me, call, buffers, work)
         return self._work(event, buffers.outputs)
+
+    def _post(
+        self, kind: Literal["send", "recv"], source: int | None, target: int, tag: int, tensors: list[Tensor]
+    ) -> dist.Work:
+        network = self._rendezvous.network
+        check_message(network, any_source=source is None, tag=tag)
+        check_tensors(network, kind, tensors, [])
+        return self._work(self._rendezvous.post(kind, source, target, tag, tensors[0]), tensors)
 
     def _work(self, event: Meeting | Transfer, outputs: list[Tensor]) -> dist.Work:
         work = SimulatedWork(self._rendezvous, self._me, event, outputs)

@@ -28,27 +28,18 @@ class Reduction(Enum):
     BXOR = "BXOR"
 
 
-def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
-    """Translate torch's reduce op, and refuse what the real backends refuse.
+BITWISE = frozenset({Reduction.BAND, Reduction.BOR, Reduction.BXOR})
 
-    Args:
-        op: a `ReduceOp` or one of its members.
-        dtype: of the tensors to reduce.
+
+def reduction_of(op: Any) -> Reduction:
+    """Translate torch's reduce op, a `ReduceOp` or one of its members.
 
     Raises:
-        SimulationError: an unknown op, an average of integers, or a bitwise op on floats.
+        SimulationError: an unknown op.
     """
     reduction = next((known for known in Reduction if op == getattr(dist.ReduceOp, known.value)), None)
     if reduction is None:
         raise SimulationError("unknown reduce op", expected=", ".join(known.value for known in Reduction), got=repr(op))
-    is_float = dtype.is_floating_point or dtype.is_complex
-    bitwise = reduction in (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
-    if (reduction is Reduction.AVG and not is_float) or (bitwise and is_float):
-        raise SimulationError(
-            f"{reduction.value} of {dtype} is refused by gloo and nccl",
-            expected="floats" if reduction is Reduction.AVG else "integers",
-            fix="Cast the tensor, or choose another op.",
-        )
     return reduction
 
 
@@ -67,7 +58,8 @@ def reduce_tensors(reduction: Reduction, tensors: Sequence[Tensor]) -> Tensor:
         case Reduction.SUM:
             return _total(tensors)
         case Reduction.AVG:
-            return (_total(tensors) / len(tensors)).to(first.dtype)
+            whole = not (first.dtype.is_floating_point or first.dtype.is_complex)
+            return torch.div(_total(tensors), len(tensors), rounding_mode="trunc" if whole else None)  # as nccl
         case Reduction.PRODUCT:
             return torch.stack(tuple(tensors)).prod(0).to(first.dtype)
         case Reduction.MIN:
@@ -83,6 +75,8 @@ def reduce_tensors(reduction: Reduction, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:
+    if tensors[0].is_complex():  # torch adds up all complex dtypes only as pairs
+        return torch.view_as_complex(_total([torch.view_as_real(tensor) for tensor in tensors]))
     stacked = torch.stack(tuple(tensors))
     return stacked.any(0) if stacked.dtype == torch.bool else stacked.sum(0, dtype=stacked.dtype)
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from accel.errors import CollectiveMismatch
 from accel.testing._collectives import Buffers, Call, Run, fill, layout
+from accel.testing._errors import SimulationError
 from accel.testing._faults import Injector
+from accel.testing._networks import Network
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._sites import Site, call_site
 
@@ -109,10 +111,12 @@ class Traffic:
     Args:
         scheduler: whose ranks make them.
         faults: what was asked to happen to them.
+        network: the backend whose limits they keep.
     """
 
-    def __init__(self, scheduler: Scheduler, faults: Injector) -> None:
+    def __init__(self, scheduler: Scheduler, faults: Injector, network: Network | None) -> None:
         self.scheduler = scheduler
+        self.network: Network | None = network
         self._faults = faults
         self._groups: dict[tuple[str, tuple[int, ...]], Rendezvous] = {}
 
@@ -149,6 +153,7 @@ class Rendezvous:
 
     def __init__(self, traffic: Traffic, members: Members) -> None:
         self.members = members
+        self.network: Network | None = traffic.network
         self._traffic = traffic
         self._scheduler = traffic.scheduler
         self._joined = dict.fromkeys(members.ranks, 0)
@@ -240,6 +245,10 @@ class Rendezvous:
         except CollectiveMismatch as error:
             places = "; ".join(f"rank {rank} at {site}" for rank, site in sorted(meeting.sites.items()))
             self._refuse(error, f"{meeting.call}{self.members.label}: {places}")
+        except RuntimeError as error:  # no one rank's fault
+            what = f"{meeting.call}{self.members.label} cannot be computed: {error}"
+            self._scheduler.stop(SimulationError(what, where=str(next(iter(meeting.sites.values())))))
+            raise Stopped from error
         meeting.buffers.clear()
         self._scheduler.happened(meeting)
 

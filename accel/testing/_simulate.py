@@ -6,16 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from accel.context import DistContext, from_group
-from accel.errors import ConfigError
+from accel.errors import ConfigError, check_choice
 from accel.testing._default_group import Enter, default_groups
 from accel.testing._errors import SimulationError
 from accel.testing._faults import AnyFault, check_faults
+from accel.testing._networks import Network
 from accel.testing._signals import rank_signals
 from accel.testing._streams import RankStreams
 from accel.testing._threads import WorkerPool
@@ -57,6 +58,7 @@ class Simulator:
         timeout_s: float = 60.0,
         faults: Sequence[AnyFault] = (),
         default_group: bool = False,
+        network: Network | None = None,
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         return self.run_groups(
@@ -66,6 +68,7 @@ class Simulator:
             timeout_s=timeout_s,
             faults=faults,
             default_group=default_group,
+            network=network,
         )
 
     def run_groups(
@@ -77,9 +80,10 @@ class Simulator:
         timeout_s: float = 60.0,
         faults: Sequence[AnyFault] = (),
         default_group: bool = False,
+        network: Network | None = None,
     ) -> list[T]:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
-        _check(world_size, timeout_s)
+        _check(world_size, timeout_s, network)
         check_faults(faults, world_size)
         if self._closed:
             raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
@@ -88,7 +92,7 @@ class Simulator:
         pool = WorkerPool() if default_group else self._pool
         with _one_torch_thread(), rank_signals(), groups as around:
             streams = RankStreams(world_size)
-            world = World(fn, world_size, seed=seed, faults=faults, streams=streams, around=around)
+            world = World(fn, world_size, seed=seed, faults=faults, streams=streams, network=network, around=around)
             workers = pool.take(world_size)
             free = False
             try:
@@ -113,24 +117,28 @@ def simulate(
     timeout_s: float = 60.0,
     faults: Sequence[AnyFault] = (),
     default_group: bool = False,
+    network: Network | None = None,
 ) -> list[T]:
     """Run `fn(ctx)` on every rank of a world that exists only in this process.
 
     Ranks are threads of which exactly one runs at a time; a collective is a point where they meet. So a run is the
     same every time, a deadlock is found at once, and the code under test (DDP included) is the real one. Each rank
-    has its own copy of the caller's context variables and of python's, torch's and numpy's global random streams; the
-    caller's streams are left as they were. Other global state, such as torch's default dtype, is shared.
+    has its own copy of the caller's context variables and of python's, torch's and numpy's global random streams, and
+    the signal handlers of a fresh process; the caller's are left as they were. Other global state, such as torch's
+    default dtype, is shared.
 
     Args:
         fn: called with each rank's context, on CPU.
         world_size: number of ranks, 1 or more.
         seed: fixes a random schedule, one for each seed; None lets ranks go in turn, from rank 0.
         timeout_s: seconds for the whole run. Only what the simulation cannot see, such as an endless loop, takes them.
-        faults: failures to inject.
+        faults: what goes wrong, `Fault`s of ranks and `WriteFault`s of their disks; each must come to pass.
         default_group: whether each rank has a c10d world of its own, whose default group is the simulated one. Then
             what asks torch.distributed for its default group runs too: `dist.get_rank()`, `new_group`, DeviceMesh,
             DTensor, FSDP2, tensor parallelism, pipelines, torch.distributed.checkpoint. Threads that a rank starts
             see the process's own default group, if it has one. It costs a few milliseconds a run.
+        network: "gloo" or "nccl" to refuse what that backend refuses (dtypes, reduce ops, layouts, kinds of messages)
+            or silently gets wrong; None for the laxest that makes sense. Tensors are on the CPU all the same.
 
     Returns:
         What `fn` returned, by rank.
@@ -139,6 +147,7 @@ def simulate(
         Deadlock: ranks wait for each other, or a call was made that others never joined.
         CollectiveMismatch: ranks made calls that do not fit together.
         SimulationError: the run took longer than `timeout_s`, or torch lacks what `default_group` needs.
+        FaultNotReached: all went well, because the run ended before a fault was due.
         ConfigError: an argument is outside its range.
         BaseException: whatever `fn` raised first on a rank, with notes on which rank, and which were left waiting.
 
@@ -150,7 +159,15 @@ def simulate(
     [0, 10, 20]
     """
     with Simulator() as simulator:
-        return simulator.run(fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults, default_group=default_group)
+        return simulator.run(
+            fn,
+            world_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            faults=faults,
+            default_group=default_group,
+            network=network,
+        )
 
 
 def simulate_groups(
@@ -161,6 +178,7 @@ def simulate_groups(
     timeout_s: float = 60.0,
     faults: Sequence[AnyFault] = (),
     default_group: bool = False,
+    network: Network | None = None,
 ) -> list[T]:
     """Run `fn(group)` on every rank: `simulate` for code that takes torch's process group and not a context.
 
@@ -173,11 +191,19 @@ def simulate_groups(
     """
     with Simulator() as simulator:
         return simulator.run_groups(
-            fn, world_size, seed=seed, timeout_s=timeout_s, faults=faults, default_group=default_group
+            fn,
+            world_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            faults=faults,
+            default_group=default_group,
+            network=network,
         )
 
 
-def _check(world_size: int, timeout_s: float) -> None:
+def _check(world_size: int, timeout_s: float, network: str | None) -> None:
+    if network is not None:
+        check_choice(network, get_args(Network), "no network of that name", where="network=")
     if world_size < 1:
         raise ConfigError("no world of that size", expected="1 rank or more", got=str(world_size), where="world_size=")
     if not timeout_s > 0:

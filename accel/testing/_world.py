@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accel.testing._errors import Deadlock, SimulationError
 from accel.testing._faults import AnyFault, Injector
 from accel.testing._group import SimulatedGroup
+from accel.testing._networks import Network
 from accel.testing._rendezvous import Traffic
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._signals import Killed
@@ -37,6 +38,7 @@ class World(Generic[T]):
         seed: of the schedule.
         faults: failures that were asked for.
         streams: each rank's random streams.
+        network: the backend whose limits calls keep; None for hardly any.
         around: what a rank's thread is in while it runs `fn`.
     """
 
@@ -48,6 +50,7 @@ class World(Generic[T]):
         seed: int | None,
         faults: Sequence[AnyFault],
         streams: RankStreams,
+        network: Network | None,
         around: Callable[[SimulatedGroup], AbstractContextManager[object]],
     ) -> None:
         self._fn = fn
@@ -56,7 +59,7 @@ class World(Generic[T]):
         self._seed = seed
         self._scheduler = Scheduler(size, seed, streams)
         self._faults = Injector(faults, self._scheduler)
-        self._traffic = Traffic(self._scheduler, self._faults)
+        self._traffic = Traffic(self._scheduler, self._faults, network)
         self._everyone = self._traffic.rendezvous("0", range(size))
         self._results: dict[int, T] = {}
         self._errors: dict[int, BaseException] = {}

@@ -15,6 +15,8 @@ from collections import UserDict
 import numpy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import accel
@@ -62,6 +64,44 @@ def test_augmentation_depends_on_neither_workers_nor_ranks_nor_where_the_run_was
     assert _read(_loader(Augmented(), 2), Cursor(seed=5, consumed=8)) == whole[8:]
     assert len({value for sample in whole for value in sample[1:]}) == 3 * 23
     assert not {sample[1] for sample in whole} & {sample[1] for sample in _read(_loader(Augmented(), 1), Cursor(5, 1))}
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    n=st.integers(1, 40),
+    worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    size=st.integers(1, 12),
+    tail=st.sampled_from(["ragged", "pad", "drop"]),
+    workers=st.tuples(st.sampled_from([0, 2]), st.sampled_from([0, 2])),
+    k=st.integers(0, 40),
+)
+def test_a_run_of_two_epochs_resumes_with_other_workers_on_other_ranks(n, worlds, size, tail, workers, k):
+    size = min(size, n) if tail == "drop" else size
+
+    def steps(world, workers, cursor, stop) -> tuple[list[list[int]], Cursor]:
+        raw = DataLoader(range(n), shuffle=True, num_workers=workers)
+        options = {"global_batch": size, "tail": tail}
+        places = [(rank, world) for rank in range(world)]
+        loaders = [accel.prepare_loader(accel.single(), raw, data_parallel=place, **options) for place in places]
+        done = []
+        while cursor.epoch < 2:
+            for batches in zip(*(accel.batches(accel.single(), each, cursor) for each in loaders), strict=True):
+                if len(done) == stop:
+                    return done, cursor
+                done.append([sample for batch in batches for sample in batch.data[: batch.valid].tolist()])
+                (cursor,) = {batch.next for batch in batches}
+        return done, cursor
+
+    whole, _ = steps(worlds[0], workers[0], Cursor(seed=1), -1)
+    k %= len(whole)
+    first, cursor = steps(worlds[0], workers[0], Cursor(seed=1), k)
+    rest, _ = steps(worlds[1], workers[1], cursor, -1)
+    assert first + rest == whole
+    half = len(whole) // 2
+    epochs = [[sample for step in part for sample in step] for part in (whole[:half], whole[half:])]
+    used = n - n % size if tail == "drop" else n
+    assert all(len(set(epoch)) == len(epoch) == used for epoch in epochs)
+    assert n < 20 or tail == "drop" or epochs[0] != epochs[1]
 
 
 def test_a_dataset_that_reads_whole_batches_is_seeded_once_for_each():

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
 
 from accel.errors import ConfigError, PrepareError, check_choice
-from accel.parallel import unwrap_model
 from accel.training._modules import clean_name
 
 _torch = cast(Any, torch)  # the operations on lists have no public names
@@ -27,13 +26,6 @@ class Stepped(Protocol):
     def stepped(self) -> bool:
         """Whether parameters were changed."""
         ...
-
-
-@runtime_checkable
-class _FullySharded(Protocol):
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, /) -> None: ...
-
-    def reshard(self) -> None: ...
 
 
 class Ema(nn.Module):
@@ -69,7 +61,7 @@ class Ema(nn.Module):
         check_choice(buffers, ("model", "average"), "unknown choice", where="Ema(buffers=)")
         self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"
         self.weights = nn.Module()
-        for name, live in self._live(model):
+        for name, live in _named(model, buffers=self.averages_buffers):
             _place(self.weights, name, live)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
@@ -117,25 +109,30 @@ class Ema(nn.Module):
             _reshard(model)
             _copy(own, live)
 
-    def _live(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        plain = unwrap_model(model)
-        _reshard(plain)
-        named: list[tuple[str, torch.Tensor]] = list(plain.named_parameters())
-        if self.averages_buffers:
-            named += plain.named_buffers()
-        return [(clean_name(plain, name), each) for name, each in named]
+    def _live(self, model: nn.Module) -> list[torch.Tensor]:
+        """The model's tensors that have an average."""
+        _reshard(model)
+        return [*model.parameters(), *(model.buffers() if self.averages_buffers else ())]
 
     def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Averages and the model's tensors, in the model's order."""
+        """Averages and the model's tensors, in the model's order, which is that of the averages too."""
+        own, live = [*self.weights.parameters(), *self.weights.buffers()], self._live(model)
+        if list(map(_layout, own)) != list(map(_layout, live)):
+            raise self._other_model(model)
+        return list(zip(own, live, strict=True))
+
+    def _other_model(self, model: nn.Module) -> PrepareError:
         own = dict([*self.weights.named_parameters(), *self.weights.named_buffers()])
-        live = self._live(model)
-        for name, each in live:
-            if name not in own or _layout(own[name]) != _layout(each):
-                raise _other_model(name, own.get(name), each)
-        if len(live) != len(own):
-            missing = min(own.keys() - {name for name, _ in live})
-            raise _other_model(missing, own[missing], None)
-        return [(own[name], each) for name, each in live]
+        live = dict(_named(model, buffers=self.averages_buffers))
+        names = [*live, *own]
+        name = next((name for name in names if _told(own.get(name)) != _told(live.get(name))), names[0])
+        return PrepareError(
+            "the average was made of another model",
+            expected=_told(own.get(name)),
+            got=_told(live.get(name)),
+            where=f"Ema, {name}",
+            fix="Make the Ema after accel.prepare, of the model that is trained.",
+        )
 
 
 def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
@@ -147,6 +144,15 @@ def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
         warmup: whether it grows up to that: (1 + updates) / (10 + updates).
     """
     return min(decay, (1 + updates) / (10 + updates)) if warmup else decay
+
+
+def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
+    """The model's tensors by the names that they have without wrappers."""
+    _reshard(model)
+    named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+    if buffers:
+        named += model.named_buffers()
+    return [(clean_name(model, name), each) for name, each in named]
 
 
 def _place(root: nn.Module, name: str, live: torch.Tensor) -> None:
@@ -192,25 +198,17 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
 def _reshard(model: nn.Module) -> None:
     """Let `fully_shard` drop gathered weights, which it would else go on with after their shards have changed."""
     for module in model.modules():
-        if isinstance(module, _FullySharded):
-            module.reshard()
+        kind = type(module)
+        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
+            cast(Any, module).reshard()
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.device, getattr(tensor, "placements", None)
 
 
-def _other_model(name: str, own: torch.Tensor | None, live: torch.Tensor | None) -> PrepareError:
-    def told(tensor: torch.Tensor | None) -> str:
-        if tensor is None:
-            return "no such tensor"
-        placed = getattr(tensor, "placements", None)
-        return f"shape {list(tensor.shape)} on {tensor.device}" + (f", {placed}" if placed else "")
-
-    return PrepareError(
-        "the average was made of another model",
-        expected=told(own),
-        got=told(live),
-        where=f"Ema, {name}",
-        fix="Make the Ema after accel.prepare, of the model that is trained.",
-    )
+def _told(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "no such tensor"
+    placed = getattr(tensor, "placements", None)
+    return f"shape {list(tensor.shape)} on {tensor.device}" + (f", {placed}" if placed else "")

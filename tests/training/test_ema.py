@@ -227,7 +227,7 @@ def test_what_is_no_decay_is_refused(decay):
     ("other", "said"),
     [
         (lambda: nn.Sequential(nn.Linear(3, 4)), r"expected shape \[5, 3\] on cpu, got shape \[4, 3\].*Ema, 0.weight"),
-        (lambda: nn.Sequential(nn.Linear(3, 5)), r"expected shape \[5\] on cpu, got no such tensor.*Ema, 1.bias"),
+        (lambda: nn.Sequential(nn.Linear(3, 5)), r"expected shape \[5\] on cpu, got no such tensor.*Ema, 1.weight"),
         (lambda: nn.Sequential(*_model(), nn.Linear(2, 2)), r"expected no such tensor, got shape.*Ema, 3.weight"),
     ],
 )

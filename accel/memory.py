@@ -120,7 +120,7 @@ def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) 
     except Exception as error:
         if isinstance(error, AccelError) and error.where == where:  # told by the rank that failed
             raise
-        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         if is_out_of_memory(error):
             fail(ctx.comm, call, OutOfMemoryError(text, where=where))
         with contextlib.suppress(AccelError):

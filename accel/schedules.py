@@ -163,8 +163,15 @@ class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
     jumps: bool = False
 
     def __post_init__(self) -> None:
-        if not self.pieces:
-            raise ConfigError("nothing to join", expected="at least one piece", got="none", where="Joined.pieces")
+        pieces = self.pieces
+        if not isinstance(pieces, tuple) or not pieces or not all(isinstance(each, Piece) for each in self.pieces):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
+            raise ConfigError(
+                "nothing to join",
+                expected="a tuple of Linear, Cosine and their like",
+                got=repr(pieces),
+                where="Joined.pieces",
+                fix="Write Joined((first, second)).",
+            )
         for at, (piece, after) in enumerate(zip(self.pieces[:-1], self.pieces[1:], strict=True)):
             if piece.steps is None:
                 raise ConfigError(

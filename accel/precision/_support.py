@@ -27,7 +27,7 @@ def check_compute(device: torch.device, compute: Compute) -> None:
             expected=" or ".join(others),
             got=f"{compute} on {device}: {reason}",
             where="precision",
-            fix=f"Pass precision={others[-1]!r}, or choose another device.",
+            fix=f"Pass precision={(others[1:] or others)[0]!r}, or choose another device.",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import time
 from collections import deque
@@ -212,8 +213,9 @@ def _pieces(
     if begin.ended:
         return
     stream = _Seeded(source, begin, base)
-    yield from stream.skip_to(begin.elements, worker)
     ahead = plan.size if plan.tail == "drop" else 1
+    for at in stream.skip_to(begin.elements, (ahead, plan.size - ahead)):
+        yield _Skipped(worker, at, begin.elements)
     held = stream.take(ahead)
     if len(held) < ahead:
         yield _Piece(worker, {}, [], False, WorkerPosition(begin.elements, ended=True))
@@ -227,7 +229,7 @@ def _pieces(
 
 
 class _Seeded:
-    """An iterator whose every element is read with random streams of its own, and that can say where it stands."""
+    """A stream that is read with random streams of its own from each position on, and that can say where it stands."""
 
     def __init__(self, source: Iterable[Any], begin: WorkerPosition, base: int) -> None:
         self._base = base
@@ -250,26 +252,29 @@ class _Seeded:
             )
 
     def take(self, count: int) -> list[Any]:
-        """Read so many elements, or fewer at the end."""
-        taken: list[Any] = []
-        for _ in range(count):
+        """Read so many elements, or fewer at the end, with random streams that follow from the position."""
+        if count:
             seed_streams(self._base, self.at)
-            try:
-                taken.append(next(self._elements))
-            except StopIteration:
-                break
-            self.at += 1
+        taken = list(itertools.islice(self._elements, count))
+        self.at += len(taken)
         return taken
 
     def state(self) -> Any:
         """Return where the stream stands, None if it cannot tell; a copy, since streams go on changing theirs."""
         return copy.deepcopy(self._owner.state_dict()) if self._owner is not None else None
 
-    def skip_to(self, elements: int, worker: int) -> Iterator[_Skipped]:
-        """Read up to a position and drop what is read; tell now and then how far it has come."""
+    def skip_to(self, elements: int, strides: tuple[int, ...]) -> Iterator[int]:
+        """Read up to a position and drop what is read; tell now and then how far it has come.
+
+        Args:
+            elements: the position.
+            strides: how many were taken at once, in turns, when this was read for use: so were the streams seeded.
+        """
         told = time.monotonic()
+        counts = itertools.cycle(strides)
         while self.at < elements:
-            if not self.take(1):
+            count = min(next(counts), elements - self.at)
+            if len(self.take(count)) < count:
                 raise DataError(
                     "the stream ended before the cursor's position",
                     expected=f"more than {elements} elements",
@@ -278,7 +283,7 @@ class _Seeded:
                 )
             if time.monotonic() - told > _REPORT_S or self.at == elements:
                 told = time.monotonic()
-                yield _Skipped(worker, self.at, elements)
+                yield self.at
 
 
 def _warn_of_replay(source: Iterable[Any], start: StreamPosition) -> None:

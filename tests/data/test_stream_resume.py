@@ -142,7 +142,7 @@ def test_a_stream_that_can_only_be_replayed_says_so_and_how_far_it_is(caplog, mo
     texts = [record.getMessage() for record in caplog.records]
     assert "Stream is read again from its beginning and 12 elements are skipped" in texts[0]
     assert "no state_dict" in texts[0]
-    assert texts[1:] == [f"skipped {at} of 12 elements of a stream (worker 0)" for at in range(1, 13)]
+    assert texts[1:] == [f"skipped {at} of 12 elements of a stream (worker 0)" for at in (1, 4, 5, 8, 9, 12)]
     assert caplog.records[0].levelno == logging.WARNING
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -205,6 +206,12 @@ def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
     unused = [name for name, each in exchanger.exchanged if each.grad is None and each.requires_grad]
     if unused:
         raise unused_parameters(rank, unused)
+    try:
+        cast(Any, exchanger).reducer._rebuild_buckets()  # what the next forward does; raises if DDP still waits
+    except RuntimeError as error:
+        listed = re.search(r"for rank \d+: ([\d ]+)", str(error))  # torch counts them
+        names = [exchanger.exchanged[int(at)][0] for at in listed[1].split()] if listed else ["some of them"]
+        raise unused_parameters(rank, names) from error
 
 
 def unused_parameters(rank: int, names: Sequence[str]) -> StepError:

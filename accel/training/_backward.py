@@ -68,6 +68,7 @@ def backward(
     accum: Accumulation,
     *,
     weight: float | torch.Tensor | None = None,
+    same_units: bool = False,
     retain_graph: bool = False,
 ) -> Accumulation: ...
 
@@ -79,6 +80,7 @@ def backward(
     accum: Accumulation | None = None,
     *,
     weight: float | torch.Tensor | None = None,
+    same_units: bool = False,
     retain_graph: bool = False,
 ) -> Accumulation | None:
     """Add the gradients of `loss * weight` to the parameters. Exchanges gradients when the window ends.
@@ -90,7 +92,9 @@ def backward(
         accum: the current micro-batch; None for a script that takes a step after each backward.
         weight: how many real units the mean is over: samples (`batch.valid`) or valid tokens. 0 adds nothing, so long
             as the loss's own gradient is finite: divide by tokens.clamp(min=1). Left out, every micro-batch of every
-            rank counts the same.
+            rank counts the same, once, whatever its number of backward passes.
+        same_units: whether an earlier backward of this micro-batch was over the very same units, so that the losses are
+            added and their weight counts once.
         retain_graph: as in torch.autograd.backward.
 
     Returns:
@@ -117,14 +121,7 @@ def backward(
         _check_retained(ctx, retain_graph)
         _run(ctx, loss, scaler.scale, retain_graph)
         return None
-    unit = accum.unit or _unit(ctx, weight, accum.steps)
-    if weight is None:
-        added = accum.add(scale=scaler.scale, unit=unit, world=float(ctx.world_size))
-    elif isinstance(weight, SampleCount):
-        added = accum.add(scale=scaler.scale, unit=unit, world=float(weight.world))
-    else:
-        added = accum.add(scale=scaler.scale, unit=unit, own=_own_weight(ctx, weight))
-    factor = (1.0 if weight is None else weight) / unit * scaler.scale
+    added, factor = _weigh(ctx, scaler, accum, weight, same_units=same_units)
     if not accum.sync or ctx.world_size == 1:
         _run(ctx, loss, factor, retain_graph)
         return added
@@ -138,6 +135,34 @@ def backward(
     _run(ctx, loss, factor, retain_graph)
     wait()
     return added.share(total)
+
+
+def _weigh(
+    ctx: DistContext,
+    scaler: LossScale,
+    accum: Accumulation,
+    weight: float | torch.Tensor | None,
+    *,
+    same_units: bool,
+) -> tuple[Accumulation, float | torch.Tensor]:
+    """The window with a backward's weight, and what its loss is multiplied by."""
+    unit, again = accum.unit or _unit(ctx, weight, accum.steps), accum.latest == accum.micro
+    if same_units and not again:
+        raise StepError(
+            "no backward of this micro-batch has counted these units",
+            expected="same_units=True from its second backward on",
+            got="it in the first",
+            where="backward",
+        )
+    if weight is None:
+        world = 0.0 if again else float(ctx.world_size)
+        return accum.add(scale=scaler.scale, unit=unit, world=world), scaler.scale / unit
+    if isinstance(weight, SampleCount):
+        world = 0.0 if same_units else float(weight.world)
+        return accum.add(scale=scaler.scale, unit=unit, world=world), weight / unit * scaler.scale
+    own = _own_weight(ctx, weight)
+    factor = (own if isinstance(weight, torch.Tensor) else weight) / unit * scaler.scale
+    return accum.add(scale=scaler.scale, unit=unit, own=None if same_units else own), factor
 
 
 def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward passes in other patterns than one to a micro-batch: gradients stay those of one process with one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel import ConfigError, PrepareError, StepError
+
+TOLERANCE = {"rtol": 0, "atol": 1e-10}
+WORLD = 3
+
+
+class Heads(nn.Module):
+    """A trunk with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.trunk(inputs).tanh()
+        return self.first(hidden), self.second(hidden)
+
+
+def _heads() -> Heads:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Heads().double()
+
+
+def _inputs(rank: int, micro: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + micro)
+    return torch.randn(rank + 1, 4, dtype=torch.float64, generator=generator)
+
+
+def _losses(model: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = model(inputs)
+    return (first * second).square().mean(), (first + second.cos()).mean()
+
+
+def _gradient(model: nn.Module) -> list[torch.Tensor]:
+    return [each.grad.clone() for each in model.parameters()]
+
+
+def _expected(micros: int = 1, world: int = WORLD) -> list[torch.Tensor]:
+    model = _heads()
+    sum(
+        _losses(model, torch.cat([_inputs(rank, micro) for rank in range(world) for micro in range(micros)]))
+    ).backward()
+    return _gradient(model)
+
+
+def _divided(ctx: accel.DistContext, model: nn.Module, scaler: accel.LossScale, accum: accel.Accumulation) -> Any:
+    accel.unscale_gradients(ctx, torch.optim.SGD(model.parameters()), scaler, accum)
+    return _gradient(model)
+
+
+def _one_graph_twice(ctx, model, scaler, accum, weights):
+    """Two losses of one forward: ranks exchange gradients in the first pass, and DDP knows nothing of the second."""
+    with accel.accumulate(ctx, accum, model):
+        first, second = _losses(model, _inputs(ctx.rank, accum.micro - 1))
+        accum = accel.backward(ctx, first, scaler, accum, retain_graph=True, **weights)
+        return accel.backward(ctx, second, scaler, accum, same_units=True, **weights)
+
+
+def _two_forwards(ctx, model, scaler, accum, weights):
+    with accel.accumulate(ctx, accum, model):
+        inputs = _inputs(ctx.rank, accum.micro - 1)
+        accum = accel.backward(ctx, _losses(model, inputs)[0], scaler, accum, **weights)
+        return accel.backward(ctx, _losses(model, inputs)[1], scaler, accum, same_units=True, **weights)
+
+
+def _held_then_triggered(ctx, model, scaler, accum, weights):
+    with accel.no_sync(ctx, model):
+        first, second = _losses(model, _inputs(ctx.rank, accum.micro - 1))
+        if not accum.sync:
+            return accel.backward(ctx, first + second, scaler, accum, **weights)
+        accum = accel.backward(ctx, first, scaler, accum, **weights, retain_graph=True)
+    with accel.trigger_sync_in_backward(ctx, model, second):
+        return accel.backward(ctx, second, scaler, accum, same_units=True, **weights)
+
+
+def _without_a_block(ctx, model, scaler, accum, weights):
+    if not accum.sync:
+        with accel.no_sync(ctx, model):
+            return accel.backward(ctx, sum(_losses(model, _inputs(ctx.rank, 0))), scaler, accum, **weights)
+    first, second = _losses(model, _inputs(ctx.rank, accum.micro - 1))
+    accum = accel.backward(ctx, first, scaler, accum, **weights, retain_graph=True)
+    return accel.backward(ctx, second, scaler, accum, **weights, same_units=True)
+
+
+@pytest.mark.parametrize("passes", [_one_graph_twice, _two_forwards, _held_then_triggered, _without_a_block])
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize("weighs", ["samples", "tensor"])
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_losses_of_several_passes_are_added(ranks, passes, micros, weighs, find_unused_parameters):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _heads(), find_unused_parameters=find_unused_parameters)
+        accum, scaler = accel.Accumulation(steps=micros), accel.LossScale(scale=32.0)
+        for micro in range(micros):
+            count = len(_inputs(ctx.rank, micro))
+            weight = torch.tensor(count) if weighs == "tensor" else count
+            accum = passes(ctx, model, scaler, accum.next(), {"weight": weight})
+        return _divided(ctx, model, scaler, accum)
+
+    for gradient in ranks.run(rank, WORLD):
+        torch.testing.assert_close(gradient, _expected(micros), **TOLERANCE)
+
+
+def test_without_weights_a_micro_batch_counts_once_whatever_its_passes():
+    ctx, model, scaler = accel.single(), _heads(), accel.LossScale()
+    accum = accel.Accumulation(steps=2)
+    for micro in range(2):
+        accum = accum.next()
+        first, second = _losses(model, _inputs(0))
+        accum = accel.backward(ctx, first, scaler, accum, retain_graph=micro == 1)
+        accum = accel.backward(ctx, second if micro else _losses(model, _inputs(0))[1], scaler, accum)
+    torch.testing.assert_close(_divided(ctx, model, scaler, accum), _expected(world=1), **TOLERANCE)
+
+
+def test_several_passes_without_accumulation_are_added(ranks):
+    def rank(ctx):
+        model, scaler = accel.prepare_model(ctx, _heads()), accel.LossScale()
+        accel.backward(ctx, _losses(model, _inputs(0))[0], scaler)
+        accel.backward(ctx, _losses(model, _inputs(0))[1], scaler)
+        return _gradient(model)
+
+    for gradient in ranks.run(rank, WORLD):
+        torch.testing.assert_close(gradient, _expected(world=1), **TOLERANCE)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_gradients_are_exchanged_once_a_window_or_in_each_micro_batch(ranks, each, find_unused_parameters):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _heads(), find_unused_parameters=find_unused_parameters)
+        accum, scaler, same = accel.Accumulation(steps=3, sync_each_batch=each), accel.LossScale(), []
+        for micro in range(3):
+            accum = accum.next()
+            with accel.accumulate(ctx, accum, model):
+                loss = sum(_losses(model, _inputs(ctx.rank, micro)))
+                accum = accel.backward(ctx, loss, scaler, accum, weight=ctx.rank + 1)
+            ranks_grads = accel.gather(ctx, next(model.parameters()).grad.flatten()[None])
+            same.append(bool((ranks_grads == ranks_grads[0]).all()))
+        return same, _divided(ctx, model, scaler, accum)
+
+    for same, gradient in ranks.run(rank, WORLD):
+        assert same == [each, each, True]
+        torch.testing.assert_close(gradient, _expected(3), **TOLERANCE)
+
+
+@pytest.mark.parametrize("weight", [None, 2, torch.tensor(2)])
+def test_a_parameter_without_a_gradient_is_found_without_an_accumulate_block(ranks, weight):
+    """DDP exchanges nothing then, so each rank would step by its own gradient."""
+
+    def rank(ctx):
+        model, scaler = accel.prepare_model(ctx, _heads()), accel.LossScale()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        accum = None if weight is None else accel.Accumulation().next()
+        loss = model(_inputs(ctx.rank))[0].mean()
+        if accum is None:
+            accel.backward(ctx, loss, scaler)
+        else:
+            accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+        with pytest.raises(StepError, match=r"no gradient for second\.weight, second\.bias.*find_unused_parameters"):
+            accel.optimizer_step(ctx, optimizer, scaler, accum)
+        torch.testing.assert_close(list(accel.unwrap_model(model).parameters()), list(_heads().parameters()))
+        return True
+
+    assert ranks.run(rank, WORLD) == [True] * WORLD
+
+
+def test_a_parameter_that_is_frozen_or_unused_on_purpose_is_none(ranks):
+    def rank(ctx):
+        plain = _heads()
+        plain.first.requires_grad_(False)
+        frozen = accel.prepare_model(ctx, plain)
+        unused = accel.prepare_model(ctx, _heads(), find_unused_parameters=True)
+        stepped = []
+        for model, head in ((frozen, 1), (unused, 0)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            accel.backward(ctx, model(_inputs(ctx.rank))[head].mean(), accel.LossScale())
+            stepped.append(accel.optimizer_step(ctx, optimizer, accel.LossScale()).stepped)
+        return stepped
+
+    assert ranks.run(rank, WORLD) == [[True, True]] * WORLD
+
+
+def test_passes_that_ddp_cannot_tell_apart_are_refused(ranks):
+    def rank(ctx):
+        model, scaler = accel.prepare_model(ctx, _heads()), accel.LossScale()
+        first, second = model(_inputs(ctx.rank))
+        accum = accel.backward(ctx, first.mean(), scaler, accel.Accumulation().next(), retain_graph=True)
+        with pytest.raises(StepError, match=r"Add the losses and call backward once"):
+            accel.backward(ctx, second.mean(), scaler, accum, same_units=True)
+        return True
+
+    assert ranks.run(rank, WORLD) == [True] * WORLD
+
+
+def test_a_second_pass_that_nothing_remembers_is_refused(ranks):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _heads())
+        with pytest.raises(ConfigError, match=r"an Accumulation beside retain_graph=True"):
+            accel.backward(ctx, _losses(model, _inputs(0))[0], accel.LossScale(), retain_graph=True)
+        return True
+
+    assert ranks.run(rank, WORLD) == [True] * WORLD
+    model = _heads()  # alone there is nobody to drift from
+    accel.backward(accel.single(), _losses(model, _inputs(0))[0], accel.LossScale(), retain_graph=True)
+
+
+def test_the_first_pass_has_units_of_its_own():
+    model = _heads()
+    with pytest.raises(StepError, match="from its second backward on"):
+        accel.backward(
+            accel.single(),
+            _losses(model, _inputs(0))[0],
+            accel.LossScale(),
+            accel.Accumulation().next(),
+            weight=2,
+            same_units=True,
+        )
+
+
+def test_unused_parameters_are_found_by_the_loss_that_triggers(ranks):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _heads(), find_unused_parameters=True)
+        with accel.no_sync(ctx, model):
+            loss = model(_inputs(ctx.rank))[0].mean()
+        with (
+            pytest.raises(PrepareError, match=r"trigger_sync_in_backward\(ctx, model, loss\)"),
+            accel.trigger_sync_in_backward(ctx, model),
+        ):
+            pytest.fail("the block was entered")
+        with accel.trigger_sync_in_backward(ctx, model, loss):
+            accel.backward(ctx, loss, accel.LossScale())
+        assert accel.unwrap_model(model).second.weight.grad is None
+        return accel.gather(ctx, accel.unwrap_model(model).first.weight.grad)
+
+    for gathered in ranks.run(rank, WORLD):
+        torch.testing.assert_close(gathered, gathered[:1].expand_as(gathered))
+
+
+def _exchanging(ctx: accel.DistContext, model: nn.Module) -> Any:
+    return accel.accumulate(ctx, accel.Accumulation().next(), model)
+
+
+@pytest.mark.parametrize("block", [accel.trigger_sync_in_backward, _exchanging])
+def test_a_block_that_exchanges_checks_that_all_took_part(ranks, block):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _heads())
+        with accel.no_sync(ctx, model):
+            loss = model(_inputs(ctx.rank))[0].mean()
+        with pytest.raises(StepError, match=r"no gradient for second\.weight"), block(ctx, model):
+            accel.backward(ctx, loss, accel.LossScale())
+        return True
+
+    assert ranks.run(rank, WORLD) == [True] * WORLD
+
+
+def test_a_gradient_of_an_earlier_micro_batch_does_not_hide_an_exchange_that_never_was(ranks):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _heads())
+        accum, scaler = accel.Accumulation(steps=2).next(), accel.LossScale()
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, sum(_losses(model, _inputs(ctx.rank))), scaler, accum)
+        accum = accum.next()
+        said = r"no gradient for second\.weight, second\.bias"
+        with pytest.raises(StepError, match=said), accel.accumulate(ctx, accum, model):
+            accel.backward(ctx, model(_inputs(ctx.rank))[0].mean(), scaler, accum)
+        return True
+
+    assert ranks.run(rank, WORLD) == [True] * WORLD

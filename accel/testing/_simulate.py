@@ -18,8 +18,8 @@ from accel.testing._errors import SimulationError
 from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network
 from accel.testing._signals import rank_signals
-from accel.testing._streams import RankStreams
-from accel.testing._threads import WorkerPool
+from accel.testing._streams import GlobalStreams, RankStreams
+from accel.testing._threads import Crew, FreshThreads, KeptThreads
 from accel.testing._world import World
 
 T = TypeVar("T")
@@ -33,7 +33,8 @@ class Simulator:
     """
 
     def __init__(self) -> None:
-        self._pool = WorkerPool()
+        self._threads = KeptThreads()
+        self._streams = GlobalStreams()
         self._closed = False
 
     def __enter__(self) -> Simulator:
@@ -47,7 +48,7 @@ class Simulator:
     def close(self) -> None:
         """End the threads and wait for them. Closing twice does nothing; later runs are refused."""
         self._closed = True
-        self._pool.close()
+        self._threads.close()
 
     def run(
         self,
@@ -83,30 +84,19 @@ class Simulator:
         network: Network | None = None,
     ) -> list[T]:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
-        _check(world_size, timeout_s, network)
-        check_faults(faults, world_size)
         if self._closed:
             raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
-        groups: AbstractContextManager[Enter] = default_groups() if default_group else nullcontext(nullcontext)
-        # torch keeps caches of a default group's meshes by thread: no other rank may ever have the thread
-        pool = WorkerPool() if default_group else self._pool
-        with _one_torch_thread(), rank_signals(), groups as around:
-            streams = RankStreams(world_size)
-            world = World(fn, world_size, seed=seed, faults=faults, streams=streams, network=network, around=around)
-            workers = pool.take(world_size)
-            free = False
-            try:
-                free = world.run(workers, timeout_s)
-            finally:
-                streams.close()
-                if free:
-                    pool.give_back(workers)
-                else:
-                    for worker in workers:
-                        worker.retire()
-                if default_group:
-                    pool.close()
-        return world.outcome()
+        return _run(
+            fn,
+            world_size,
+            self._threads,
+            self._streams,
+            seed=seed,
+            timeout_s=timeout_s,
+            faults=faults,
+            default_group=default_group,
+            network=network,
+        )
 
 
 def simulate(
@@ -158,16 +148,15 @@ def simulate(
     >>> simulate(lambda ctx: ctx.rank * 10, world_size=3)
     [0, 10, 20]
     """
-    with Simulator() as simulator:
-        return simulator.run(
-            fn,
-            world_size,
-            seed=seed,
-            timeout_s=timeout_s,
-            faults=faults,
-            default_group=default_group,
-            network=network,
-        )
+    return simulate_groups(
+        lambda group: fn(from_group(group, device="cpu")),
+        world_size,
+        seed=seed,
+        timeout_s=timeout_s,
+        faults=faults,
+        default_group=default_group,
+        network=network,
+    )
 
 
 def simulate_groups(
@@ -189,16 +178,47 @@ def simulate_groups(
 
     Args, returns and errors are those of `simulate`.
     """
-    with Simulator() as simulator:
-        return simulator.run_groups(
-            fn,
-            world_size,
-            seed=seed,
-            timeout_s=timeout_s,
-            faults=faults,
-            default_group=default_group,
-            network=network,
-        )
+    return _run(
+        fn,
+        world_size,
+        FreshThreads(),
+        GlobalStreams(),
+        seed=seed,
+        timeout_s=timeout_s,
+        faults=faults,
+        default_group=default_group,
+        network=network,
+    )
+
+
+def _run(
+    fn: Callable[[dist.ProcessGroup], T],
+    world_size: int,
+    threads: Crew,
+    streams: GlobalStreams,
+    *,
+    seed: int | None,
+    timeout_s: float,
+    faults: Sequence[AnyFault],
+    default_group: bool,
+    network: Network | None,
+) -> list[T]:
+    _check(world_size, timeout_s, network)
+    check_faults(faults, world_size)
+    groups: AbstractContextManager[Enter] = default_groups() if default_group else nullcontext(nullcontext)
+    if default_group:  # torch keeps caches of its meshes by thread: no other rank may ever have the thread
+        threads = FreshThreads()
+    with _one_torch_thread(), rank_signals(), groups as around:
+        ranks = RankStreams(streams, world_size)
+        world = World(fn, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around)
+        workers = threads.take(world_size)
+        free = False
+        try:
+            free = world.run(workers, timeout_s)
+        finally:
+            ranks.close()
+            threads.give_back(workers, free=free)
+    return world.outcome()
 
 
 def _check(world_size: int, timeout_s: float, network: str | None) -> None:

@@ -6,82 +6,149 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, cast
 
 import torch
 
 
 class _State(NamedTuple):
     torch: torch.Tensor
-    python: tuple[Any, ...]
-    numpy: dict[str, Any] | None
+    python: Any
+    numpy: Any
 
 
-class RankStreams:
-    """Swaps python's, torch's and (when it is imported) numpy's global streams when another rank goes on.
+class GlobalStreams:
+    """Reads and writes python's, torch's and (when it is imported) numpy's global streams.
 
-    Args:
-        size: number of ranks.
+    It remembers what it read last, so that streams that nobody draws from cost little: keep one for several runs.
     """
 
-    def __init__(self, size: int) -> None:
-        self._numpy = _NumpyStream() if "numpy" in sys.modules else None
-        self._caller = self._capture()
-        self._ranks = [self._caller] * size
+    def __init__(self) -> None:
+        self._python = _PythonStream()
+        self._numpy: _NumpyStream | None = None
 
-    def save(self, rank: int) -> None:
-        """Remember the streams as the state of `rank`, which stops running."""
-        self._ranks[rank] = self._capture()
+    def capture(self) -> _State:
+        """Return the state of all streams."""
+        if self._numpy is None and "numpy" in sys.modules:
+            self._numpy = _NumpyStream()
+        return _State(torch.get_rng_state(), self._python.capture(), self._numpy and self._numpy.capture())
 
-    def load(self, rank: int) -> None:
-        """Set the streams to the state of `rank`, which goes on."""
-        self._restore(self._ranks[rank])
-
-    def close(self) -> None:
-        """Set the streams to what the caller had."""
-        self._restore(self._caller)
-
-    def _capture(self) -> _State:
-        return _State(torch.get_rng_state(), random.getstate(), self._numpy and self._numpy.capture())
-
-    def _restore(self, state: _State) -> None:
+    def restore(self, state: _State) -> None:
+        """Go back to a captured state."""
         torch.set_rng_state(state.torch)
-        random.setstate(state.python)
+        self._python.restore(state.python)
         if self._numpy is not None and state.numpy is not None:
             self._numpy.restore(state.numpy)
 
 
-class _NumpyStream:
-    """numpy's global stream, read and written only after it was drawn from.
+class RankStreams:
+    """Swaps the global streams when another rank goes on.
 
-    Reading or writing that state takes numpy 30 us and more, as long as all else at a hand-over together. So its memory
-    (at the documented `state_address`) is compared first. A pending gaussian is kept elsewhere, but only drawing from
-    the generator makes one; while one is pending, the state is always read.
+    Args:
+        streams: the streams.
+        size: number of ranks.
     """
 
-    _MT19937_BYTES = 625 * 4  # 624 words and a position
+    def __init__(self, streams: GlobalStreams, size: int) -> None:
+        self._streams = streams
+        self._caller = streams.capture()
+        self._ranks = [self._caller] * size
+
+    def save(self, rank: int) -> None:
+        """Remember the streams as the state of `rank`, which stops running."""
+        self._ranks[rank] = self._streams.capture()
+
+    def load(self, rank: int) -> None:
+        """Set the streams to the state of `rank`, which goes on."""
+        self._streams.restore(self._ranks[rank])
+
+    def close(self) -> None:
+        """Set the streams to what the caller had."""
+        self._streams.restore(self._caller)
+
+
+class _Watched(ABC):
+    """A stream whose state is read and written only after it was drawn from.
+
+    Reading or writing it takes python 15 us and numpy 100, more than all else at a hand-over together. So its memory is
+    compared first.
+    """
 
     def __init__(self) -> None:
-        self._random: Any = sys.modules["numpy"].random
-        self._state: dict[str, Any] = {}
-        self._memory: tuple[int, bytes] | None = None
+        self._state: Any = None
+        self._memory: object = None
 
-    def capture(self) -> dict[str, Any]:
+    def capture(self) -> Any:
         """Return the state; the same object as long as nothing was drawn."""
         memory = self._read_memory()
-        if memory is None or memory != self._memory or self._state["has_gauss"]:
-            self._state, self._memory = self._random.get_state(legacy=False), memory
+        if memory is None or memory != self._memory:
+            self._state, self._memory = self._get(), memory
         return self._state
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Any) -> None:
         """Go back to a captured state."""
         if self.capture() is not state:
-            self._random.set_state(state)
-            self._state, self._memory = state, self._read_memory()
+            self._set(state)
+            self._state = state
+            self._memory = self._read_memory()
 
-    def _read_memory(self) -> tuple[int, bytes] | None:
+    @abstractmethod
+    def _read_memory(self) -> object:
+        """All that drawing changes; None where that cannot be told."""
+
+    @abstractmethod
+    def _get(self) -> Any: ...
+
+    @abstractmethod
+    def _set(self, state: Any) -> None: ...
+
+
+_MT19937_BYTES = 625 * 4  # 624 words and a position
+
+
+class _PythonStream(_Watched):
+    """python's: CPython keeps the words inside of the generator object, and a pending gaussian as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator: Any = cast(Any, random.random).__self__
+        base: type = next(kind for kind in type(self._generator).__mro__ if kind.__module__ == "_random")
+        self._start = id(self._generator) + object.__basicsize__
+        self._bytes = base.__basicsize__ - object.__basicsize__
+
+    def _read_memory(self) -> object:
+        if self._bytes < _MT19937_BYTES:
+            return None
+        return ctypes.string_at(self._start, self._bytes), self._generator.gauss_next
+
+    def _get(self) -> Any:
+        return random.getstate()
+
+    def _set(self, state: Any) -> None:
+        random.setstate(state)
+
+
+class _NumpyStream(_Watched):
+    """numpy's: the words are at the documented `state_address`.
+
+    A pending gaussian is kept elsewhere, but only drawing from the generator makes one; while one is pending, the state
+    is always read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random: Any = sys.modules["numpy"].random
+
+    def _read_memory(self) -> object:
         generator = self._random.get_bit_generator()
-        if not isinstance(generator, self._random.MT19937):
+        if not isinstance(generator, self._random.MT19937) or (self._state and self._state["has_gauss"]):
             return None
         address: int = generator.ctypes.state_address
-        return address, ctypes.string_at(address, self._MT19937_BYTES)
+        return address, ctypes.string_at(address, _MT19937_BYTES)
+
+    def _get(self) -> Any:
+        return self._random.get_state(legacy=False)
+
+    def _set(self, state: Any) -> None:
+        self._random.set_state(state)

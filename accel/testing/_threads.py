@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that are kept between simulations, because starting one costs more than a small simulation."""
+"""Threads for ranks: kept between simulations, because starting one costs more than a small simulation, or fresh."""
 
 from __future__ import annotations
 
@@ -7,17 +7,42 @@ import ctypes
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Protocol
+
+Job = Callable[[], None]
+
+_NAME = "accel-simulated-rank"
 
 
-class Worker:
+class Worker(Protocol):
+    """Something that does a job on a thread of its own."""
+
+    def submit(self, job: Job) -> None:
+        """Do this job; it must not raise."""
+        ...
+
+
+class Crew(Protocol):
+    """Where workers come from and go to."""
+
+    def take(self, count: int) -> list[Worker]:
+        """Return `count` workers."""
+        ...
+
+    def give_back(self, workers: list[Worker], *, free: bool) -> None:
+        """Part with workers; `free` says whether their jobs have ended, or are about to."""
+        ...
+
+
+class KeptWorker:
     """A daemon thread that does one job after another until it is retired."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="accel-simulated-rank", daemon=True)
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Job) -> None:
         """Do this job after those submitted before; it must not raise."""
         self._jobs.put(job)
 
@@ -35,20 +60,25 @@ class Worker:
             del job  # else what the job holds lives until the next one
 
 
-class WorkerPool:
-    """Idle workers of one owner."""
+class KeptThreads:
+    """Workers whose threads go on to the next run."""
 
     def __init__(self) -> None:
-        self._idle: list[Worker] = []
+        self._idle: list[KeptWorker] = []
 
     def take(self, count: int) -> list[Worker]:
         """Return `count` workers, new ones where too few are idle."""
         kept = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
-        return kept + [Worker() for _ in range(count - len(kept))]
+        return [*kept, *(KeptWorker() for _ in range(count - len(kept)))]
 
-    def give_back(self, workers: list[Worker]) -> None:
-        """Keep workers for later; their last job is about to end."""
-        self._idle.extend(workers)
+    def give_back(self, workers: list[Worker], *, free: bool) -> None:
+        """Keep workers for later if they are free; the threads of others end after their job."""
+        mine = [worker for worker in workers if isinstance(worker, KeptWorker)]
+        if free:
+            self._idle.extend(mine)
+        else:
+            for worker in mine:
+                worker.retire()
 
     def close(self) -> None:
         """End all idle workers and wait for them."""
@@ -57,6 +87,37 @@ class WorkerPool:
             worker.retire()
         for worker in workers:
             worker.join(timeout_s=10.0)
+
+
+class FreshWorker:
+    """A thread that starts with its one job and ends with it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Job) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=job, name=_NAME, daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end, at most `timeout_s` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+
+class FreshThreads:
+    """Workers for a single run."""
+
+    def take(self, count: int) -> list[Worker]:
+        """Return `count` workers whose threads have not started."""
+        return [FreshWorker() for _ in range(count)]
+
+    def give_back(self, workers: list[Worker], *, free: bool) -> None:
+        """Wait for the threads of free workers to end."""
+        for worker in workers:
+            if free and isinstance(worker, FreshWorker):
+                worker.join(timeout_s=10.0)
 
 
 def interrupt(thread: int, error: type[BaseException]) -> None:

@@ -24,22 +24,22 @@ T = TypeVar("T")
 class InFp32(nn.Module):
     """What a submodule becomes that computes in fp32 within an autocast."""
 
-    device_type = "cpu"
+    _accel_device_type = "cpu"  # no name that a user's module may have
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on fp32 inputs, without autocast."""
-        with torch.autocast(self.device_type, enabled=False):
+        with torch.autocast(self._accel_device_type, enabled=False):
             return cast(Any, super()).forward(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
 
 
 class WithOutputs(nn.Module):
     """What a model becomes whose outputs are converted."""
 
-    outputs = torch.float32
+    _accel_outputs = torch.float32
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward and convert what comes out."""
-        return _cast(cast(Any, super()).forward(*args, **kwargs), self.outputs)
+        return _cast(cast(Any, super()).forward(*args, **kwargs), self._accel_outputs)
 
 
 def apply_precision(ctx: DistContext, model: M) -> M:
@@ -72,11 +72,11 @@ def apply_precision(ctx: DistContext, model: M) -> M:
     _convert(_formats(model, precision, spared))
     for name in spared:
         if name.rpartition(".")[0] not in spared:
-            _become(model.get_submodule(name), InFp32, device_type=ctx.device.type)
+            _become(model.get_submodule(name), InFp32, _accel_device_type=ctx.device.type)
     if precision.fp8 is not None and layers:
         convert_layers(model, precision.fp8, layers)
     if precision.outputs is not None:
-        _become(model, WithOutputs, outputs=DTYPES[precision.outputs])
+        _become(model, WithOutputs, _accel_outputs=DTYPES[precision.outputs])
     return model
 
 

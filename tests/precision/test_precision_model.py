@@ -116,6 +116,20 @@ def test_ranks_train_a_converted_model_alike(ranks):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_submodules_keep_their_names_whatever_those_are():
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs, self.device_type = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.device_type(self.outputs(x))
+
+    ctx = accel.single(precision=Precision(compute="bf16", outputs="fp32", fp32_modules=("outputs",)))
+    with accel.autocast(ctx):
+        assert accel.apply_precision(ctx, Named())(torch.ones(1, 4)).dtype == torch.float32
+
+
 @pytest.mark.parametrize("pattern", ["haed", "body.7"])
 def test_a_name_that_matches_nothing_is_refused_with_the_nearest(pattern):
     ctx = accel.single(precision=Precision(compute="bf16", fp32_modules=(pattern,)))

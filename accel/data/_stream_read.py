@@ -8,6 +8,7 @@ import copy
 import itertools
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Protocol, cast, runtime_checkable
@@ -113,12 +114,17 @@ def read_steps(
     with isolated_rng() if alone else contextlib.nullcontext():
         items = iter(DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options))
     turns, first = _Turns(items, start, isolated_rng if alone else contextlib.nullcontext), True
-    while (piece := turns.next()) is not None:
-        for part in piece.parts.values() if first else ():
-            check_movable(part.data)
-        first = False
-        more = piece.more or turns.any_left()
-        yield Step(piece.parts, piece.counts, more, turns.position())
+    try:
+        while (piece := turns.next()) is not None:
+            for part in piece.parts.values() if first else ():
+                check_movable(part.data)
+            first = False
+            more = piece.more or turns.any_left()
+            yield Step(piece.parts, piece.counts, more, turns.position())
+    except Exception as error:
+        if not alone:  # let go of the workers: torch reports a death again, anywhere, while their iterator is held
+            traceback.clear_frames(error.__traceback__)
+        raise
 
 
 class _Turns:

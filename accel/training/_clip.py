@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel.context import DistContext
-from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, local_parts, parameters_of, scale_, total_norm
 from accel.precision import LossScale
 from accel.training._window import (
     as_tensor,
@@ -81,7 +81,8 @@ def clip_grad_value_(
 ) -> None:
     """Cut every element of gradients to between -clip_value and clip_value, in place. No communication.
 
-    The value is that of the true gradient, as for `clip_grad_norm_`. NaN stays.
+    The value is that of the true gradient, as for `clip_grad_norm_`. If one of this rank's is not finite nothing is
+    clipped, so that `optimizer_step` finds it and its policy decides.
 
     Args:
         ctx: the context.
@@ -97,8 +98,13 @@ def clip_grad_value_(
     window = checked_window(ctx, scaler, accum)
     grads = window_gradients(ctx, parameters, window)
     factor = division(ctx, scaler, window, total_weight(window))
-    if isinstance(factor, torch.Tensor) or factor > 0:
-        clamp_(grads, clip_value / factor)
+    if not isinstance(factor, torch.Tensor) and factor == 0.0:
+        return  # the window is empty, and all gradients are zero
+    norm, bound = total_norm(local_parts(grads)), clip_value / factor
+    if isinstance(norm, torch.Tensor):
+        clamp_(grads, torch.where(norm.isfinite(), bound, math.inf))
+    elif math.isfinite(norm):
+        clamp_(grads, bound)
 
 
 def unscale_gradients(

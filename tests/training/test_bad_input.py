@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,23 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
     "no norm": (lambda run: _step(run, accum=_ended(run), max_norm=0.0), ConfigError, "above 0"),
     "negative norm": (lambda run: _step(run, accum=_ended(run), max_norm=-1.0), ConfigError, "above 0"),
     "norm of NaN": (lambda run: _step(run, accum=_ended(run), max_norm=math.nan), ConfigError, "above 0"),
+    "no norm of that kind": (
+        lambda run: _step(run, accum=_ended(run), norm_type=0.0),
+        ConfigError,
+        "p above 0, or inf",
+    ),
+    "more norms than optimizers": (
+        lambda run: _step(run, accum=_ended(run), max_norm=[1.0, 2.0]),
+        ConfigError,
+        "got 2",
+    ),
+    "one norm of none": (lambda run: _step(run, accum=_ended(run), max_norm=[0.0]), ConfigError, "above 0"),
+    "no value": (lambda run: _step(run, accum=_ended(run), max_value=0.0), ConfigError, "above 0"),
+    "norm and value": (
+        lambda run: _step(run, accum=_ended(run), max_norm=1.0, max_value=1.0),
+        ConfigError,
+        "max_norm or max_value",
+    ),
     "unknown policy": (lambda run: _step(run, accum=_ended(run), nonfinite="warn"), ConfigError, "raise, skip, ignore"),
     "other scale": (lambda run: _step(run, accum=_ended(run), scaler=accel.LossScale(8.0)), StepError, "8.0"),
     "no optimizer": (lambda run: _step(run, accum=_ended(run), optimizer=[]), StepError, "no gradients"),
@@ -107,6 +125,31 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
         lambda run: accel.clip_grad_norm_(run.ctx, nn.PReLU().parameters(), 1.0, run.scaler, _ended(run)),
         StepError,
         "no gradients",
+    ),
+    "clipping values to nothing": (
+        lambda run: accel.clip_grad_value_(run.ctx, run.plain.parameters(), 0.0, run.scaler, _ended(run)),
+        ConfigError,
+        "above 0",
+    ),
+    "clipping values within the window": (
+        lambda run: accel.clip_grad_value_(run.ctx, run.plain.parameters(), 1.0, run.scaler, run.accum),
+        StepError,
+        "micro-batch 1 of 2",
+    ),
+    "dividing within the window": (
+        lambda run: accel.unscale_gradients(run.ctx, run.optimizer, run.scaler, run.accum),
+        StepError,
+        "micro-batch 1 of 2",
+    ),
+    "units that nothing counted": (
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, same_units=True),
+        StepError,
+        "from its second backward on",
+    ),
+    "a window without its last backward": (
+        lambda run: _step(run, accum=msgspec.structs.replace(run.accum.next(), backwards=1)),
+        StepError,
+        "2 backward passes, one in each micro-batch, got 1",
     ),
     "loss of two dimensions": (
         lambda run: _backward(run, run.plain(torch.zeros(4, 3))),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import accel
+from accel.optim import total_norm
+from accel.testing import Simulator
+from accel.training import _window
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
 SCALE = 1024.0
@@ -29,6 +33,7 @@ class Case(NamedTuple):
         weights: how a rank passes its number of units.
         sync_each_batch: of the accumulation.
         divided: whether gradients are divided before the step.
+        apart: whether they are clipped before it, by a call of its own.
     """
 
     units: list[list[list[int]]]
@@ -39,6 +44,7 @@ class Case(NamedTuple):
     weights: str
     sync_each_batch: bool
     divided: bool
+    apart: bool
 
 
 class Outcome(NamedTuple):
@@ -66,6 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
         weights=draw(st.sampled_from(["int", "tensor"])),
         sync_each_batch=draw(st.booleans()),
         divided=draw(st.booleans()),
+        apart=clip in ("joint", "value") and draw(st.booleans()),
     )
 
 
@@ -116,24 +123,30 @@ def _train(ctx: accel.DistContext, case: Case) -> Outcome:
         if case.divided:
             accum = accel.unscale_gradients(ctx, optimizers, scaler, accum)
             outcome.gradients.append(_flat(models, "gradient"))
-        step = accel.optimizer_step(
-            ctx,
-            optimizers,
-            scaler,
-            accum,
-            scheduler=schedulers,
-            max_norm=case.max_norm,
-            norm_type=case.norm_type,
-            max_value=case.max_value,
-        )
+        limits = {"max_norm": case.max_norm, "norm_type": case.norm_type, "max_value": case.max_value}
+        norm = _clip_apart(ctx, case, models, scaler, accum) if case.apart else None
+        if norm is not None:
+            limits = {}
+        step = accel.optimizer_step(ctx, optimizers, scaler, accum, scheduler=schedulers, **limits)
         accum, scaler = step.accum, step.scaler
         outcome.stepped.append(step.stepped)
         outcome.scales.append(scaler.scale)
         outcome.parameters.append(_flat(models))
         if step.stepped:
-            outcome.norms.append(step.grad_norm)
+            outcome.norms.append(step.grad_norm if norm is None else norm)
     assert (accum.updates, accum.skipped) == (sum(outcome.stepped), len(_overflowing(case)))
     return outcome
+
+
+def _clip_apart(
+    ctx: accel.DistContext, case: Case, models: list[nn.Module], scaler: accel.LossScale, accum: accel.Accumulation
+) -> torch.Tensor:
+    every = [each for model in models for each in model.parameters()]
+    if case.max_value is None:
+        return accel.clip_grad_norm_(ctx, every, case.max_norm, scaler, accum, norm_type=case.norm_type)
+    norm = accel.clip_grad_norm_(ctx, every, math.inf, scaler, accum, norm_type=case.norm_type)
+    accel.clip_grad_value_(ctx, every, case.max_value, scaler, accum)
+    return norm
 
 
 def _train_by_hand(case: Case) -> Outcome:
@@ -182,9 +195,7 @@ def _clip_by_hand(models: list[nn.Module], case: Case) -> torch.Tensor:
     return norm
 
 
-@settings(max_examples=80, deadline=None)
-@given(case=cases(), seed=st.integers(0, 9))
-def test_any_split_is_one_process_with_one_batch(ranks, case: Case, seed: int) -> None:
+def _check(ranks: Simulator, case: Case, seed: int) -> None:
     expected = _train_by_hand(case)
     for got in ranks.run(lambda ctx: _train(ctx, case), len(case.units[0][0]), seed=seed):
         assert got.stepped == expected.stepped
@@ -195,3 +206,24 @@ def test_any_split_is_one_process_with_one_batch(ranks, case: Case, seed: int) -
         for mine, theirs, stepped in zip(got.gradients, expected.gradients, expected.stepped, strict=False):
             if stepped:
                 torch.testing.assert_close(mine, theirs, **TOLERANCE)
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=cases(), seed=st.integers(0, 9))
+def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, seed: int) -> None:
+    _check(ranks, case, seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_so_it_is_where_numbers_stay_on_the_device(ranks: Simulator, case: Case) -> None:
+    """The way of accelerators, where norms and weights are tensors that are not read."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("_step", "_clip"):
+            for name in ("total_norm", "total_weight"):
+                patch.setattr(f"accel.training.{module}.{name}", _on_device(getattr(_window, name, total_norm)))
+        _check(ranks, case, 0)
+
+
+def _on_device(function: Callable[..., float | torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args: torch.as_tensor(function(*args), dtype=torch.float64)

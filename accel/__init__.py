@@ -57,10 +57,14 @@ if TYPE_CHECKING:
     from accel.memory import free_memory as free_memory
     from accel.optim import Accumulation as Accumulation
     from accel.parallel import CommHook as CommHook
+    from accel.parallel import LocalSgd as LocalSgd
     from accel.parallel import PowerSgd as PowerSgd
     from accel.parallel import checkpoint_activations as checkpoint_activations
     from accel.parallel import compile_model as compile_model
+    from accel.parallel import join_uneven_inputs as join_uneven_inputs
+    from accel.parallel import local_sgd_step as local_sgd_step
     from accel.parallel import no_sync as no_sync
+    from accel.parallel import prepare_local_model as prepare_local_model
     from accel.parallel import prepare_model as prepare_model
     from accel.parallel import trigger_sync_in_backward as trigger_sync_in_backward
     from accel.parallel import unwrap_model as unwrap_model
@@ -147,10 +151,14 @@ _HOMES = {
     "optim": ("Accumulation",),
     "parallel": (
         "CommHook",
+        "LocalSgd",
         "PowerSgd",
         "checkpoint_activations",
         "compile_model",
+        "join_uneven_inputs",
+        "local_sgd_step",
         "no_sync",
+        "prepare_local_model",
         "prepare_model",
         "trigger_sync_in_backward",
         "unwrap_model",

@@ -8,7 +8,11 @@ from accel.parallel._ddp import check_devices as check_devices
 from accel.parallel._ddp import prepare_model as prepare_model
 from accel.parallel._hooks import CommHook as CommHook
 from accel.parallel._hooks import PowerSgd as PowerSgd
+from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
 from accel.parallel._labels import label_of as label_of
+from accel.parallel._local_sgd import LocalSgd as LocalSgd
+from accel.parallel._local_sgd import local_sgd_step as local_sgd_step
+from accel.parallel._local_sgd import prepare_local_model as prepare_local_model
 from accel.parallel._sync import check_prepared as check_prepared
 from accel.parallel._sync import exchanging as exchanging
 from accel.parallel._sync import no_sync as no_sync

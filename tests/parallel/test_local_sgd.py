@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD against averages by hand, and how much it says to the other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel.comm import _torch as calls
+from accel.errors import CollectiveMismatch, ConfigError, PrepareError
+from accel.testing import InjectedFault, Simulator
+
+
+def make(dtype: torch.dtype = torch.float64) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).to(dtype)
+
+
+def data(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    inputs = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+    return inputs, torch.randn(5, 2, dtype=torch.float64, generator=generator)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in [*model.parameters(), *model.buffers()]]
+
+
+def train(ctx: accel.DistContext, steps: int, every: int) -> list[torch.Tensor]:
+    torch.manual_seed(ctx.rank)
+    model = make()
+    if ctx.rank:
+        nn.init.normal_(model[0].weight)  # rank 0's is the start for all
+    model = accel.prepare_local_model(ctx, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accum, scaler, local = accel.Accumulation(), accel.loss_scale(ctx), accel.LocalSgd(every)
+    for step in range(steps):
+        inputs, targets = data(ctx.rank, step)
+        accum = accum.next()
+        with accel.accumulate(ctx, accum):
+            accum = accel.backward(ctx, mse_loss(model(inputs), targets), scaler, accum)
+        accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        local = accel.local_sgd_step(ctx, model, local, last=step == steps - 1)
+    assert local == accel.LocalSgd(every, averages=-(-steps // every))
+    return values(model)
+
+
+def by_hand(world_size: int, steps: int, every: int) -> list[torch.Tensor]:
+    models = [make() for _ in range(world_size)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inputs, targets = data(rank, step)
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        if (step + 1) % every == 0 or step == steps - 1:
+            with torch.no_grad():
+                for same in zip(*([*model.parameters(), *model.buffers()] for model in models), strict=True):
+                    if same[0].is_floating_point():
+                        mean = torch.stack(list(same)).mean(0)
+                        for each in same:
+                            each.copy_(mean)
+    return values(models[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(world_size=st.integers(1, 4), steps=st.integers(1, 7), every=st.integers(1, 4))
+def test_ranks_hold_the_average_of_what_each_would_have_become(world_size: int, steps: int, every: int) -> None:
+    expected = by_hand(world_size, steps, every)
+    with Simulator() as simulator:
+        for got in simulator.run(lambda ctx: train(ctx, steps, every), world_size):
+            for mine, theirs in zip(got, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+@settings(max_examples=15, deadline=None)
+@given(samples=st.integers(1, 20), world_size=st.integers(1, 3), steps=st.integers(1, 2))
+def test_averaging_after_every_step_of_plain_sgd_is_data_parallel(samples: int, world_size: int, steps: int) -> None:
+    """With `weight=batch.valid` every sample counts the same, ragged ends included."""
+
+    def rank(ctx: accel.DistContext, local: accel.LocalSgd | None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(samples)
+        dataset = TensorDataset(torch.randn(samples, 4, dtype=torch.float64, generator=generator))
+        model: nn.Module = nn.Linear(4, 2, dtype=torch.float64)
+        with torch.no_grad():
+            model.weight.fill_(0.5)  # type: ignore[operator, union-attr]
+        loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=2))
+        prepare = accel.prepare_model if local is None else accel.prepare_local_model
+        model = prepare(ctx, model)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.loss_scale(ctx)
+        accum = accel.Accumulation(steps=steps)
+        for batch in accel.batches(ctx, loader, accel.Cursor()):
+            accum = accum.next(last=batch.is_last)
+            with accel.accumulate(ctx, accum, *([model] if local is None else [])):
+                loss = model(batch.data[0]).square().mean()
+                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
+            if accum.sync:
+                accum = accel.optimizer_step(ctx, optimizer, scaler, accum, nonfinite="ignore").accum
+                local = local and accel.local_sgd_step(ctx, model, local)
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    with Simulator() as simulator:
+        together = simulator.run(lambda ctx: rank(ctx, None), world_size)
+        apart = simulator.run(lambda ctx: rank(ctx, accel.LocalSgd(every=1)), world_size)
+    for got, expected in zip(apart, together, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtypes", [1, 2])
+def test_an_average_is_one_message_for_each_dtype(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, dtypes: int
+) -> None:
+    said: list[str] = []
+    run = calls._run
+
+    def count(name: str, call: Any) -> Any:
+        said.append(name)
+        return run(name, call)
+
+    def rank(ctx: accel.DistContext) -> None:
+        layers = [nn.Linear(40, 40) for _ in range(20)]
+        if dtypes == 2:
+            layers[3].double()
+        model = accel.prepare_local_model(ctx, nn.Sequential(*layers))
+        if ctx.rank == 0:
+            monkeypatch.setattr(calls, "_run", count)
+        accel.wait_for_everyone(ctx)
+        local = accel.LocalSgd(every=3)
+        for _ in range(6):
+            local = accel.local_sgd_step(ctx, model, local)
+
+    ranks.run(rank, 2)
+    # Two ranks; two averages, each of a small checked message and what is too large for it; and the barrier.
+    assert said.count("all_reduce") == 2 * 2 * dtypes
+    assert len(said) <= 2 * (1 + 2 * (1 + dtypes))
+
+
+def test_a_rank_that_fails_says_nothing_to_the_others(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model, local = accel.prepare_local_model(ctx, make()), accel.LocalSgd(every=2)
+        for step in range(4):
+            if ctx.rank == 1 and step == 3:
+                raise InjectedFault("between two averages")
+            local = accel.local_sgd_step(ctx, model, local)
+
+    with pytest.raises(InjectedFault) as caught:
+        ranks.run(rank, 2)
+    assert "rank 0: waits in" in "".join(caught.value.__notes__)
+
+
+def test_ranks_that_average_at_other_steps_are_told(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare_local_model(ctx, make())
+        local = accel.local_sgd_step(ctx, model, accel.LocalSgd(every=2), last=ctx.rank == 0)
+        with pytest.raises(CollectiveMismatch, match="wait_for_everyone"):
+            accel.wait_for_everyone(ctx)
+        assert local.taken == 1
+
+    with pytest.raises(CollectiveMismatch, match="rank 0: reduce at test_local_sgd"):
+        ranks.run(rank, 2)
+
+
+def test_sixteen_bits_are_averaged_in_thirty_two(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> torch.Tensor:
+        model = accel.prepare_local_model(ctx, nn.Linear(64, 64, dtype=torch.bfloat16))
+        with torch.no_grad():
+            model.weight.fill_(1.0 + ctx.rank / 128)
+        _ = accel.local_sgd_step(ctx, model, accel.LocalSgd(every=1))
+        return model.weight.detach()
+
+    for got in ranks.run(rank, 3):  # in bfloat16 the sum of 1, 1 + 1/128 and 1 + 2/128 has no bit for these
+        assert got.dtype == torch.bfloat16
+        assert bool((got == 1 + 1 / 128).all())
+
+
+def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> None:
+    def rank(ctx: accel.DistContext, steps: int) -> list[torch.Tensor]:
+        model = accel.prepare_local_model(ctx, make())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        accum, local = accel.Accumulation(), accel.LocalSgd(every=2)
+
+        def items() -> dict[str, object]:
+            return {"model": model, "optimizer": optimizer, "accum": accum, "local": local}
+
+        if found := accel.latest_checkpoint(tmp_path / str(steps % 2)):
+            loaded = accel.load_state(ctx, found, items())
+            accum, local = loaded["accum"], loaded["local"]  # type: ignore[assignment]
+        while accum.updates < steps:
+            inputs, targets = data(ctx.rank, accum.updates)
+            accum = accum.next()
+            accum = accel.backward(ctx, mse_loss(model(inputs), targets), accel.loss_scale(ctx), accum)
+            accum = accel.optimizer_step(ctx, optimizer, accel.loss_scale(ctx), accum).accum
+            local = accel.local_sgd_step(ctx, model, local, optimizer=optimizer)
+            if local.taken:
+                with pytest.raises(ConfigError, match="ranks hold different models between two averages"):
+                    accel.save_state(ctx, tmp_path / "between", items(), step=0)
+        accel.save_state(ctx, tmp_path / str(steps % 2), items(), step=steps)
+        return values(model)
+
+    with Simulator() as simulator:
+        simulator.run(lambda ctx: rank(ctx, 4), 2)
+        resumed = simulator.run(lambda ctx: rank(ctx, 8), 2)
+        (tmp_path / "0").rename(tmp_path / "done")
+        straight = simulator.run(lambda ctx: rank(ctx, 8), 2)
+    for mine, theirs in zip(resumed, straight, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True])
+def test_numbers_of_steps_that_are_none(every: Any) -> None:
+    with pytest.raises(ConfigError, match="an integer of at least 1"):
+        accel.LocalSgd(every)
+
+
+def test_a_model_that_ddp_keeps_equal_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(ctx, make())
+        for call in (
+            lambda: accel.prepare_local_model(ctx, model),
+            lambda: accel.local_sgd_step(ctx, model, accel.LocalSgd(1)),
+        ):
+            with pytest.raises(PrepareError, match=r"got one that DDP wraps.*accel.unwrap_model\(model\)"):
+                call()
+        plain = accel.unwrap_model(model)  # warm-up by DDP is over
+        assert accel.local_sgd_step(ctx, accel.prepare_local_model(ctx, plain), accel.LocalSgd(1)).averages == 1
+
+    ranks.run(rank, 2)

@@ -16,7 +16,7 @@ from accel.data._order import Drawn, Order, order
 from accel.data._plan import Cursor, Plan, Shard, advance, beyond, shard
 from accel.errors import DataError
 
-_LOOKAHEAD = 8192  # positions of the order evaluated at once
+_LOOKAHEAD = 16384  # positions of the order evaluated at once
 
 Request = tuple[Shard, list[int]]
 
@@ -140,7 +140,7 @@ def _equal_requests(this: Order | Drawn, plan: Plan, cursor: Cursor, rank: int, 
             part = shard(plan, cursor, rank, world_size)
             yield part, samples
             cursor = part.next
-        chunk = _LOOKAHEAD if chunk > 1 else _LOOKAHEAD // 8
+        chunk = _LOOKAHEAD
 
 
 def _samples(this: Order | Drawn, part: Shard) -> list[int]:

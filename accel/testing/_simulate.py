@@ -205,6 +205,7 @@ def _run(
 ) -> list[T]:
     _check(world_size, timeout_s, network)
     check_faults(faults, world_size)
+    own_group = dist.group.WORLD
     groups: AbstractContextManager[Enter] = default_groups() if default_group else nullcontext(nullcontext)
     if default_group:  # torch keeps caches of its meshes by thread: no other rank may ever have the thread
         threads = FreshThreads()
@@ -218,7 +219,13 @@ def _run(
         finally:
             ranks.close()
             threads.give_back(workers, free=free)
-    return world.outcome()
+    results = world.outcome()
+    if dist.group.WORLD is not own_group:
+        raise SimulationError(
+            "a rank opened or closed the default group of the whole process",
+            fix="Pass default_group=True: each rank then has its own, and torch opens no other.",
+        )
+    return results
 
 
 def _check(world_size: int, timeout_s: float, network: str | None) -> None:

@@ -347,6 +347,18 @@ def _reads_a_global(world):
     return _SHARED
 
 
+def test_a_rank_that_opens_a_real_default_group_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(SimulationError, match=r"opened or closed the default group.*default_group=True"):
+            simulate_groups(lambda group: dist.init_device_mesh("cpu", (1,)), 1)
+    finally:
+        dist.destroy_process_group()
+    assert simulate_groups(lambda group: dist.init_device_mesh("cpu", (1,)).size(), 1, default_group=True) == [1]
+
+
 @pytest.mark.parametrize("call", [dist.get_rank, lambda: dist.init_device_mesh("cpu", (2,)), dist.barrier])
 def test_without_a_default_group_the_error_says_how_to_get_one(call):
     with pytest.raises(ValueError, match=r"default process group|RANK|Default process group") as caught:

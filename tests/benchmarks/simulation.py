@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many simulated runs and collectives a second, and the time of a training step on simulated ranks.
+
+    python tests/benchmarks/simulation.py
+
+The median of blocks, each of many runs. "gather" is `torch.distributed.all_gather_single` of four numbers, beside it is
+`accel.gather`. Fresh runs are `simulate_groups`, the others those of one `Simulator`, which keeps its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import accel
+from accel.testing import Simulator, simulate_groups
+
+ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+STEPS = 20
+
+
+def gather(group: dist.ProcessGroup) -> None:
+    """One bare collective."""
+    mine = torch.arange(4.0)
+    ALL_GATHER_SINGLE(torch.empty(4 * group.size()), mine, group=group)
+
+
+def accel_gather(group: dist.ProcessGroup) -> None:
+    """One checked collective, through a context."""
+    _ = accel.gather(accel.from_group(group, device="cpu"), torch.arange(4.0))
+
+
+def steps(group: dist.ProcessGroup, wrap: Callable[[nn.Module], nn.Module]) -> list[float]:
+    """Wrap a model and train; return the seconds until the first step's end, and of each step after it."""
+    started = time.perf_counter()
+    model = wrap(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)))
+    optimizer, times = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
+        dist.barrier(group=group)
+        times.append(time.perf_counter() - started)
+        started = time.perf_counter()
+    return times
+
+
+def seconds(run: Callable[[], object], blocks: int, budget_s: float) -> float:
+    """Median time of a run, over blocks that fill the budget."""
+    started = time.perf_counter()
+    run()
+    once = time.perf_counter() - started
+    count, found = max(1, int(budget_s / blocks / max(once, 1e-6))), []
+    for _ in range(blocks):
+        started = time.perf_counter()
+        for _ in range(count):
+            run()
+        found.append((time.perf_counter() - started) / count)
+    return statistics.median(found)
+
+
+def starts(blocks: int, budget_s: float) -> None:
+    """Starting a world and one collective in it."""
+    with Simulator() as simulator:
+        for size in (4, 64, 256):
+            for fn in (gather, accel_gather):
+                fresh = seconds(lambda fn=fn, size=size: simulate_groups(fn, size), blocks, budget_s)
+                kept = seconds(lambda fn=fn, size=size: simulator.run_groups(fn, size), blocks, budget_s)
+                print(
+                    f"  start + one {fn.__name__:<12} {size:>3} ranks: fresh {1 / fresh:7.1f} a second, "
+                    f"kept threads {1 / kept:7.1f} a second"
+                )
+
+
+def steady(blocks: int, budget_s: float) -> None:
+    """Collectives one after another in one world."""
+    for size in (4, 64):
+        count = 200 if size == 4 else 20
+
+        def many(group: dist.ProcessGroup, count: int = count) -> None:
+            for _ in range(count):
+                gather(group)
+
+        one = seconds(lambda size=size, many=many: simulate_groups(many, size), blocks, budget_s) / count
+        print(f"  steady gather             {size:>3} ranks: {1 / one:7.1f} a second")
+
+
+def training() -> None:
+    """Steps of a small MLP, all ranks together."""
+    size = 4
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "DDP": lambda model: DistributedDataParallel(model),
+        "FSDP2": lambda model: fully_shard(model, mesh=dist.init_device_mesh("cpu", (size,))),
+    }
+    for name, wrap in ways.items():
+        for _ in range(2):  # the first run fills torch's caches
+            times = simulate_groups(lambda group, wrap=wrap: steps(group, wrap), size, default_group=True)[0]
+        first, rest = times[0], statistics.median(times[1:])
+        print(
+            f"  {name:<5} {size} ranks: wrap + first step {first * 1e3:6.1f} ms, each further step {rest * 1e3:5.2f} ms"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=7)
+    parser.add_argument("--budget-s", type=float, default=3.0, help="seconds for each figure")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    starts(arguments.blocks, arguments.budget_s)
+    steady(arguments.blocks, arguments.budget_s)
+    training()
+
+
+if __name__ == "__main__":
+    main()

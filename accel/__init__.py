@@ -98,6 +98,8 @@ if TYPE_CHECKING:
     from accel.training import backward as backward
     from accel.training import clip_grad_norm_ as clip_grad_norm_
     from accel.training import clip_grad_value_ as clip_grad_value_
+    from accel.training import evaluating as evaluating
+    from accel.training import fused_step as fused_step
     from accel.training import load_state as load_state
     from accel.training import optimizer_step as optimizer_step
     from accel.training import prepare as prepare
@@ -186,6 +188,8 @@ _HOMES = {
         "backward",
         "clip_grad_norm_",
         "clip_grad_value_",
+        "evaluating",
+        "fused_step",
         "load_state",
         "optimizer_step",
         "prepare",

@@ -8,6 +8,8 @@ from accel.training._clip import clip_grad_value_ as clip_grad_value_
 from accel.training._clip import unscale_gradients as unscale_gradients
 from accel.training._ema import Ema as Ema
 from accel.training._ema import ema_decay as ema_decay
+from accel.training._evaluating import evaluating as evaluating
+from accel.training._fused import fused_step as fused_step
 from accel.training._prepare import prepare as prepare
 from accel.training._prepare import prepare_optimizer as prepare_optimizer
 from accel.training._prepare import prepare_scheduler as prepare_scheduler

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer in the backward: each parameter is stepped as soon as its gradient is there, which then is freed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
+from accel.parallel import label_of
+from accel.precision import LossScale
+from accel.training._backward import backward
+
+_POLICIES = Literal["raise", "ignore"]
+
+
+def fused_step(
+    ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, nonfinite: Literal["raise", "ignore"] = "raise"
+) -> None:
+    """Run backward and step in one, so that no two gradients need memory at a time. Mutates parameters.
+
+    It takes the place of `backward` and `optimizer_step` in a single process that steps after every backward. What
+    needs all gradients before any parameter moves is out of its reach: clipping by norm, accumulation, the loss scale
+    of fp16, skipping a step. The optimizer stays an ordinary one, for schedulers (step them after this) and
+    checkpoints. With torch.optim.SGD this is LOMO.
+
+    Args:
+        ctx: the context, of one rank. For local SGD pass `accel.single(ctx.device)`.
+        loss: shape [], what is minimised: the mean over the batch.
+        optimizer: one that steps each parameter by itself, as those of torch.optim do.
+        nonfinite: what inf or NaN does: `raise`, or `ignore`, which does not look and so never waits for the device.
+
+    Raises:
+        ConfigError: more ranks than one, fp16, or an optimizer that cannot step a single parameter.
+        StepError: gradients of an earlier backward are left, or a parameter got two in this one.
+        NonFiniteError: the loss is not finite, and nothing was changed; or a gradient is not, whose parameter was left
+            as it was, and the message tells how many others had been stepped before. No communication.
+
+    Reference: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources",
+        arXiv:2306.09782; torch.Tensor.register_post_accumulate_grad_hook.
+    """
+    groups = _checked(ctx, optimizer)
+    check_choice(nonfinite, get_args(_POLICIES), "unknown policy", where="nonfinite=")
+    if nonfinite == "raise" and not bool(torch.isfinite(loss.detach()).all()):
+        raise NonFiniteError(
+            "the loss is not finite", expected="a finite loss", got=str(loss.item()), where="fused_step"
+        )
+    done: set[int] = set()
+
+    def step_one(parameter: torch.Tensor) -> None:
+        _check_gradient(parameter, done, looks=nonfinite == "raise")
+        done.add(id(parameter))
+        _step_one(optimizer, groups[id(parameter)], parameter)
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(step_one)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    try:
+        backward(ctx, loss, LossScale())
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not done:
+        raise StepError("no parameter of the optimizer took part in the loss", where="fused_step")
+
+
+def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Let the optimizer see one parameter only: it would look through all of them to find the one with a gradient."""
+    narrow, all_groups = {**group, "params": [parameter]}, optimizer.param_groups
+    optimizer.param_groups = [narrow]
+    try:
+        _ = optimizer.step()
+    finally:
+        optimizer.param_groups = all_groups
+    parameter.grad = None
+    if counted := [key for key in narrow if key != "params" and narrow[key] is not group.get(key)]:
+        raise ConfigError(
+            "this optimizer counts its steps for a whole group, so it cannot step single parameters",
+            expected="an optimizer like those of torch.optim",
+            got=f"{type(optimizer).__name__}, which changed {', '.join(counted)}",
+            where="fused_step",
+            fix="Use accel.backward and accel.optimizer_step, and load the last checkpoint: one parameter has moved.",
+        )
+
+
+def _check_gradient(parameter: torch.Tensor, done: set[int], *, looks: bool) -> None:
+    name = label_of(parameter)[0] or f"a parameter of shape {list(parameter.shape)}"
+    if id(parameter) in done:
+        raise StepError(
+            "a parameter got gradients twice in one backward, and was stepped after the first",
+            expected="one backward through the graph",
+            got="a nested one, as reentrant checkpointing runs",
+            where=name,
+            fix="Use accel.checkpoint_activations, and load the last checkpoint.",
+        )
+    if looks and parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+        raise NonFiniteError(
+            "a gradient is not finite",
+            expected="finite gradients",
+            got=f"inf or NaN, after {len(done)} parameters had been stepped",
+            where=name,
+            fix="Load the last checkpoint, and lower the learning rate.",
+        )
+
+
+def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """The group of each parameter, by `id`, after a look at what would make this wrong."""
+    ctx.comm.check_open()
+    refused = {
+        "DDP exchanges gradients by the bucket and keeps all of them, so nothing would be saved": ctx.world_size > 1,
+        "an overflow of fp16 must be seen before any parameter moves": ctx.precision.compute == "fp16",
+        "LBFGS evaluates the loss within its step": isinstance(optimizer, torch.optim.LBFGS),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError(problem, where="fused_step", fix="Use accel.backward and accel.optimizer_step.")
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    left = sum(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    if left:
+        raise StepError(
+            "gradients of an earlier backward would be added to these",
+            expected="no gradients before the call: it accumulates none",
+            got=f"{left} of them",
+            where="fused_step",
+            fix="Call optimizer.zero_grad(), or accel.backward and accel.optimizer_step to accumulate.",
+        )
+    return groups

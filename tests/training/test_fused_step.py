@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer in the backward: the same parameters as step after backward, with one gradient at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.checkpoint import checkpoint
+
+import accel
+from accel.errors import ConfigError, NonFiniteError, StepError
+from accel.testing import Simulator
+
+
+class Tied(nn.Module):
+    """An embedding that is the last layer's weight too, around equal blocks."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(11, 6)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(depth))
+            self.last = nn.Linear(6, 11)
+        self.last.weight = self.embed.weight
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
+    "Adam of lists": lambda groups: torch.optim.Adam(groups, lr=0.01, foreach=True),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+}
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    tokens = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(step))
+    return cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def grouped(model: Tied) -> list[dict[str, Any]]:
+    last = [model.last.bias]
+    return [{"params": [each for each in model.parameters() if each is not last[0]]}, {"params": last, "lr": 0.05}]
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.sampled_from(sorted(OPTIMIZERS)), depth=st.integers(1, 3), recomputed=st.booleans())
+def test_parameters_and_state_are_those_of_a_step_after_backward(name: str, depth: int, recomputed: bool) -> None:
+    ctx, plain, fused = accel.single(), Tied(depth), Tied(depth)
+    if recomputed and depth > 1:
+        accel.checkpoint_activations(fused)
+    optimizers = [OPTIMIZERS[name](grouped(model)) for model in (plain, fused)]
+    schedulers = [LinearLR(optimizer, total_iters=5) for optimizer in optimizers]
+    for step in range(4):
+        optimizers[0].zero_grad()
+        loss_of(plain, step).backward()
+        optimizers[0].step()
+        accel.fused_step(ctx, loss_of(fused, step), optimizers[1])
+        for scheduler in schedulers:
+            scheduler.step()
+    for mine, expected in zip(fused.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is None
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(optimizers[1].state_dict(), optimizers[0].state_dict(), rtol=0, atol=1e-12)
+
+
+def test_no_two_gradients_are_alive_together() -> None:
+    model, alive = Tied(4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def count(*_: Any) -> None:
+        alive.append(sum(each.grad is not None for each in model.parameters()))
+
+    optimizer.register_step_pre_hook(count)
+    accel.fused_step(accel.single(), loss_of(model, 0), optimizer)
+    assert alive == [1] * len(list(model.parameters()))
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    def train(steps: range, out: str) -> list[torch.Tensor]:
+        ctx, model = accel.single(), Tied(2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if found := accel.latest_checkpoint(tmp_path / out):
+            accel.load_state(ctx, found, {"model": model, "optimizer": optimizer})
+        for step in steps:
+            accel.fused_step(ctx, loss_of(model, step), optimizer)
+        accel.save_state(ctx, tmp_path / out, {"model": model, "optimizer": optimizer}, step=steps.stop)
+        return [each.detach() for each in model.parameters()]
+
+    train(range(3), "stopped")
+    resumed, straight = train(range(3, 6), "stopped"), train(range(6), "straight")
+    assert all(torch.equal(a, b) for a, b in zip(resumed, straight, strict=True))
+
+
+def test_a_loss_that_is_not_finite_changes_nothing() -> None:
+    model = Tied(1)
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(NonFiniteError, match=r"the loss is not finite.*got nan"):
+        accel.fused_step(accel.single(), loss_of(model, 0) * math.nan, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+class Poison(torch.autograd.Function):
+    """The identity, with a gradient of NaN."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * math.nan
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+def test_a_gradient_that_is_not_finite_is_named_before_its_parameter_moves(nonfinite: Any) -> None:
+    ctx = accel.single()
+    model = accel.prepare_model(ctx, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model[1](Poison.apply(model[0](torch.ones(1, 2)))).sum()  # type: ignore[index, operator]
+    if nonfinite == "ignore":
+        accel.fused_step(ctx, loss, optimizer, nonfinite="ignore")
+        return
+    with pytest.raises(NonFiniteError, match=r"after 2 parameters had been stepped - at 0\."):
+        accel.fused_step(ctx, loss, optimizer)
+    assert all(bool(torch.isfinite(each).all()) for each in model.parameters())
+
+
+def _counting(parameters: Any) -> torch.optim.Optimizer:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+            return super().step(closure)
+
+    return Counting(parameters, lr=0.1)
+
+
+REFUSED: dict[str, tuple[Callable[[Tied], Any], type[Exception], str]] = {
+    "more ranks": (
+        lambda model: accel.fused_step(model.ctx, loss_of(model, 0), torch.optim.SGD(model.parameters())),
+        ConfigError,
+        "nothing would be saved.*Use accel.backward",
+    ),
+    "fp16": (
+        lambda model: accel.fused_step(
+            accel.replace(accel.single(), precision="fp16"), loss_of(model, 0), torch.optim.SGD(model.parameters())
+        ),
+        ConfigError,
+        "an overflow of fp16 must be seen",
+    ),
+    "LBFGS": (
+        lambda model: accel.fused_step(accel.single(), loss_of(model, 0), torch.optim.LBFGS(model.parameters())),
+        ConfigError,
+        "LBFGS evaluates the loss",
+    ),
+    "an optimizer that counts": (
+        lambda model: accel.fused_step(accel.single(), loss_of(model, 0), _counting(model.parameters())),
+        ConfigError,
+        "got Counting, which changed k",
+    ),
+    "a policy": (
+        lambda model: accel.fused_step(
+            accel.single(), loss_of(model, 0), torch.optim.SGD(model.parameters()), nonfinite="skip"
+        ),
+        ConfigError,
+        "one of raise, ignore, got 'skip'",
+    ),
+    "another model's optimizer": (
+        lambda model: accel.fused_step(accel.single(), loss_of(model, 0), torch.optim.SGD(Tied(1).parameters())),
+        StepError,
+        "took part in the loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_is_refused_with_the_reason(ranks: Simulator, name: str) -> None:
+    call, error, said = REFUSED[name]
+
+    def rank(ctx: accel.DistContext) -> None:
+        model = Tied(1)
+        object.__setattr__(model, "ctx", ctx)
+        with pytest.raises(error, match=said):
+            call(model)
+
+    ranks.run(rank, 2 if name == "more ranks" else 1)
+
+
+def test_leftover_gradients_are_refused() -> None:
+    model = Tied(1)
+    loss_of(model, 0).backward()
+    with pytest.raises(StepError, match=r"gradients of an earlier backward.*zero_grad"):
+        accel.fused_step(accel.single(), loss_of(model, 1), torch.optim.SGD(model.parameters()))
+
+
+def test_a_nested_backward_is_told() -> None:
+    layer = nn.Linear(2, 2)
+    inputs = torch.ones(1, 2, requires_grad=True)
+    twice = checkpoint(layer, checkpoint(layer, inputs, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(StepError, match=r"gradients twice in one backward.*checkpoint_activations"):
+        accel.fused_step(accel.single(), twice.sum(), torch.optim.SGD(layer.parameters()))

@@ -211,8 +211,14 @@ def skip_first_batches(cursor: Cursor, steps: int, loader: Loader) -> Cursor:
 
     Raises:
         ConfigError: a negative number of steps.
-        DataError: the epoch has fewer, or a cursor of another dataset.
+        DataError: the epoch has fewer, a cursor of another dataset, or no loader of a dataset with positions.
     """
+    if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - others take the loader first
+        raise DataError(
+            "only steps of a prepared loader over positions can be skipped",
+            expected="skip_first_batches(cursor, steps, loader)",
+            got=f"{type(loader).__name__} for the loader",
+        )
     if type(steps) is not int or steps < 0:
         raise ConfigError("not a number of steps", expected="0 or more", got=repr(steps), where="skip_first_batches")
     return skip_steps(plan_epoch(loader.source, cursor), steps)
@@ -229,12 +235,13 @@ def _refuse_idle(given: dict[str, object]) -> None:
 def _place(ctx: DistContext, data_parallel: tuple[int, int] | None) -> tuple[int, int]:
     if data_parallel is None:
         return ctx.rank, ctx.world_size
-    index, count = data_parallel
-    if not 0 <= index < count or (ctx.world_size % count and ctx.world_size > 1):
-        raise ConfigError(
-            "no such place among data-parallel ranks",
-            expected=f"an index below a count that divides {ctx.world_size} ranks",
-            got=f"index {index} of {count}",
-            where="prepare_loader(data_parallel=)",
-        )
-    return index, count
+    match data_parallel:
+        case (int(index), int(count)) if 0 <= index < count and (ctx.world_size == 1 or ctx.world_size % count == 0):
+            return index, count
+        case _:
+            raise ConfigError(
+                "no such place among data-parallel ranks",
+                expected=f"(index, count), an index below a count that divides {ctx.world_size} ranks",
+                got=repr(data_parallel),
+                where="prepare_loader(data_parallel=)",
+            )

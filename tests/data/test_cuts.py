@@ -199,6 +199,8 @@ def test_skipping_is_arithmetic_or_planned():
             accel.skip_first_batches(Cursor(seed=6), len(whole) + 1, loader)
         with pytest.raises(ConfigError, match="0 or more, got -1"):
             accel.skip_first_batches(Cursor(), -1, loader)
+        with pytest.raises(DataError, match=r"skip_first_batches\(cursor, steps, loader\), got Cursor"):
+            accel.skip_first_batches(loader, 1, Cursor())
     endless = accel.prepare_loader(ctx, DataLoader(range(10**12), batch_size=32))
     assert accel.skip_first_batches(Cursor(), 10**10, endless).consumed == 32 * 10**10
 

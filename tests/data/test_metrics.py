@@ -92,3 +92,23 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, wrong, error, said):
         return True
 
     assert ranks.run(rank, 3) == [True] * 3
+
+
+def test_places_that_leave_a_part_unread_are_refused_on_every_rank(ranks):
+    def rank(ctx):
+        loader = accel.prepare_loader(ctx, DataLoader(range(8)), data_parallel=(0, 2))
+        with pytest.raises(DataError, match=r"read by no rank: expected indices 0 to 1, got \[0, 0\] by rank"):
+            next(accel.batches(ctx, loader, Cursor()))
+        return True
+
+    assert ranks.run(rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("place", [(2, 3, 1), 3, (3, 3), (-1, 3), (0, 2), (0, 0)])
+def test_a_place_that_is_none_is_refused(ranks, place):
+    def rank(ctx):
+        with pytest.raises(accel.ConfigError, match="an index below a count that divides 3 ranks"):
+            accel.prepare_loader(ctx, DataLoader(range(8)), data_parallel=place)
+        return True
+
+    assert all(ranks.run(rank, 3))

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from accel.memory import find_executable_batch_size as find_executable_batch_size
     from accel.memory import free_memory as free_memory
     from accel.optim import Accumulation as Accumulation
-    from accel.parallel import CommHook as CommHook
     from accel.parallel import LocalSgd as LocalSgd
     from accel.parallel import PowerSgd as PowerSgd
     from accel.parallel import checkpoint_activations as checkpoint_activations
@@ -152,7 +151,6 @@ _HOMES = {
     "memory": ("find_executable_batch_size", "free_memory"),
     "optim": ("Accumulation",),
     "parallel": (
-        "CommHook",
         "LocalSgd",
         "PowerSgd",
         "checkpoint_activations",

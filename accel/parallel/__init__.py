@@ -6,7 +6,6 @@ from accel.parallel._checkpointing import checkpoint_activations as checkpoint_a
 from accel.parallel._compile import compile_model as compile_model
 from accel.parallel._ddp import check_devices as check_devices
 from accel.parallel._ddp import prepare_model as prepare_model
-from accel.parallel._hooks import CommHook as CommHook
 from accel.parallel._hooks import PowerSgd as PowerSgd
 from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
 from accel.parallel._labels import label_of as label_of

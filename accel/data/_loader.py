@@ -115,6 +115,7 @@ def prepare_loader(
     global_batch: int | None = None,
     tail: Tail | None = None,
     data_parallel: tuple[int, int] | None = None,
+    replay: bool = False,
 ) -> StreamLoader: ...
 
 
@@ -130,6 +131,7 @@ def prepare_loader(
     batches_per_step: int | None = None,
     data_parallel: tuple[int, int] | None = None,
     seed_samples: bool | None = None,
+    replay: bool = False,
 ) -> Loader | StreamLoader:
     """Shard a DataLoader over the ranks of the context. No communication; the user's loader is left as it is.
 
@@ -151,7 +153,10 @@ def prepare_loader(
         data_parallel: (index, count) of this rank among those that read different samples; by default its rank among
             all. Ranks of one tensor, context or pipeline group pass the same and read the same.
         seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position, so
-            that augmentation does not depend on workers and ranks; by default if the loader has workers.
+            that augmentation does not depend on workers and ranks; by default if the loader has workers. Streams are
+            always read so.
+        replay: for a stream only: resume by reading again from the beginning, even if it has a state; for a state that
+            does not hold everything, such as that of a Hugging Face dataset with a shuffle buffer.
 
     Returns:
         The sharded loader.
@@ -166,7 +171,10 @@ def prepare_loader(
     if stream is not None or is_stream(loader):
         idle = {"batch_tokens": batch_tokens, "lengths": lengths, "batches_per_step": batches_per_step}
         _refuse_idle({**idle, "seed_samples": seed_samples})
-        return stream_loader(ctx, loader, stream, (rank, world_size), global_batch=global_batch, tail=tail)
+        place = (rank, world_size)
+        return stream_loader(ctx, loader, stream, place, global_batch=global_batch, tail=tail, replay=replay)
+    if replay:
+        raise ConfigError("replay has an effect on streams only", where="prepare_loader", fix="Leave it out.")
     source = read_source(
         raw,
         world_size,

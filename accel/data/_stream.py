@@ -43,6 +43,7 @@ class StreamLoader:
         global_batch: samples to a step of all ranks; None if the stream gives batches.
         rank, world_size: which part of each step is for this rank, and of how many; of data-parallel ranks.
         prepared_for: rank and world size of the context.
+        replay: whether resuming reads again from the beginning, even if the stream has a state.
         num_workers: processes that read ahead, on the ranks that read; 0 reads in this one.
         collate_fn: list of samples to batch.
         options: further arguments of torch's DataLoader, as the user's loader had them.
@@ -56,6 +57,7 @@ class StreamLoader:
     rank: int
     world_size: int
     prepared_for: tuple[int, int]
+    replay: bool
     num_workers: int
     collate_fn: Callable[[Any], Any]
     options: dict[str, Any]
@@ -100,6 +102,7 @@ def stream_loader(
     *,
     global_batch: int | None,
     tail: Tail | None,
+    replay: bool,
 ) -> StreamLoader:
     """Prepare a loader over a stream; see `prepare_loader`. No communication.
 
@@ -150,6 +153,7 @@ def stream_loader(
         rank=rank,
         world_size=world_size,
         prepared_for=(ctx.rank, ctx.world_size),
+        replay=replay,
         num_workers=workers,
         collate_fn=cast(Any, loader).collate_fn if is_torch else _unchanged,
         options=_options(loader, workers) if is_torch else {},

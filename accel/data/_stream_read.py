@@ -86,6 +86,7 @@ def read_steps(
     epoch: int,
     key: Key,
     start: StreamPosition,
+    replay: bool,
     options: dict[str, Any],
 ) -> Generator[Step]:
     """Read a stream from a position to the end of its epoch. No communication.
@@ -99,6 +100,7 @@ def read_steps(
         epoch: told to a source that has `set_epoch`.
         key: of the random streams that reading draws from.
         start: where to begin.
+        replay: whether a state that the source has is left alone, and resuming reads again from the beginning.
         options: of torch's DataLoader.
 
     Yields:
@@ -108,8 +110,8 @@ def read_steps(
         DataError: the stream ends before the position.
         TreeError: the first batch holds a container that cannot be taken apart.
     """
-    _warn_of_replay(source, start)
-    chunks = _Chunks(source, plan, collate, (epoch, key, start.workers))
+    _warn_of_replay(source, start, replay)
+    chunks = _Chunks(source, plan, collate, (epoch, key, start.workers, replay))
     alone = options["num_workers"] == 0
     with isolated_rng() if alone else contextlib.nullcontext():
         items = iter(DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options))
@@ -188,20 +190,23 @@ class _Chunks(IterableDataset[Any]):
         source: Iterable[Any],
         plan: Cut,
         collate: Callable[[Any], Any],
-        begin: tuple[int, Key, tuple[WorkerPosition, ...]],
+        begin: tuple[int, Key, tuple[WorkerPosition, ...], bool],
     ) -> None:
         self.__dict__.update(_source=source, _rest=(plan, collate, begin))
 
     def __iter__(self) -> Iterator[_Piece | _Skipped]:
         source: Any = self.__dict__["_source"]
-        plan, collate, (epoch, key, positions) = self.__dict__["_rest"]
+        plan, collate, (epoch, key, positions, replay) = self.__dict__["_rest"]
         info = get_worker_info()
         worker = info.id if info is not None else 0
-        if info is None and isinstance(source, Resumable):
-            source = cast(Any, copy.copy(source))  # so that the user's stays where it is
+        if info is None:
+            source = _twin(source)
         if callable(set_epoch := getattr(source, "set_epoch", None)):
             set_epoch(epoch)
-        return _pieces(source, plan, collate, worker, positions[worker], seed_base(key.fold_in(worker)))
+        if positions[worker].ended:
+            return iter(())
+        stream = _Seeded(source, positions[worker], seed_base(key.fold_in(worker)), replay=replay)
+        return _pieces(stream, plan, collate, worker, positions[worker].elements)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_source"], name)
@@ -213,18 +218,31 @@ class _Chunks(IterableDataset[Any]):
         return _Chunks, (self.__dict__["_source"], *self.__dict__["_rest"])
 
 
+def _twin(source: Any) -> Any:
+    """Another object of the same attributes, so that reading moves it and not the user's, which begins each epoch.
+
+    `copy.copy` would not do: classes that give their own `__dict__` as what is pickled share it with their copies.
+    """
+    kind = cast(Any, type(source))
+    if not isinstance(source, Resumable) or hasattr(kind, "__del__"):  # which may close what both hold
+        return source
+    try:
+        twin = kind.__new__(kind)
+        twin.__dict__.update(source.__dict__)
+    except (TypeError, AttributeError):  # not made of attributes: it is read itself
+        return source
+    return twin
+
+
 def _pieces(
-    source: Iterable[Any], plan: Cut, collate: Callable[[Any], Any], worker: int, begin: WorkerPosition, base: int
+    stream: _Seeded, plan: Cut, collate: Callable[[Any], Any], worker: int, start: int
 ) -> Iterator[_Piece | _Skipped]:
-    if begin.ended:
-        return
-    stream = _Seeded(source, begin, base)
     ahead = plan.size if plan.tail == "drop" else 1
-    for at in stream.skip_to(begin.elements, (ahead, plan.size - ahead)):
-        yield _Skipped(worker, at, begin.elements)
+    for at in stream.skip_to(start, (ahead, plan.size - ahead)):
+        yield _Skipped(worker, at, start)
     held = stream.take(ahead)
     if len(held) < ahead:
-        yield _Piece(worker, {}, [], False, WorkerPosition(begin.elements, ended=True))
+        yield _Piece(worker, {}, [], False, WorkerPosition(start, ended=True))
     while len(held) == ahead:
         elements = held + stream.take(plan.size - ahead)
         at, state = stream.at, stream.state()
@@ -237,16 +255,16 @@ def _pieces(
 class _Seeded:
     """A stream that is read with random streams of its own from each position on, and that can say where it stands."""
 
-    def __init__(self, source: Iterable[Any], begin: WorkerPosition, base: int) -> None:
+    def __init__(self, source: Iterable[Any], begin: WorkerPosition, base: int, *, replay: bool) -> None:
         self._base = base
-        self._owner: Resumable | None = source if isinstance(source, Resumable) else None
-        resumes = begin.state is not None
+        self._owner: Resumable | None = source if isinstance(source, Resumable) and not replay else None
+        resumes = begin.state is not None and not replay
         self.at = begin.elements if resumes else 0
         seed_streams(base, self.at)
         if resumes and self._owner is not None:
             self._owner.load_state_dict(copy.deepcopy(begin.state))
         self._elements = iter(source)
-        if self._owner is None and isinstance(self._elements, Resumable):
+        if self._owner is None and isinstance(self._elements, Resumable) and not replay:
             self._owner = self._elements
             if resumes:
                 self._owner.load_state_dict(copy.deepcopy(begin.state))
@@ -292,14 +310,17 @@ class _Seeded:
                 yield self.at
 
 
-def _warn_of_replay(source: Iterable[Any], start: StreamPosition) -> None:
-    replayed = sum(worker.elements for worker in start.workers if worker.state is None and not worker.ended)
+def _warn_of_replay(source: Iterable[Any], start: StreamPosition, replay: bool) -> None:
+    behind = [worker for worker in start.workers if (replay or worker.state is None) and not worker.ended]
+    replayed = sum(worker.elements for worker in behind)
     if replayed:
         _log().warning(
             "%s is read again from its beginning and %d elements are skipped, because %s",
             type(source).__name__,
             replayed,
-            "the cursor holds no state of it"
+            "replay=True"
+            if replay
+            else "the cursor holds no state of it"
             if isinstance(source, Resumable)
             else "it has no state_dict and load_state_dict",
         )

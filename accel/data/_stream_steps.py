@@ -163,6 +163,7 @@ def _read(loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterat
         epoch=cursor.epoch,
         key=Key(cursor.seed).fold_in("stream", cursor.epoch, *own),
         start=_start(loader, cursor),
+        replay=loader.replay,
         options={"num_workers": loader.num_workers, **loader.options},
     )
 

@@ -239,6 +239,12 @@ REFUSED = {
         ConfigError,
         "batch_tokens has no effect on a stream",
     ),
+    "replaying positions": (
+        DataLoader(range(9)),
+        {"replay": True},
+        ConfigError,
+        "replay has an effect on streams only",
+    ),
 }
 
 

@@ -146,6 +146,32 @@ def test_a_stream_that_can_only_be_replayed_says_so_and_how_far_it_is(caplog, mo
     assert caplog.records[0].levelno == logging.WARNING
 
 
+class Forgetful(Stateful):
+    """As a shuffle buffer: what it holds is not in its state."""
+
+    def __iter__(self):
+        held = []
+        for sample in super().__iter__():
+            held.append(sample)
+            if len(held) == 3:
+                yield held.pop(0)
+        yield from held
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_that_forgets_can_be_left_alone(caplog, workers):
+    ctx = accel.single()
+    whole, kept = (_run(ctx, Cursor(), Forgetful, num_workers=workers, replay=replay) for replay in (True, False))
+    assert [seen(b)[1:] for b in whole] == [seen(b)[1:] for b in kept]
+    lost = [i for b in _run(ctx, kept[2].next, Forgetful, num_workers=workers) for i in b.data[0].tolist()]
+    assert len(lost) < 23 - 6
+    for cursor in (whole[2].next, kept[2].next):
+        caplog.clear()
+        rest = _run(ctx, cursor, Forgetful, num_workers=workers, replay=True)
+        assert [seen(b) for b in rest] == [seen(b) for b in whole[3:]]
+        assert "6 elements are skipped, because replay=True" in caplog.records[0].getMessage()
+
+
 def test_a_count_alone_is_a_position_where_one_reader_reads_all():
     """As `Cursor(consumed=)` of data with positions; only that it must read what it skips."""
     ctx = accel.single()

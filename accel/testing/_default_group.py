@@ -146,8 +146,8 @@ class _Hooks:
             return
         self._real, self._mesh_backend = _c10d._world, _mesh.get_backend
         _register_backend()
-        _c10d._world = _StandIn(self)
         _isolate_threads(True)
+        _c10d._world = _StandIn(self)
         _mesh.get_backend = self._backend_for_mesh
         _mesh.threading = SimpleNamespace(**vars(threading) | {"get_ident": self._mesh_owner})
 
@@ -158,8 +158,8 @@ class _Hooks:
             return
         _mesh.threading = threading
         _mesh.get_backend = self._mesh_backend
-        _isolate_threads(False)
         _c10d._world = self._real
+        _isolate_threads(False)
         _unregister_backend()
 
     def tables(self) -> Any:
@@ -206,10 +206,10 @@ class _Hooks:
 
 def _forget_works(group: SimulatedGroup) -> None:
     """Take what functional collectives left unwaited for, as a rank that is stopped does, out of torch's table."""
-    for work in list(group.works or ()):
-        for tensor in work.give_up():
-            if _cpp._get_work_registry_size():
-                torch.ops._c10d_functional.wait_tensor(tensor)
+    tensors = [tensor for work in list(group.works or ()) for tensor in work.give_up()]
+    for tensor in tensors:
+        if _cpp._get_work_registry_size():
+            torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _isolate_threads(isolate: bool) -> None:

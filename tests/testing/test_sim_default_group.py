@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 
@@ -16,6 +18,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from accel.errors import CollectiveMismatch
 from accel.testing import Deadlock, SimulationError, Simulator, simulate, simulate_groups
 from accel.testing._default_group import check_hooks
+from accel.testing._group import SimulatedGroup
 
 SEEDS = [None, 0, 1]
 ALL_GATHER_AUTOGRAD = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -83,6 +86,13 @@ def test_subgroups_count_their_own_calls(seed, options):
     assert _default(rank, seed=seed) == [[(2, 2)], [(4, 3), (6, 3)], [(2, 2), (6, 3)], [(4, 3), (6, 3)]]
 
 
+def test_subgroups_where_torch_does_not_ask_the_default_group(monkeypatch):
+    """Versions of torch that do not know of a group's `new_group` make subgroups by the backend's name."""
+    monkeypatch.delattr(SimulatedGroup, "new_group")
+    test_subgroups_count_their_own_calls(None, {})
+    test_subgroups_count_their_own_calls(1, {"use_local_synchronization": True})
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_messages_by_world_rank(seed):
     def rank():
@@ -109,8 +119,6 @@ def test_messages_by_world_rank(seed):
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_collectives_with_gradients(seed):
-    """Each rank's loss is rank times the collective's result, so gradients show who depended on whom."""
-
     def rank():
         me = dist.get_rank()
         x = torch.full((4,), float(me), requires_grad=True)
@@ -126,17 +134,16 @@ def test_collectives_with_gradients(seed):
         gradients = []
         for out in outputs[1:]:
             x.grad = None
-            (out.sum() * me).backward()
+            (out.sum() * me).backward()  # so gradients say who depended on whom
             gradients.append(x.grad.tolist())
         return outputs[0].tolist(), gradients
 
     ranks = sum(range(4))
-    for me, (total, gradients) in enumerate(_default(rank, seed=seed)):
+    for total, gradients in _default(rank, seed=seed):
         assert total == [float(ranks)] * 4
         gather, scatter, swap, reduce, gather_list = gradients
         assert gather == reduce == gather_list == [float(ranks)] * 4
         assert scatter == swap == [0.0, 1.0, 2.0, 3.0]
-        assert me >= 0
 
 
 def test_a_mesh_and_its_slices():
@@ -175,8 +182,7 @@ def test_deadlocks_and_mismatches_name_the_group(seed):
         _default(differs, seed=seed)
 
 
-@pytest.mark.parametrize("network", [None])
-def test_a_deadlock_inside_of_cpp_unwinds_and_the_next_run_works(network):
+def test_a_deadlock_inside_of_cpp_unwinds_and_the_next_run_works():
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -226,6 +232,11 @@ def test_torch_is_restored_whatever_happens():
         if dist.get_rank() == 1:
             raise KeyboardInterrupt
 
+    def stopped_by_hand():
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            dist.barrier()
+
     def destroys():
         dist.new_group([0, 1])
         dist.destroy_process_group()
@@ -234,8 +245,9 @@ def test_torch_is_restored_whatever_happens():
     before = threading.active_count()
     with pytest.raises(SimulationError, match="did not end"):
         _default(endless, timeout_s=0.2)
-    with pytest.raises(KeyboardInterrupt):
-        _default(interrupted)
+    for fn in (interrupted, stopped_by_hand):
+        with pytest.raises(KeyboardInterrupt):
+            _default(fn)
     _default(destroys)
     assert threading.active_count() == before
 

@@ -23,7 +23,6 @@ from accel.errors import TreeError
 _LEAVES = (str, bytes, bool, int, float, type(None))
 _KEYS = (str, bytes, bool, int, type(None))
 _PLAIN = {"list": list, "tuple": tuple, "dict": dict, "OrderedDict": OrderedDict}
-_LONGEST_INTEGER = 64
 
 Spec = list[Any]  # ["float32"] a tensor, [] another leaf, [kind, keys, specs] a container
 
@@ -94,7 +93,7 @@ def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[An
         tensors.append(node)
         return [str(node.dtype).removeprefix("torch.")]
     if type(node) in _LEAVES:
-        if type(node) is int and node.bit_length() >= _LONGEST_INTEGER:
+        if type(node) is int and not -(2**63) <= node < 2**64:
             raise _unsendable(node, path)
         values.append(node)
         return []

@@ -40,25 +40,34 @@ def make_batch(ctx: accel.DistContext) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hand_written(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
-    """What an expert writes with torch alone."""
+    """What an expert writes with torch alone, for the context's precision."""
     model: nn.Module = make_model(width).to(ctx.device)
     if ctx.world_size > 1:
         ids = None if ctx.device.type == "cpu" else [ctx.device]
         model = DistributedDataParallel(model, device_ids=ids, process_group=ctx.comm.group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     inputs, targets = make_batch(ctx)
+    half = ctx.precision.compute == "fp16"
+    scaler = torch.amp.GradScaler(ctx.device.type, enabled=half)
 
     def loop(count: int) -> None:
         for i in range(count):
             sync = (i + 1) % steps == 0
             held = contextlib.nullcontext() if sync or ctx.world_size == 1 else model.no_sync()
             with held:
-                loss = nn.functional.cross_entropy(model(inputs), targets) / steps
-                loss.backward()
+                with torch.autocast(ctx.device.type, torch.float16) if half else contextlib.nullcontext():
+                    loss = nn.functional.cross_entropy(model(inputs), targets) / steps
+                scaler.scale(loss).backward() if half else loss.backward()
             if sync:
+                if half and max_norm is not None:
+                    scaler.unscale_(optimizer)
                 if max_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()
+                if half:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
                 optimizer.zero_grad()
 
     return loop
@@ -140,6 +149,19 @@ def compare(ctx: accel.DistContext, variants: dict[str, Loop], blocks: int, coun
         accel.print(ctx, f"  {name:<22} {statistics.median(own) * 1e6:8.0f} us   {ratio:5.2f}x")
 
 
+def variants_of(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> dict[str, Loop]:
+    """Every way to train, the hand-written one first."""
+    arguments = (ctx, width, steps, max_norm)
+    variants = {"torch, by hand": hand_written(*arguments), "accel": with_accel(*arguments)}
+    if ctx.precision.compute == "fp16":  # which always looks; Accelerate computes in fp32 on a CPU
+        return variants
+    variants["accel, ignore"] = with_accel(*arguments, nonfinite="ignore")
+    variants["accel, token weights"] = with_accel(*arguments, token_weights=True)
+    if importlib.util.find_spec("accelerate") is not None:
+        variants["accelerate"] = with_accelerate(*arguments)
+    return variants
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--width", type=int, default=64, help="hidden units")
@@ -147,20 +169,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=80, help="micro-batches in a block")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    has_accelerate = importlib.util.find_spec("accelerate") is not None
     with accel.session() as ctx:
-        for steps in (1, 4):
-            for max_norm in (None, 1.0):
-                accel.print(
-                    ctx, f"accumulation {steps}, clipping {max_norm}, {ctx.world_size} ranks, {ctx.device.type}"
-                )
-                arguments = (ctx, options.width, steps, max_norm)
-                variants = {"torch, by hand": hand_written(*arguments), "accel": with_accel(*arguments)}
-                variants["accel, ignore"] = with_accel(*arguments, nonfinite="ignore")
-                variants["accel, token weights"] = with_accel(*arguments, token_weights=True)
-                if has_accelerate:
-                    variants["accelerate"] = with_accelerate(*arguments)
-                compare(ctx, variants, options.blocks, options.count)
+        for precision in ("fp32", "fp16"):
+            for steps in (1, 4):
+                for max_norm in (None, 1.0):
+                    heading = f"{precision}, accumulation {steps}, clipping {max_norm}"
+                    accel.print(ctx, f"{heading}, {ctx.world_size} ranks, {ctx.device.type}")
+                    variants = variants_of(accel.replace(ctx, precision=precision), options.width, steps, max_norm)
+                    compare(ctx, variants, options.blocks, options.count)
 
 
 if __name__ == "__main__":

@@ -124,9 +124,24 @@ class Traffic:
         """Return the place where these ranks meet under that name; the same for all of them."""
         key = (name, tuple(ranks))
         if key not in self._groups:
+            for known in self._groups.values():
+                if known.members.name == name and set(known.members.ranks) & set(ranks):
+                    self._refuse_group(known, ranks)
             whole = not self._groups  # the first group is that of all ranks
             self._groups[key] = Rendezvous(self, Members(name, ranks, whole=whole))
         return self._groups[key]
+
+    def _refuse_group(self, known: Rendezvous, ranks: Sequence[int]) -> NoReturn:
+        self.scheduler.stop(
+            CollectiveMismatch(
+                f"ranks disagree about group {known.members.name!r}",
+                expected=f"ranks {', '.join(map(str, known.members.ranks))} as first asked for at {known.site}",
+                got=f"ranks {', '.join(map(str, ranks))}",
+                where=str(call_site()),
+                fix="Let all ranks make the same groups in the same order, members or not.",
+            )
+        )
+        raise Stopped
 
     def begin(self, rank: int, name: str) -> None:
         """Let `rank` begin a call: on its own thread, unless a fault is due, and perhaps after another rank.
@@ -153,6 +168,7 @@ class Rendezvous:
 
     def __init__(self, traffic: Traffic, members: Members) -> None:
         self.members = members
+        self.site = call_site()
         self.network: Network | None = traffic.network
         self._traffic = traffic
         self._scheduler = traffic.scheduler

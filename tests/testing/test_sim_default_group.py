@@ -182,6 +182,19 @@ def test_deadlocks_and_mismatches_name_the_group(seed):
         _default(differs, seed=seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_groups_made_in_another_order_are_found_when_they_are_made(seed):
+    def leaves_one_out():
+        if dist.get_rank() != 2:
+            dist.new_group([0, 1])
+        dist.new_group([0, 2])
+
+    with pytest.raises(
+        CollectiveMismatch, match=r"group '1': expected ranks 0, [12] .*got ranks 0, [12] - at test_sim"
+    ):
+        _default(leaves_one_out, 3, seed=seed)
+
+
 def test_a_deadlock_inside_of_cpp_unwinds_and_the_next_run_works():
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel

@@ -17,11 +17,6 @@ import accel
 from accel.errors import ConfigError
 from accel.testing import Simulator
 
-pytestmark = [  # torch's own while it traces
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 
 class Graphs:
     """A backend that runs graphs as they are and counts them."""

@@ -144,10 +144,11 @@ def stop_agreed(ctx: DistContext, requests: StopRequests) -> Stop | None:
 
 def _checked(signals: Sequence[int]) -> Sequence[int]:
     known = {int(number) for number in signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
-    if not signals or not known.issuperset(signals):
+    listed = isinstance(signals, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance] - users pass a single one
+    if not listed or not signals or not known.issuperset(signals):
         raise ConfigError(
             "not signals that can ask for a stop",
-            expected="at least one, such as signal.SIGTERM, and neither SIGKILL nor SIGSTOP",
+            expected="a list of at least one, such as [signal.SIGTERM], and neither SIGKILL nor SIGSTOP",
             got=repr(signals),
             where="stop_requests, signals=",
         )

@@ -34,13 +34,16 @@ def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Modul
     elif callable(select):
         chosen = dict(_outermost(model, select))
     else:
-        raise ConfigError("cannot choose by this", expected="'repeated', a class or a function", got=f"{select!r}")
+        raise ConfigError(
+            "cannot choose by this", expected="'repeated', a class or a function", got=f"{select!r}", where=where
+        )
     if not chosen:
         raise ConfigError(
             "no part of the model is chosen",
             expected="at least one of " + ", ".join(sorted({type(each).__name__ for each in model.modules()})),
             got=f"{select!r}",
             where=where,
+            fix="Name a class of blocks, or give a function of (name, module).",
         )
     return chosen
 

@@ -117,7 +117,7 @@ def receive_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
     """
     group = comm.group
     buffer = tensor.to(comm.control)
-    _run("receive", lambda: cast(Any, dist).recv(buffer, group=group, group_src=source))
+    _run("receive", lambda: cast(Any, dist).irecv(buffer, group=group, group_src=source).wait())
     if buffer is not tensor:
         _ = tensor.copy_(buffer)
 

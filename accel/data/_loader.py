@@ -116,6 +116,7 @@ def prepare_loader(
     tail: Tail | None = None,
     data_parallel: tuple[int, int] | None = None,
     replay: bool = False,
+    steps_per_message: int | None = None,
 ) -> StreamLoader: ...
 
 
@@ -132,6 +133,7 @@ def prepare_loader(
     data_parallel: tuple[int, int] | None = None,
     seed_samples: bool | None = None,
     replay: bool = False,
+    steps_per_message: int | None = None,
 ) -> Loader | StreamLoader:
     """Shard a DataLoader over the ranks of the context. No communication; the user's loader is left as it is.
 
@@ -157,6 +159,9 @@ def prepare_loader(
             always read so.
         replay: for a stream only: resume by reading again from the beginning, even if it has a state; for a state that
             does not hold everything, such as that of a Hugging Face dataset with a shuffle buffer.
+        steps_per_message: for a stream only: the most steps that ranks agree on, and hand on, in one message, if they
+            are small; by default 8 where this process reads, which then reads as many at once, and 1 with workers. The
+            first message holds one step.
 
     Returns:
         The sharded loader.
@@ -171,10 +176,19 @@ def prepare_loader(
     if stream is not None or is_stream(loader):
         idle = {"batch_tokens": batch_tokens, "lengths": lengths, "batches_per_step": batches_per_step}
         _refuse_idle({**idle, "seed_samples": seed_samples})
-        place = (rank, world_size)
-        return stream_loader(ctx, loader, stream, place, global_batch=global_batch, tail=tail, replay=replay)
-    if replay:
-        raise ConfigError("replay has an effect on streams only", where="prepare_loader", fix="Leave it out.")
+        return stream_loader(
+            ctx,
+            loader,
+            stream,
+            (rank, world_size),
+            global_batch=global_batch,
+            tail=tail,
+            replay=replay,
+            steps_per_message=steps_per_message,
+        )
+    if replay or steps_per_message is not None:
+        name = "replay" if replay else "steps_per_message"
+        raise ConfigError(f"{name} has an effect on streams only", where="prepare_loader", fix="Leave it out.")
     source = read_source(
         raw,
         world_size,

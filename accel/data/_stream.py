@@ -16,6 +16,8 @@ from accel.errors import ConfigError, DataError, check_choice
 
 StreamMode = Literal["shards", "own", "elements", "dispatch"]
 
+_STEPS_PER_MESSAGE = 8
+
 _MODES = (
     'stream="shards": each rank reads its part of the sources, dataset.shard(num_shards=, index=); '
     'stream="own": the dataset gives each rank its own part already; '
@@ -44,6 +46,7 @@ class StreamLoader:
         rank, world_size: which part of each step is for this rank, and of how many; of data-parallel ranks.
         prepared_for: rank and world size of the context.
         replay: whether resuming reads again from the beginning, even if the stream has a state.
+        steps_per_message: the most steps that ranks agree on, and hand on, at once.
         num_workers: processes that read ahead, on the ranks that read; 0 reads in this one.
         collate_fn: list of samples to batch.
         options: further arguments of torch's DataLoader, as the user's loader had them.
@@ -58,6 +61,7 @@ class StreamLoader:
     world_size: int
     prepared_for: tuple[int, int]
     replay: bool
+    steps_per_message: int
     num_workers: int
     collate_fn: Callable[[Any], Any]
     options: dict[str, Any]
@@ -103,6 +107,7 @@ def stream_loader(
     global_batch: int | None,
     tail: Tail | None,
     replay: bool,
+    steps_per_message: int | None,
 ) -> StreamLoader:
     """Prepare a loader over a stream; see `prepare_loader`. No communication.
 
@@ -141,6 +146,8 @@ def stream_loader(
             where="prepare_loader",
             fix='Let the DataLoader batch the samples: batch_size=, or use tail="ragged" or "drop".',
         )
+    if steps_per_message is not None:
+        check_count(steps_per_message, "not a number of steps", where="steps_per_message=")
     rank, world_size = place
     each, total = _sizes(world_size, batch_size, global_batch, mode)
     workers = loader.num_workers if is_torch else 0
@@ -154,6 +161,7 @@ def stream_loader(
         world_size=world_size,
         prepared_for=(ctx.rank, ctx.world_size),
         replay=replay,
+        steps_per_message=steps_per_message or (1 if workers else _STEPS_PER_MESSAGE),
         num_workers=workers,
         collate_fn=cast(Any, loader).collate_fn if is_torch else _unchanged,
         options=_options(loader, workers) if is_torch else {},

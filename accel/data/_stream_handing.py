@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handing the batches of a step from the ranks that read to the ranks that use them."""
+"""Handing the batches of steps from the ranks that read to the ranks that use them."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -18,28 +19,41 @@ from accel.errors import AccelError, DataError
 _ALIGN = 16
 
 
-class Note(msgspec.Struct, frozen=True, array_like=True):
+class StepNote(msgspec.Struct, frozen=True, array_like=True):
     """What a reader says about a step.
 
     Attributes:
-        counts: real samples by part of the data; empty if there is no step.
+        counts: real samples by part of the data.
         more: whether another step follows.
         rows: samples of each rank's batch, stand-ins included; like the next two by rank, of the ranks read for.
         labels: bytes of its parcel before the tensors; 0 for the reader itself.
         sizes: bytes of its parcel.
-        inline: whether the parcels follow in this message.
     """
 
-    counts: list[int] = []
-    more: bool = False
-    rows: list[int] = []
-    labels: list[int] = []
-    sizes: list[int] = []
+    counts: list[int]
+    more: bool
+    rows: list[int]
+    labels: list[int]
+    sizes: list[int]
+
+
+class _Note(msgspec.Struct, frozen=True, array_like=True):
+    """What a reader says about the next steps.
+
+    Attributes:
+        steps: none at the end of an empty stream.
+        inline: whether the parcels follow in this message: the first rank's of all steps, then the next one's.
+    """
+
+    steps: list[StepNote]
     inline: bool = False
 
 
 class Handing:
-    """Who reads for whom, and what of each other's structures they know.
+    """Who reads for whom, what of each other's structures they know, and what is packed and not handed out yet.
+
+    Attributes:
+        step_bytes: what readers packed for the first step of the last message.
 
     Args:
         ctx: the context.
@@ -56,6 +70,13 @@ class Handing:
         self._served = [rank for rank, reader in enumerate(self._readers) if reader == ctx.rank]
         self._senders = {rank: Sender() for rank in self._served if rank != ctx.rank}
         self._receiver = Receiver()
+        self._packed: list[dict[int, Parcel]] = []  # of steps that were not handed out yet
+        self.step_bytes = 0
+
+    @property
+    def readers(self) -> list[int]:
+        """By rank, who reads for it."""
+        return self._readers
 
     @property
     def reads(self) -> bool:
@@ -67,97 +88,118 @@ class Handing:
         """The parts of the data that this rank reads for itself and others."""
         return tuple(sorted({self._parts[rank] for rank in self._served}))
 
-    def hand(self, step: Step | None) -> tuple[Part | None, Note]:
-        """Hand out one step. A collective.
+    def hand(self, steps: list[Step]) -> list[tuple[Part, StepNote]]:
+        """Hand out the next steps, as many as all readers have read. A collective.
 
         Args:
-            step: what this rank has read, if it reads; None at the end.
+            steps: what this rank has read, if it reads; none at the end. What is left over comes again the next time.
 
         Returns:
-            This rank's batch, None without a step; and what its reader said.
+            This rank's batches, and what its reader said about them; none at the end of an empty stream.
 
         Raises:
             TreeError: a batch that cannot be handed over; on every rank.
             DataError: readers have read different streams; on every rank.
         """
+        ctx = self._ctx
         try:
-            parcels = {} if step is None else self._pack(step)
+            self._packed += [self._pack(step) for step in steps[len(self._packed) :]]
         except AccelError as error:
-            fail(self._ctx.comm, self._call, error)
-        messages = exchange(self._ctx.comm, self._call, self._message(step, parcels))
+            fail(ctx.comm, self._call, error)
+        messages = exchange(ctx.comm, self._call, self._message(steps))
         notes = {reader: _read_note(messages[reader]) for reader in sorted(set(self._readers))}
-        self._check_same(notes)
-        reader = self._readers[self._ctx.rank]
-        note = notes[reader][0]
-        if not note.counts:
-            return None, note
-        if step is not None:
-            if not note.inline and parcels:
-                send_flat(self._ctx.comm, {rank: parcel.buffer for rank, parcel in parcels.items()})
-            return step.parts[self._parts[self._ctx.rank]], note
-        return self._take(note, messages[reader][notes[reader][1] :], reader), note
+        count = _agreed({reader: note.steps for reader, (note, _) in notes.items()})
+        reader = self._readers[ctx.rank]
+        note, end = notes[reader]
+        if not self.reads:
+            parts = self._take(note, count, messages[reader][end:], reader)
+        else:
+            packed, self._packed = self._packed[:count], self._packed[count:]
+            if not note.inline and self._senders and count:
+                send_flat(ctx.comm, {rank: _joined([each[rank].buffer for each in packed]) for rank in self._senders})
+            parts = [step.parts[self._parts[ctx.rank]] for step in steps[:count]]
+        self.step_bytes = max((sum(note.steps[0].sizes) for note, _ in notes.values() if note.steps), default=0)
+        return list(zip(parts, note.steps, strict=False))
 
     def _pack(self, step: Step) -> dict[int, Parcel]:
         return {rank: sender.pack(step.parts[self._parts[rank]].data) for rank, sender in self._senders.items()}
 
-    def _message(self, step: Step | None, parcels: dict[int, Parcel]) -> torch.Tensor:
+    def _message(self, steps: list[Step]) -> torch.Tensor:
         """The note, and the parcels if they fit."""
         if not self.reads:
             return torch.empty(0, dtype=torch.uint8)
-        note, follow = Note(), list[torch.Tensor]()
-        if step is not None:
-            buffers = {rank: parcel.buffer for rank, parcel in parcels.items()}
-            sizes = [buffers[rank].numel() if rank in buffers else 0 for rank in self._served]
-            note = Note(
-                counts=step.counts,
-                more=step.more,
-                rows=[step.parts[self._parts[rank]].rows for rank in self._served],
-                labels=[parcels[rank].label if rank in parcels else 0 for rank in self._served],
-                sizes=sizes,
-            )
-            if _head(note).numel() + sum(sizes) <= INLINE_BYTES:
-                note, follow = msgspec.structs.replace(note, inline=True), list(buffers.values())
-        return torch.cat([_head(note), *follow])
-
-    def _take(self, note: Note, inline: torch.Tensor, reader: int) -> Part:
-        served = [rank for rank, its in enumerate(self._readers) if its == reader]
-        at = served.index(self._ctx.rank)
-        if note.inline:
-            begin = sum(note.sizes[:at])
-            buffer = inline[begin : begin + note.sizes[at]].clone()
-        else:
-            pinned = self._ctx.device.type == "cuda"
-            buffer = torch.empty(note.sizes[at], dtype=torch.uint8, pin_memory=pinned)
-            receive_flat(self._ctx.comm, buffer, source=reader)
-        return Part(self._receiver.unpack(Parcel(note.labels[at], buffer)), note.rows[at])
-
-    def _check_same(self, notes: dict[int, tuple[Note, int]]) -> None:
-        said = {
-            reader: f"{note.counts}, {'more follows' if note.more else 'the end'}"
-            for reader, (note, _) in notes.items()
-        }
-        first = next(iter(said))
-        for reader, words in said.items():
-            if words != said[first]:
-                raise DataError(
-                    "nodes read different streams",
-                    expected=f"samples by rank as on rank {first}: {said[first]}",
-                    got=f"on rank {reader}: {words}",
-                    where="batches",
-                    fix='Let every node read the same data in the same order, or use stream="dispatch".',
+        told: list[StepNote] = []
+        for step, packed in zip(steps, self._packed, strict=True):
+            told.append(
+                StepNote(
+                    counts=step.counts,
+                    more=step.more,
+                    rows=[step.parts[self._parts[rank]].rows for rank in self._served],
+                    labels=[packed[rank].label if rank in packed else 0 for rank in self._served],
+                    sizes=[packed[rank].buffer.numel() if rank in packed else 0 for rank in self._served],
                 )
+            )
+        note = _Note(told)
+        if _head(note).numel() + sum(sum(step.sizes) for step in told) > INLINE_BYTES:
+            return _head(note)
+        follow = [packed[rank].buffer for rank in self._senders for packed in self._packed]
+        return torch.cat([_head(_Note(told, inline=True)), *follow])
+
+    def _take(self, note: _Note, count: int, inline: torch.Tensor, reader: int) -> list[Part]:
+        """Receive this rank's batches of the first steps."""
+        at = [rank for rank, its in enumerate(self._readers) if its == reader].index(self._ctx.rank)
+        steps = note.steps[:count]
+        total = sum(step.sizes[at] for step in steps)
+        if note.inline:
+            begin = sum(sum(step.sizes[:at]) for step in note.steps)
+            buffer = inline[begin : begin + total].clone()
+        else:
+            buffer = torch.empty(total, dtype=torch.uint8, pin_memory=self._ctx.device.type == "cuda")
+            receive_flat(self._ctx.comm, buffer, source=reader)
+        parcels = cast(Any, buffer).split([step.sizes[at] for step in steps])
+        return [
+            Part(self._receiver.unpack(Parcel(step.labels[at], parcel)), step.rows[at])
+            for step, parcel in zip(steps, parcels, strict=True)
+        ]
 
 
-def _head(note: Note) -> torch.Tensor:
+def _agreed(notes: dict[int, list[StepNote]]) -> int:
+    """Return how many steps all readers have read alike; raise if they differ in the very next one."""
+    said = {reader: [(step.counts, step.more) for step in steps] for reader, steps in notes.items()}
+    first, *others = said
+    count = len(said[first])
+    for reader in others:
+        same = [mine == theirs for mine, theirs in zip(said[first], said[reader], strict=False)]
+        if same and not same[0]:
+            raise DataError(
+                "nodes read different streams",
+                expected=f"samples by rank as on rank {first}: {_words(said[first][0])}",
+                got=f"on rank {reader}: {_words(said[reader][0])}",
+                where="batches",
+                fix='Let every node read the same data in the same order, or use stream="dispatch".',
+            )
+        count = min(count, [*same, False].index(False))
+    return count
+
+
+def _words(step: tuple[list[int], bool]) -> str:
+    return f"{step[0]}, {'more follows' if step[1] else 'the end'}"
+
+
+def _joined(buffers: list[torch.Tensor]) -> torch.Tensor:
+    return buffers[0] if len(buffers) == 1 else torch.cat(buffers)
+
+
+def _head(note: _Note) -> torch.Tensor:
     """A note's length and the note, aligned."""
     text = msgspec.msgpack.encode(note)
     head = len(text).to_bytes(_ALIGN, "little") + text
     return torch.frombuffer(bytearray(head.ljust(-(-len(head) // _ALIGN) * _ALIGN, b"\0")), dtype=torch.uint8)
 
 
-def _read_note(message: torch.Tensor) -> tuple[Note, int]:
+def _read_note(message: torch.Tensor) -> tuple[_Note, int]:
     """A reader's note, and where what follows it begins."""
     start = message.data_ptr()
     length = int.from_bytes(ctypes.string_at(start, _ALIGN), "little")
-    note = msgspec.msgpack.decode(ctypes.string_at(start + _ALIGN, length), type=Note)
+    note = msgspec.msgpack.decode(ctypes.string_at(start + _ALIGN, length), type=_Note)
     return note, -(-(_ALIGN + length) // _ALIGN) * _ALIGN

@@ -14,12 +14,14 @@ from accel.context import DistContext
 from accel.data._dispatch import Parcel, Receiver, Sender
 from accel.data._plan import Cursor, SampleCount
 from accel.data._stream import StreamLoader
+from accel.data._stream_ahead import Ahead, steps_after
 from accel.data._stream_cut import Part
 from accel.data._stream_handing import Handing
 from accel.data._stream_position import StreamPosition, WorkerPosition
 from accel.data._stream_read import Step, read_steps
 from accel.errors import AccelError, DataError
 from accel.random import Key
+from accel.tree import tensors
 
 _STREAM = "a stream"  # what a cursor's `of` says
 
@@ -35,28 +37,31 @@ class Given(NamedTuple):
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank is: its node, and its part of the data."""
+    """Where a rank is: its node, its part of the data, and the most steps that it puts into a message."""
 
     node: int
     part: int
+    limit: int
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank that reads for itself says about a step.
+    """What a rank that reads for itself says about the next steps.
 
     Attributes:
-        count: real samples of its batch; 0 once its stream has ended.
-        more: whether it has more after it.
+        counts: real samples of its batches; none once its stream has ended.
+        more: whether it has more after them.
         bare: whether it has neither a batch nor an older one that could stand in.
+        size: bytes of the first batch.
     """
 
-    count: int
+    counts: list[int]
     more: bool
     bare: bool
+    size: int
 
 
 def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[tuple[Any, Given]]:
-    """Give this rank's batches from the cursor to the end of its epoch. Every step is a collective.
+    """Give this rank's batches from the cursor to the end of its epoch. A collective at the first, and now and then.
 
     Args and errors are those of `batches`.
 
@@ -75,45 +80,70 @@ def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Gene
     facts = f"stream {loader.mode}, batch {loader.batch_size}, of all {loader.global_batch}, tail {loader.tail}"
     where = f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} consumed"
     opening = Call("batches", f"{where}\n{facts}\n{loader.world_size} data-parallel ranks", site)
-    places = [_decode(m, _Place) for m in exchange(ctx.comm, opening, _encode(_Place(ctx.node_rank, loader.rank)))]
-    call = Call("batches, a step", facts, site)
+    here = _Place(ctx.node_rank, loader.rank, loader.steps_per_message if ctx.world_size > 1 else 1)
+    places = [_decode(message, _Place) for message in exchange(ctx.comm, opening, _encode(here))]
+    call = Call("batches, next steps", facts, site)
     parts = [place.part for place in places]
     duplicate = loader.rank in parts[: ctx.rank]
     if loader.is_shared:
         nodes = [place.node if loader.mode == "elements" else 0 for place in places]
-        steps = _handed_out(ctx, loader, cursor, call, Handing(ctx, call, nodes, parts))
+        handing = Handing(ctx, call, nodes, parts)
+        limit = min(places[reader].limit for reader in handing.readers)
+        steps = _handed_out(ctx, loader, cursor, handing, Ahead(ctx, call, _read(loader, cursor, handing.mine)), limit)
     else:
-        steps = _apart(ctx, loader, cursor, call, parts)
+        limit = min(place.limit for place in places)
+        steps = _apart(ctx, loader, cursor, call, parts, limit)
     for data, given in steps:
         yield data, given._replace(duplicate=duplicate)
 
 
 def _apart(
-    ctx: DistContext, loader: StreamLoader, cursor: Cursor, call: Call, parts: list[int]
+    ctx: DistContext, loader: StreamLoader, cursor: Cursor, call: Call, parts: list[int], limit: int
 ) -> Iterator[tuple[Any, Given]]:
     """Every rank reads; what stands in for one whose stream has ended is its last batch, or another rank's."""
-    steps = _read(loader, cursor, (0,))
+    ahead = Ahead(ctx, call, _read(loader, cursor, (0,)))
     firsts = [parts.index(part) for part in sorted(set(parts))]  # ranks of one part say the same of it
     kept: Part | None = None
-    position, consumed, drops = cursor.stream, cursor.consumed, loader.tail == "drop"
+    position, consumed, drops, size = cursor.stream, cursor.consumed, loader.tail == "drop", 1
     while True:
-        step = _next(ctx, steps, call)
-        if step is not None:
-            kept, position = step.parts[0], step.position
-        mine = _Word(step.counts[0] if step else 0, step is not None and step.more, kept is None)
-        words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(mine))]
-        counts = [words[rank].count for rank in firsts]
-        if not any(counts) or (drops and not all(counts)):
-            raise _nothing(cursor, loader)
-        if any(word.bare for word in words):
-            kept = _lend(ctx, call, kept, [word.bare for word in words])
-        assert kept is not None  # its own, or a borrowed one
-        consumed += sum(counts)
-        is_last = not (all if drops else any)(word.more for word in words)
-        after = _after(cursor, consumed, position, is_last=is_last)
-        yield kept.data, Given(SampleCount(mine.count, sum(counts)), kept.rows, is_last, after, False)
-        if is_last:
-            return
+        steps = ahead.fill(size)
+        words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(_word(steps, kept)))]
+        count = _common([words[rank] for rank in firsts])
+        if any(word.bare for word in words) and count:
+            kept = _lend(ctx, call, steps[0].parts[0] if steps else kept, [word.bare for word in words])
+        for at in range(count):
+            counts = [words[rank].counts[at : at + 1] or [0] for rank in firsts]
+            total = sum(each[0] for each in counts)
+            follows = [at + 1 < len(words[rank].counts) or words[rank].more for rank in firsts]
+            if drops and not all(each[0] for each in counts):
+                break
+            if at < len(steps):
+                kept, position = steps[at].parts[0], steps[at].position
+            assert kept is not None  # its own, or a borrowed one
+            consumed += total
+            is_last = not (all if drops else any)(follows)
+            mine = steps[at].counts[0] if at < len(steps) else 0
+            after = _after(cursor, consumed, position, is_last=is_last)
+            yield kept.data, Given(SampleCount(mine, total), kept.rows, is_last, after, False)
+            if is_last:
+                return
+        else:
+            ahead.give(min(count, len(steps)))
+            size = steps_after(size, limit, max(word.size for word in words))
+            if count:
+                continue
+        raise _nothing(cursor, loader)
+
+
+def _word(steps: list[Step], kept: Part | None) -> _Word:
+    size = sum(leaf.nbytes for _, leaf in tensors(steps[0].parts[0].data)) if steps else 0
+    return _Word([step.counts[0] for step in steps], bool(steps) and steps[-1].more, not steps and kept is None, size)
+
+
+def _common(words: list[_Word]) -> int:
+    """How many steps are known of every rank: of one whose stream has ended, all that the others have."""
+    open_ended = [len(word.counts) for word in words if word.more]
+    return min(open_ended) if open_ended else max(len(word.counts) for word in words)
 
 
 def _lend(ctx: DistContext, call: Call, kept: Part | None, bare: list[bool]) -> Part:
@@ -134,24 +164,25 @@ def _lend(ctx: DistContext, call: Call, kept: Part | None, bare: list[bool]) -> 
 
 
 def _handed_out(
-    ctx: DistContext, loader: StreamLoader, cursor: Cursor, call: Call, handing: Handing
+    ctx: DistContext, loader: StreamLoader, cursor: Cursor, handing: Handing, ahead: Ahead, limit: int
 ) -> Iterator[tuple[Any, Given]]:
     """The first rank of each node, or rank 0, reads; the others get their batches from it."""
-    steps = _read(loader, cursor, handing.mine) if handing.reads else iter(())
-    consumed = cursor.consumed
+    consumed, size = cursor.consumed, 1
     while True:
-        step = _next(ctx, steps, call) if handing.reads else None
-        part, note = handing.hand(step)
-        if part is None or not note.counts:
+        steps = ahead.fill(size) if handing.reads else []
+        given = handing.hand(steps)
+        if not given:
             raise _nothing(cursor, loader)
-        consumed += sum(note.counts)
-        is_last = not note.more
-        position = step.position if step is not None else None
-        after = _after(cursor, consumed, position, is_last=is_last)
-        valid = SampleCount(note.counts[loader.rank], sum(note.counts))
-        yield part.data, Given(valid, part.rows, is_last, after, False)
-        if is_last:
-            return
+        for at, (part, note) in enumerate(given):
+            consumed += sum(note.counts)
+            is_last = not note.more
+            after = _after(cursor, consumed, steps[at].position if steps else None, is_last=is_last)
+            valid = SampleCount(note.counts[loader.rank], sum(note.counts))
+            yield part.data, Given(valid, part.rows, is_last, after, False)
+            if is_last:
+                return
+        ahead.give(len(given) if steps else 0)
+        size = steps_after(size, limit, handing.step_bytes)
 
 
 def _read(loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterator[Step]:
@@ -166,20 +197,6 @@ def _read(loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterat
         replay=loader.replay,
         options={"num_workers": loader.num_workers, **loader.options},
     )
-
-
-def _next(ctx: DistContext, steps: Iterator[Step], call: Call) -> Step | None:
-    """Read this rank's next step; an error in reading is raised on every rank."""
-    try:
-        return next(steps, None)
-    except AccelError as error:
-        fail(ctx.comm, call, error)
-    except Exception as error:  # whatever the user's stream raises
-        failure = DataError(
-            f"reading the stream failed: {type(error).__name__}: {error}", where=f"rank {ctx.rank}, batches"
-        )
-        failure.__cause__ = error
-        fail(ctx.comm, call, failure)
 
 
 def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:

@@ -69,7 +69,8 @@ def on_nodes(ctx: accel.DistContext, per_node: int) -> accel.DistContext:
 
 def make_loader(ctx: accel.DistContext, stream: Any, mode: str, size: int, **options: Any) -> accel.StreamLoader:
     """A prepared loader; what is for torch's DataLoader goes there."""
-    ours = {name: options.pop(name) for name in ("global_batch", "tail", "data_parallel", "replay") if name in options}
+    names = ("global_batch", "tail", "data_parallel", "replay", "steps_per_message")
+    ours = {name: options.pop(name) for name in names if name in options}
     return accel.prepare_loader(ctx, DataLoader(stream, batch_size=size, **options), stream=mode, **ours)
 
 

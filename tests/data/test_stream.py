@@ -27,11 +27,12 @@ relaxed = settings(deadline=None, max_examples=40)
     per_node=st.integers(1, 3),
     mode=st.sampled_from(MODES),
     tail=st.sampled_from(["ragged", "pad"]),
+    limit=st.sampled_from([None, 1, 3]),
 )
-def test_every_sample_is_given_once_in_equally_many_steps(ranks, n, world, size, per_node, mode, tail):
+def test_every_sample_is_given_once_in_equally_many_steps(ranks, n, world, size, per_node, mode, tail, limit):
     def rank(ctx):
         ctx = on_nodes(ctx, per_node)
-        loader = make_loader(ctx, Stream(n), mode, size, tail=tail)
+        loader = make_loader(ctx, Stream(n), mode, size, tail=tail, steps_per_message=limit)
         gathered, steps = [], []
         for batch in accel.batches(ctx, loader, Cursor()):
             ids = batch.data[0]
@@ -124,14 +125,75 @@ def test_other_ranks_read_nothing(ranks, mode, readers):
 
 
 @pytest.mark.parametrize("mode", ["own", "dispatch"])
-def test_the_first_batch_waits_for_one_element_after_it_and_no_more(mode):
+@pytest.mark.parametrize(
+    ("limit", "read"), [(1, [1, 2, 3, 4, 5, 6]), (3, [1, 3, 3, 6, 6, 6]), (None, [1, 3, 3, 7, 7, 7])]
+)
+def test_the_first_batch_waits_for_one_element_more_and_later_ones_come_in_twice_as_many(ranks, mode, limit, read):
+    def rank(ctx):
+        log, read = [], []
+        loader = make_loader(ctx, Counted(100, log), mode, 4, steps_per_message=limit)
+        batches = accel.batches(ctx, loader, Cursor())
+        for _ in range(6):
+            _ = next(batches)
+            read.append(len(log))
+        return read
+
+    size = 8 if mode == "dispatch" else 4
+    assert ranks.run(rank, 2)[0] == [1 + steps * size for steps in read]
+
+
+def test_alone_nothing_is_read_before_its_turn():
     log = []
-    loader = make_loader(accel.single(), Counted(100, log), mode, 8)
-    batches = accel.batches(accel.single(), loader, Cursor())
-    _ = next(batches)
-    assert len(log) == 9
-    _ = next(batches)
-    assert len(log) == 17
+    batches = accel.batches(accel.single(), make_loader(accel.single(), Counted(100, log), "dispatch", 4), Cursor())
+    for _ in range(5):
+        _ = next(batches)
+    assert len(log) == 21
+
+
+class Wide(Counted):
+    """Gives vectors of one number."""
+
+    width = 1
+
+    def __iter__(self):
+        return (torch.full((self.width,), number) for number in super().__iter__())
+
+
+@relaxed
+@given(
+    n=st.integers(1, 30),
+    world=st.integers(2, 4),
+    size=st.integers(1, 4),
+    per_node=st.integers(1, 4),
+    width=st.sampled_from([1, 60, 500, 20_000]),
+    mode=st.sampled_from(["elements", "dispatch"]),
+)
+def test_what_arrives_is_what_was_read_whichever_way_it_travels(ranks, n, world, size, per_node, width, mode):
+    def rank(ctx):
+        stream = Wide(n, [])
+        stream.width = width
+        loader = make_loader(on_nodes(ctx, per_node), stream, mode, size)
+        ids = []
+        for batch in accel.batches(on_nodes(ctx, per_node), loader, Cursor()):
+            assert batch.data.shape == (batch.rows, width)
+            assert torch.equal(batch.data, batch.data[:, :1].expand(-1, width))
+            ids += accel.gather_for_metrics(ctx, batch.data[:, 0], batch).tolist()
+        return ids
+
+    assert ranks.run(rank, world) == [list(range(n))] * world
+
+
+def test_large_steps_travel_one_by_one(ranks):
+    class Large(Wide):
+        width = 50_000
+
+    def rank(ctx):
+        log = []
+        batches = accel.batches(ctx, make_loader(ctx, Large(40, log), "dispatch", 1), Cursor())
+        assert [next(batches).data[0, 0].item() for _ in range(4)] == [ctx.rank + 2 * step for step in range(4)]
+        return len(log)
+
+    assert ranks.run(rank, 2) == [9, 0]
 
 
 def test_a_rank_that_never_had_a_batch_borrows_one_to_stand_in(ranks):

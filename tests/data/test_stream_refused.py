@@ -120,7 +120,7 @@ def test_a_rank_that_calls_something_else_meanwhile(ranks):
     def rank(ctx):
         batches = accel.batches(ctx, make_loader(ctx, Stream(9), "dispatch", 2), Cursor())
         batch = next(batches)
-        with pytest.raises(accel.CollectiveMismatch, match=r"batches, a step at test_stream_refused\.py"):
+        with pytest.raises(accel.CollectiveMismatch, match=r"batches, next steps at test_stream_refused\.py"):
             _ = next(batches) if ctx.rank else accel.gather(ctx, batch.data[0])
         return True
 
@@ -238,6 +238,13 @@ REFUSED = {
         {"stream": "own", "batch_tokens": 7},
         ConfigError,
         "batch_tokens has no effect on a stream",
+    ),
+    "no steps": (DataLoader(Stream(9)), {"stream": "own", "steps_per_message": 0}, ConfigError, "at least 1, got 0"),
+    "messages of positions": (
+        DataLoader(range(9)),
+        {"steps_per_message": 2},
+        ConfigError,
+        "has an effect on streams only",
     ),
     "replaying positions": (
         DataLoader(range(9)),

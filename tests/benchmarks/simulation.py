@@ -4,7 +4,8 @@
     python tests/benchmarks/simulation.py
 
 The median of blocks of runs, and the best one. "gather" is `torch.distributed.all_gather_single` of four numbers,
-beside it is `accel.gather`. Fresh runs are `simulate_groups`, the others those of one `Simulator`, which keeps its threads.
+beside it is `accel.gather`. Fresh runs are `simulate_groups`; the others are those of one `Simulator`, which keeps
+its threads.
 """
 
 from __future__ import annotations

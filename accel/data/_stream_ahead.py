@@ -11,7 +11,7 @@ from accel.context import DistContext
 from accel.data._stream_read import Step
 from accel.errors import AccelError, DataError
 
-_MOST_BYTES = 1 << 18
+_MOST_BYTES = 1 << 22
 
 
 class Ahead:

@@ -28,9 +28,9 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float |
     """
     if not grads:
         return 0.0
-    whole = [grad for grad in grads if is_whole(grad)]
-    if len(whole) == len(grads):
+    if all(map(is_whole, grads)):
         return _local_norm(grads, norm_type)
+    whole = [grad for grad in grads if is_whole(grad)]
     spreads: dict[Spread, list[torch.Tensor]] = {}
     for grad in grads:
         if not is_whole(grad):
@@ -44,7 +44,7 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torc
     if norm_type == math.inf:
         grads = [grad for grad in grads if grad.numel()] or [first.new_zeros(1)]
     if all(grad.is_cpu for grad in grads):
-        return _joined([norm.item() for norm in _foreach.norms(grads, norm_type)], norm_type)
+        return _combined([norm.item() for norm in _foreach.norms(grads, norm_type)], norm_type)
     if any(grad.dtype != first.dtype or grad.device != first.device for grad in grads):
         return get_total_norm(list(grads), norm_type)
     return get_total_norm(_foreach.norms(grads, norm_type), norm_type)
@@ -68,15 +68,18 @@ def _spread_norm(spread: Spread, parts: Sequence[torch.Tensor], norm_type: float
 def _joined(norms: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:
     """The norm of vectors laid end to end, from the norm of each."""
     tensors = [norm for norm in norms if isinstance(norm, torch.Tensor)]
-    if tensors:
-        device = tensors[0].device
-        return get_total_norm([torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in norms], norm_type)
-    numbers = [norm for norm in norms if not isinstance(norm, torch.Tensor)]
+    if not tensors:
+        return _combined([norm for norm in norms if not isinstance(norm, torch.Tensor)], norm_type)
+    device = tensors[0].device
+    return get_total_norm([torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in norms], norm_type)
+
+
+def _combined(norms: Sequence[float], norm_type: float) -> float:
     if norm_type == 2.0:
-        return math.hypot(*numbers)
-    if not all(map(math.isfinite, numbers)):
-        return math.nan if any(map(math.isnan, numbers)) else math.inf
-    largest = max(numbers)
+        return math.hypot(*norms)
+    if not all(map(math.isfinite, norms)):
+        return math.nan if any(map(math.isnan, norms)) else math.inf
+    largest = max(norms)
     if norm_type == math.inf or largest == 0.0:
         return largest
-    return largest * math.fsum((number / largest) ** norm_type for number in numbers) ** (1 / norm_type)
+    return largest * math.fsum((norm / largest) ** norm_type for norm in norms) ** (1 / norm_type)

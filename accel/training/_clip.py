@@ -102,7 +102,8 @@ def clip_grad_value_(
         return  # the window is empty, and all gradients are zero
     norm, bound = total_norm(local_parts(grads)), clip_value / factor
     if isinstance(norm, torch.Tensor):
-        clamp_(grads, torch.where(norm.isfinite(), bound, math.inf))
+        limit = bound if isinstance(bound, torch.Tensor) else norm.new_full((), bound)
+        clamp_(grads, torch.where(norm.isfinite(), limit, math.inf))
     elif math.isfinite(norm):
         clamp_(grads, bound)
 

@@ -196,10 +196,10 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
     values = [*norms, weight]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
-        device = tensors[0].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        stacked = torch.stack([torch.as_tensor(value, dtype=wide, device=device) for value in values])
-        values = list(stacked.cpu())
+        first = tensors[0]
+        wide = torch.float32 if first.device.type == "mps" else torch.float64
+        read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
+        values = [next(read) if isinstance(value, torch.Tensor) else value for value in values]
     *lengths, total = map(float, values)
     if not total >= 0:
         raise ConfigError("not a weight", expected="a sum of 0 or above", got=repr(total), where="backward(weight=)")

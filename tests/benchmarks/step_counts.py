@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from step_overhead import Loop, variants_of
+from step_overhead import Loop, settings
 from torch.profiler import ProfilerActivity, profile
 
 import accel
@@ -45,15 +45,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with accel.session() as ctx:
-        for precision in ("fp32", "fp16"):
-            for steps in (1, 4):
-                for max_norm in (None, 1.0):
-                    accel.print(ctx, f"{precision}, accumulation {steps}, clipping {max_norm}")
-                    variants = variants_of(accel.replace(ctx, precision=precision), options.width, steps, max_norm)
-                    for name, loop in variants.items():
-                        found = counts(loop, steps, options.windows, ctx.device.type)
-                        told = "   ".join(f"{count:7.1f} {what}" for what, count in found.items())
-                        accel.print(ctx, f"  {name:<22} {told}")
+        for heading, precision, steps, max_norm, make in settings():
+            accel.print(ctx, heading)
+            loops = make(accel.replace(ctx, precision=precision), options.width, steps, max_norm)
+            for name, loop in loops.items():
+                found = counts(loop, steps, options.windows, ctx.device.type)
+                told = "   ".join(f"{count:7.1f} {what}" for what, count in found.items())
+                accel.print(ctx, f"  {name:<22} {told}")
 
 
 if __name__ == "__main__":

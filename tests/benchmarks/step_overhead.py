@@ -15,16 +15,18 @@ import contextlib
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
 
 Loop = Callable[[int], None]
+Make = Callable[[accel.DistContext, int, int, float | None], dict[str, Loop]]
 BATCH = 32
 
 
@@ -69,6 +71,36 @@ def hand_written(ctx: accel.DistContext, width: int, steps: int, max_norm: float
                 else:
                     optimizer.step()
                 optimizer.zero_grad()
+
+    return loop
+
+
+def hand_written_tokens(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
+    """The same where only its rank knows how many tokens a loss is a mean of: sums, a count, one division."""
+    model: nn.Module = make_model(width).to(ctx.device)
+    if ctx.world_size > 1:
+        ids = None if ctx.device.type == "cpu" else [ctx.device]
+        model = DistributedDataParallel(model, device_ids=ids, process_group=ctx.comm.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    inputs, targets = make_batch(ctx)
+
+    def loop(count: int) -> None:
+        tokens = torch.zeros((), dtype=torch.float64, device=ctx.device)
+        for i in range(count):
+            sync = (i + 1) % steps == 0
+            held = contextlib.nullcontext() if sync or ctx.world_size == 1 else model.no_sync()
+            with held:
+                nn.functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
+                tokens += BATCH
+            if sync:
+                if ctx.world_size > 1:
+                    dist.all_reduce(tokens, group=ctx.comm.group)
+                torch._foreach_mul_([each.grad for each in model.parameters()], (ctx.world_size / tokens).float())
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                tokens.zero_()
 
     return loop
 
@@ -156,10 +188,27 @@ def variants_of(ctx: accel.DistContext, width: int, steps: int, max_norm: float 
     if ctx.precision.compute == "fp16":  # which always looks; Accelerate computes in fp32 on a CPU
         return variants
     variants["accel, ignore"] = with_accel(*arguments, nonfinite="ignore")
-    variants["accel, token weights"] = with_accel(*arguments, token_weights=True)
     if importlib.util.find_spec("accelerate") is not None:
         variants["accelerate"] = with_accelerate(*arguments)
     return variants
+
+
+def token_variants_of(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> dict[str, Loop]:
+    """Both ways to train by weights that only their rank knows."""
+    arguments = (ctx, width, steps, max_norm)
+    return {"torch, by hand": hand_written_tokens(*arguments), "accel": with_accel(*arguments, token_weights=True)}
+
+
+def settings() -> Iterator[tuple[str, str, int, float | None, Make]]:
+    """What is compared: a heading, the precision, accumulation, clipping, and what makes the loops."""
+    for kind, precision, make in (
+        ("fp32", "fp32", variants_of),
+        ("token weights", "fp32", token_variants_of),
+        ("fp16", "fp16", variants_of),
+    ):
+        for steps in (1, 4):
+            for max_norm in (None, 1.0):
+                yield f"{kind}, accumulation {steps}, clipping {max_norm}", precision, steps, max_norm, make
 
 
 def main() -> None:
@@ -170,13 +219,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with accel.session() as ctx:
-        for precision in ("fp32", "fp16"):
-            for steps in (1, 4):
-                for max_norm in (None, 1.0):
-                    heading = f"{precision}, accumulation {steps}, clipping {max_norm}"
-                    accel.print(ctx, f"{heading}, {ctx.world_size} ranks, {ctx.device.type}")
-                    variants = variants_of(accel.replace(ctx, precision=precision), options.width, steps, max_norm)
-                    compare(ctx, variants, options.blocks, options.count)
+        for heading, precision, steps, max_norm, make in settings():
+            accel.print(ctx, f"{heading}, {ctx.world_size} ranks, {ctx.device.type}")
+            chosen = accel.replace(ctx, precision=precision)
+            compare(ctx, make(chosen, options.width, steps, max_norm), options.blocks, options.count)
 
 
 if __name__ == "__main__":

@@ -170,11 +170,11 @@ def _agreed(notes: dict[int, list[StepNote]]) -> int:
     count = len(said[first])
     for reader in others:
         same = [mine == theirs for mine, theirs in zip(said[first], said[reader], strict=False)]
-        if same and not same[0]:
+        if not [*same, not said[first] and not said[reader]][0]:
             raise DataError(
                 "nodes read different streams",
-                expected=f"samples by rank as on rank {first}: {_words(said[first][0])}",
-                got=f"on rank {reader}: {_words(said[reader][0])}",
+                expected=f"samples by rank as on rank {first}: {_words(said[first])}",
+                got=f"on rank {reader}: {_words(said[reader])}",
                 where="batches",
                 fix='Let every node read the same data in the same order, or use stream="dispatch".',
             )
@@ -182,8 +182,8 @@ def _agreed(notes: dict[int, list[StepNote]]) -> int:
     return count
 
 
-def _words(step: tuple[list[int], bool]) -> str:
-    return f"{step[0]}, {'more follows' if step[1] else 'the end'}"
+def _words(steps: list[tuple[list[int], bool]]) -> str:
+    return f"{steps[0][0]}, {'more follows' if steps[0][1] else 'the end'}" if steps else "nothing"
 
 
 def _joined(buffers: list[torch.Tensor]) -> torch.Tensor:

@@ -102,37 +102,28 @@ def _apart(
 ) -> Iterator[tuple[Any, Given]]:
     """Every rank reads; what stands in for one whose stream has ended is its last batch, or another rank's."""
     ahead = Ahead(ctx, call, _read(loader, cursor, (0,)))
-    firsts = [parts.index(part) for part in sorted(set(parts))]  # ranks of one part say the same of it
     kept: Part | None = None
-    position, consumed, drops, size = cursor.stream, cursor.consumed, loader.tail == "drop", 1
+    position, consumed, size = cursor.stream, cursor.consumed, 1
     while True:
         steps = ahead.fill(size)
         words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(_word(steps, kept)))]
-        count = _common([words[rank] for rank in firsts])
-        if any(word.bare for word in words) and count:
+        agreed = _agreed(words, parts, drops=loader.tail == "drop")
+        if not agreed:
+            raise _nothing(cursor, loader)
+        if any(word.bare for word in words):
             kept = _lend(ctx, call, steps[0].parts[0] if steps else kept, [word.bare for word in words])
-        for at in range(count):
-            counts = [words[rank].counts[at : at + 1] or [0] for rank in firsts]
-            total = sum(each[0] for each in counts)
-            follows = [at + 1 < len(words[rank].counts) or words[rank].more for rank in firsts]
-            if drops and not all(each[0] for each in counts):
-                break
+        for at, (total, is_last) in enumerate(agreed):
+            count = 0
             if at < len(steps):
-                kept, position = steps[at].parts[0], steps[at].position
+                kept, position, count = steps[at].parts[0], steps[at].position, steps[at].counts[0]
             assert kept is not None  # its own, or a borrowed one
             consumed += total
-            is_last = not (all if drops else any)(follows)
-            mine = steps[at].counts[0] if at < len(steps) else 0
             after = _after(cursor, consumed, position, is_last=is_last)
-            yield kept.data, Given(SampleCount(mine, total), kept.rows, is_last, after, False)
+            yield kept.data, Given(SampleCount(count, total), kept.rows, is_last, after, False)
             if is_last:
                 return
-        else:
-            ahead.give(min(count, len(steps)))
-            size = steps_after(size, limit, max(word.size for word in words))
-            if count:
-                continue
-        raise _nothing(cursor, loader)
+        ahead.give(min(len(agreed), len(steps)))
+        size = steps_after(size, limit, max(word.size for word in words))
 
 
 def _word(steps: list[Step], kept: Part | None) -> _Word:
@@ -140,10 +131,35 @@ def _word(steps: list[Step], kept: Part | None) -> _Word:
     return _Word([step.counts[0] for step in steps], bool(steps) and steps[-1].more, not steps and kept is None, size)
 
 
-def _common(words: list[_Word]) -> int:
-    """How many steps are known of every rank: of one whose stream has ended, all that the others have."""
-    open_ended = [len(word.counts) for word in words if word.more]
-    return min(open_ended) if open_ended else max(len(word.counts) for word in words)
+def _agreed(words: list[_Word], parts: list[int], *, drops: bool) -> list[tuple[int, bool]]:
+    """Return the steps that are known of every rank: real samples of all, and whether the epoch ends with it.
+
+    Of a rank whose stream has ended, every step is known.
+
+    Args:
+        words: of all ranks.
+        parts: which part of the data each reads; ranks of one part read the same.
+        drops: whether the epoch ends where the first rank has no full batch left.
+    """
+    going = [len(word.counts) for word in words if word.more]
+    known = min(going) if going else max(len(word.counts) for word in words)
+    firsts = {part: words[parts.index(part)] for part in parts}
+    for rank, (word, part) in enumerate(zip(words, parts, strict=True)):
+        if word.counts[:known] != firsts[part].counts[:known]:
+            raise DataError(
+                "ranks of one part of the data read different streams",
+                expected=f"batches of {firsts[part].counts[:known]} samples as on rank {parts.index(part)}",
+                got=f"{word.counts[:known]} on rank {rank}",
+                where="batches",
+            )
+    agreed: list[tuple[int, bool]] = []
+    for at in range(known):
+        here = [(word.counts[at : at + 1] or [0])[0] for word in firsts.values()]
+        more = [at + 1 < len(word.counts) or word.more for word in firsts.values()]
+        if drops and not all(here):
+            break
+        agreed.append((sum(here), not (all if drops else any)(more)))
+    return agreed
 
 
 def _lend(ctx: DistContext, call: Call, kept: Part | None, bare: list[bool]) -> Part:

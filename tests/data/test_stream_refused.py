@@ -102,6 +102,20 @@ def test_nodes_that_read_different_streams(ranks):
     _everywhere(ranks, make, DataError, said, steps=2)
 
 
+def test_a_node_whose_stream_is_empty(ranks):
+    make = lambda ctx: make_loader(ctx, Stream(9 * ctx.node_rank), "elements", 1)  # noqa: E731
+    _everywhere(ranks, make, DataError, r"different streams.*rank 0: nothing, got on rank 2: \[1, 1, 1\], more follows")
+
+
+def test_ranks_of_one_part_that_read_different_streams(ranks):
+    def make(ctx):
+        stream, place = Stream(5 + (ctx.rank == 2)), (ctx.rank // 2, 2)
+        return make_loader(ctx, stream, "own", 2, data_parallel=place, steps_per_message=1)
+
+    said = r"ranks of one part.*expected batches of \[2\] samples as on rank 2, got \[1\] on rank 3"
+    _everywhere(ranks, make, DataError, said, world=4, steps=2)
+
+
 @pytest.mark.parametrize("odd", ["mode", "size", "tail", "cursor"])
 def test_ranks_that_read_in_different_ways(ranks, odd):
     def rank(ctx):

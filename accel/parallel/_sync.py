@@ -93,14 +93,10 @@ def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Ten
                 got="find_unused_parameters=True and no loss",
                 where=f"rank {ctx.rank}, trigger_sync_in_backward",
             )
-    before = [_arm(each, loss) for each in exchangers]
-    try:
-        with _Exchanging(exchangers, ctx.rank):
-            yield
-    finally:
-        for each, flag in zip(exchangers, before, strict=True):
-            if isinstance(each, DistributedDataParallel):
-                each.require_backward_grad_sync = flag
+    for each in exchangers:
+        _arm(each, loss)
+    with _Exchanging(exchangers, ctx.rank):
+        yield
 
 
 def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
@@ -133,15 +129,13 @@ def _exchangers(ctx: DistContext, models: Sequence[nn.Module]) -> Sequence[Excha
     return [each for model in models for each in check_prepared(ctx, model)]
 
 
-def _arm(exchanger: Exchanger, loss: torch.Tensor | None) -> bool:
-    """Do what a forward outside of `no_sync` does; return whether such a forward was to be expected."""
-    if not isinstance(exchanger, DistributedDataParallel):
+def _arm(exchanger: Exchanger, loss: torch.Tensor | None) -> None:
+    """Do what a forward outside of `no_sync` does."""
+    if isinstance(exchanger, DistributedDataParallel):
+        exchanger.require_forward_param_sync = True
+        cast(Any, exchanger).reducer.prepare_for_backward([] if loss is None else [loss])
+    else:
         exchanger.set_requires_gradient_sync(True)
-        return True
-    before = exchanger.require_backward_grad_sync
-    exchanger.require_backward_grad_sync = exchanger.require_forward_param_sync = True
-    cast(Any, exchanger).reducer.prepare_for_backward([] if loss is None else [loss])
-    return before
 
 
 class _Holding:

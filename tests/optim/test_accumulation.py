@@ -73,6 +73,7 @@ def test_closing_counts_what_happened_and_forgets_the_window(steps, updates, ste
     after = accum.close(stepped=stepped, finite=finite)
     assert after == Accumulation(steps=steps, updates=updates + stepped, skipped=3 + (not finite))
     after.check_saveable()
+    assert msgspec.structs.replace(accum, sync_each_batch=True).close(stepped=stepped).sync_each_batch
     assert msgspec.json.decode(msgspec.json.encode(after), type=Accumulation) == after
 
 

@@ -248,6 +248,21 @@ def test_unused_parameters_are_found_by_the_loss_that_triggers(ranks):
         torch.testing.assert_close(gathered, gathered[:1].expand_as(gathered))
 
 
+def test_buffers_are_synchronised_after_a_triggered_exchange_as_after_any(ranks):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, nn.BatchNorm1d(2))
+        with accel.no_sync(ctx, model):
+            loss = model(torch.randn(4, 2) + ctx.rank).sum()
+        with accel.trigger_sync_in_backward(ctx, model):
+            accel.backward(ctx, loss, accel.LossScale())
+        model.eval()(torch.zeros(1, 2))
+        return accel.unwrap_model(model).running_mean
+
+    first, *others = ranks.run(rank, WORLD)
+    assert first.abs().sum() > 0
+    assert all(torch.equal(first, other) for other in others)
+
+
 def _exchanging(ctx: accel.DistContext, model: nn.Module) -> Any:
     return accel.accumulate(ctx, accel.Accumulation().next(), model)
 

@@ -513,14 +513,17 @@ def flat_loss(model: nn.Module) -> torch.Tensor:
     return model(torch.ones(1, 1, dtype=torch.float64)).mean()
 
 
-def test_a_parameter_of_two_optimizers_is_scaled_once() -> None:
+@pytest.mark.parametrize("max_norm", [None, 9.0, [9.0, 9.0]])
+def test_a_parameter_of_two_optimizers_is_scaled_once(max_norm: float | list[float] | None) -> None:
     ctx = accel.single()
     model, one = one_weight(ctx)
-    two = torch.optim.SGD(model.parameters(), lr=0.0)
+    other, _ = one_weight(ctx)
+    two = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.0)
     accum = accel.Accumulation(steps=2)
     for _ in range(2):
-        accum = accel.backward(ctx, 3 * flat_loss(model), accel.LossScale(), accum.next(), weight=4)
-    _ = accel.optimizer_step(ctx, [one, two], accel.LossScale(), accum)
+        loss = 3 * flat_loss(model) + flat_loss(other)
+        accum = accel.backward(ctx, loss, accel.LossScale(), accum.next(), weight=4)
+    _ = accel.optimizer_step(ctx, [one, two], accel.LossScale(), accum, max_norm=max_norm)
     assert flat(model).item() == -3.0
 
 

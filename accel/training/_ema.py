@@ -61,9 +61,11 @@ class Ema(nn.Module):
         check_choice(buffers, ("model", "average"), "unknown choice", where="Ema(buffers=)")
         self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"
         self.weights = nn.Module()
+        for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+            _ = _child(self.weights, clean_name(model, name))  # in the model's order, which that of tensors follows
         for name, live in _named(model, buffers=self.averages_buffers):
             _place(self.weights, name, live)
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device="cpu"))  # read without a wait
 
     def update_(self, model: nn.Module, step: Stepped | None = None) -> None:
         """Move the average towards the model's weights. Call it after each step. No communication. Mutates this.
@@ -157,20 +159,25 @@ def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]
 
 def _place(root: nn.Module, name: str, live: torch.Tensor) -> None:
     """Store a copy under the name that it has in the model."""
-    *path, leaf = name.split(".")
-    for part in path:
-        child = getattr(root, part, None)
-        if not isinstance(child, nn.Module):
-            child = nn.Module()
-            setattr(root, part, child)
-        root = child
-    copy = live.detach().clone()
+    path, _, leaf = name.rpartition(".")
+    root, copy = _child(root, path), live.detach().clone()
     if _averaged(copy):
         copy = copy.to(torch.promote_types(copy.dtype, torch.float32))
     if isinstance(live, nn.Parameter):
         root.register_parameter(leaf, nn.Parameter(copy, requires_grad=False))
     else:
         root.register_buffer(leaf, copy)
+
+
+def _child(root: nn.Module, name: str) -> nn.Module:
+    """The submodule of a name, made where it is missing; the root itself for none."""
+    for part in name.split(".") if name else ():
+        child = getattr(root, part, None)
+        if not isinstance(child, nn.Module):
+            child = nn.Module()
+            setattr(root, part, child)
+        root = child
+    return root
 
 
 def _averaged(tensor: torch.Tensor) -> bool:
@@ -193,6 +200,7 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+    torch.clear_autocast_cache()  # an autocast around goes on with copies of what the targets were
 
 
 def _reshard(model: nn.Module) -> None:

@@ -88,6 +88,32 @@ def test_buffers_are_the_models_or_averages(buffers):
     torch.testing.assert_close(model[1].running_mean, mean)
 
 
+def test_buffers_have_averages_of_their_own_where_some_modules_have_no_parameters():
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ema = Ema(model, decay=0.0, warmup=False, buffers="average")
+    model(5 + torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    ema.update_(model)
+    for name, live in model.named_buffers():
+        torch.testing.assert_close(ema.weights.get_buffer(name), live)
+
+
+def test_an_autocast_around_sees_the_average_in_the_block_and_the_weights_after_it():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    ema = Ema(model)
+    nn.init.constant_(model.weight, 3.0)
+    with accel.autocast(accel.single(precision="bf16")):
+        before = model(torch.ones(1, 1)).item()
+        with ema.applied_to(model):
+            within = model(torch.ones(1, 1)).item()
+        assert (before, within, model(torch.ones(1, 1)).item()) == (3.0, 1.0, 3.0)
+
+
+def test_updates_are_counted_where_reading_them_waits_for_no_device():
+    with torch.device("meta"):
+        assert Ema(nn.Linear(2, 2)).updates.device.type == "cpu"
+
+
 @relaxed
 @given(buffers=st.sampled_from(["model", "average"]), half=st.booleans(), fails=st.booleans())
 def test_the_model_has_the_average_in_the_block_and_its_own_bits_after_it(buffers, half, fails):

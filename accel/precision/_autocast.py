@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from typing import Any, cast
 
 import torch
 
@@ -14,6 +13,7 @@ from accel.context import DistContext
 from accel.formats import Precision, PrecisionName
 from accel.formats import precision as precision_of
 from accel.precision._fp8 import fp8_scope
+from accel.precision._products import fp32_products
 from accel.precision._support import DTYPES, check_compute
 
 
@@ -23,7 +23,7 @@ def autocast(
     """Compute the block's eligible operations in the context's precision, or in another. Blocks nest.
 
     Outputs keep the format they were computed in. A context in fp32 or tf32 leaves an autocast around the block as it
-    is; `precision="fp32"` turns it off within.
+    is; `precision="fp32"` turns it off within, and tf32 too.
 
     Args:
         ctx: the context.
@@ -51,19 +51,19 @@ def autocast(
 def matmul_precision(ctx: DistContext) -> AbstractContextManager[None]:
     """Compute the block's fp32 products as the context says: what a backward in tf32 needs outside of `autocast`.
 
-    torch has one such setting for the whole process, so blocks of several threads must not overlap.
+    torch has such settings for the whole process, so blocks of several threads must not overlap.
     """
     if ctx.precision.compute != "tf32":
         return contextlib.nullcontext()
     check_compute(ctx.device, "tf32")
-    return _matmul_precision("high", ctx.device)
+    return fp32_products(ctx.device, rounded=True)
 
 
 def _scope(ctx: DistContext, chosen: Precision, cache: bool) -> AbstractContextManager[object]:
     if chosen.compute in ("bf16", "fp16"):
         scope = torch.autocast(ctx.device.type, dtype=DTYPES[chosen.compute], cache_enabled=cache)
         return scope if chosen.fp8 is None else fp8_scope(ctx, chosen.fp8, scope)
-    return _matmul_precision("high" if chosen.compute == "tf32" else "highest", ctx.device)
+    return fp32_products(ctx.device, rounded=chosen.compute == "tf32")
 
 
 @contextlib.contextmanager
@@ -76,27 +76,3 @@ def _nested(device: torch.device, scope: AbstractContextManager[object]) -> Gene
             yield
     finally:
         torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def _matmul_precision(wanted: str, device: torch.device) -> Generator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    settings = cast(Any, torch.backends.cuda.matmul)
-    new = getattr(settings, "fp32_precision", None)  # since torch 2.9, beside the setting of old
-    try:
-        old = torch.get_float32_matmul_precision()
-    except RuntimeError:  # which refuses once a script has used the new one
-        old = None
-    if old is None:
-        settings.fp32_precision = "tf32" if wanted == "high" else "ieee"
-    else:
-        torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        if old is not None:
-            torch.set_float32_matmul_precision(old)
-        if new is not None:
-            settings.fp32_precision = new

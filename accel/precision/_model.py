@@ -70,9 +70,8 @@ def apply_precision(ctx: DistContext, model: M) -> M:
         check_fp8(ctx.device, precision.fp8)
         layers = fp8_layers(model, precision.fp8, spared)
     _convert(_formats(model, precision, spared))
-    for name in spared:
-        if name.rpartition(".")[0] not in spared:
-            _become(model.get_submodule(name), InFp32, _accel_device_type=ctx.device.type)
+    for name in spared:  # those inside of others too: a list of modules has no forward that would cover its own
+        _become(model.get_submodule(name), InFp32, _accel_device_type=ctx.device.type)
     if precision.fp8 is not None and layers:
         convert_layers(model, precision.fp8, layers)
     if precision.outputs is not None:

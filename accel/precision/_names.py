@@ -18,7 +18,7 @@ def submodules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
-    """Return the names of the submodules that patterns match, those inside of them included.
+    """Return the names of the submodules that patterns match, those inside of them included; a shared one's first.
 
     Args:
         model: without wrappers.
@@ -28,7 +28,8 @@ def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
     Raises:
         ConfigError: a pattern that matches nothing.
     """
-    names = [name for name, _ in submodules(model) if name]
+    every = cast("list[tuple[str, nn.Module]]", list(model.named_modules(remove_duplicate=False)))
+    names = [name for name, _ in every if name]
     found: set[str] = set()
     for pattern in patterns:
         hits = [name for name in names if fnmatchcase(name, pattern)]
@@ -41,4 +42,5 @@ def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
                 fix=did_you_mean(pattern, names) if names else "Leave it out.",
             )
         found.update(hits)
-    return {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in found)}
+    inside = {id(module) for name, module in every if any(f"{name}.".startswith(f"{hit}.") for hit in found)}
+    return {name for name, module in submodules(model) if id(module) in inside}

@@ -108,8 +108,12 @@ def gpu(monkeypatch):
     return dataclasses.replace(accel.single(precision="tf32"), device=torch.device("cuda", 0))
 
 
-def _products() -> tuple[str, str]:
-    return torch.get_float32_matmul_precision(), getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+def _products() -> tuple[str, ...]:
+    backends = torch.backends
+    newer = [getattr(each, "fp32_precision", "none") for each in (backends.cuda.matmul, backends.mkldnn)]
+    if hasattr(backends.cudnn, "conv"):
+        newer += [each.fp32_precision for each in (backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)]
+    return torch.get_float32_matmul_precision(), *newer
 
 
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])
@@ -148,6 +152,37 @@ def test_tf32_works_beside_torchs_newer_setting(gpu):
         assert settings.fp32_precision == "tf32"
     finally:
         settings.fp32_precision = before
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("newer", [False, True])
+def test_convolutions_round_and_are_exact_as_products_do(gpu, before, newer):
+    if newer and not hasattr(torch.backends.cudnn, "conv"):
+        pytest.skip("torch before 2.9")
+    settings, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    fresh, fresh_products = cudnn.allow_tf32, _products()
+
+    def conv() -> object:
+        return cudnn.conv.fp32_precision if newer else cudnn.allow_tf32
+
+    rounded, exact = ("tf32", "ieee") if newer else (True, False)
+    try:
+        if newer:
+            settings.fp32_precision = "tf32"  # the older setting, "highest", cannot be read from here on
+            cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if before else "ieee"
+        else:
+            cudnn.allow_tf32 = before
+        outside = conv()
+        with accel.autocast(gpu):
+            assert conv() == rounded
+            with accel.autocast(gpu, "fp32"):
+                assert conv() == exact
+            assert conv() == rounded
+        assert conv() == outside
+    finally:
+        if newer:
+            settings.fp32_precision = fresh_products[1]
+        cudnn.allow_tf32 = fresh
 
 
 def test_contexts_of_several_formats_nest(gpu):

@@ -45,6 +45,30 @@ def test_submodules_by_name_compute_in_fp32_under_autocast():
     assert len(model.router) == 2
 
 
+def test_submodules_compute_in_fp32_where_the_one_that_holds_them_is_not_called():
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.experts = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.router = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x: torch.Tensor) -> list[torch.dtype]:
+            x = self.up(x)
+            return [x.dtype, *(each(x).dtype for each in (*self.experts, *self.router))]
+
+    ctx = accel.single(precision=Precision(compute="bf16", params="bf16", fp32_modules=("experts", "router")))
+    model = accel.apply_precision(ctx, Layers())
+    with accel.autocast(ctx):
+        assert model(torch.ones(1, 4)) == [torch.bfloat16, *[torch.float32] * 4]
+
+
+def test_a_shared_submodule_is_known_by_each_of_its_names():
+    model = nn.ModuleDict({"embed": nn.Linear(4, 4), "decoder": nn.ModuleDict()})
+    model["decoder"]["embed"] = model["embed"]
+    ctx = accel.single(precision=Precision(compute="bf16", params="bf16", fp32_modules=("decoder.embed",)))
+    assert accel.apply_precision(ctx, model)["embed"].weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize("outputs", ["fp32", "fp16", None])
 def test_outputs_have_the_format_that_was_asked_for(outputs):
     ctx = accel.single(precision=Precision(compute="bf16", outputs=outputs))

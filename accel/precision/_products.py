@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether fp32 matrix products and convolutions round what they multiply to tf32: torch's settings, for one block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, cast
+
+import torch
+
+_backends = cast(Any, torch.backends)
+
+
+@contextlib.contextmanager
+def fp32_products(device: torch.device, *, rounded: bool) -> Generator[None]:
+    """Let fp32 products of the block round to tf32 or be exact; only CUDA has the choice.
+
+    torch 2.9 put newer settings beside its older ones and refuses to read the older after a script has used the newer.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    newer = _newer()
+    before, older = [each.fp32_precision for each in newer], _older()
+    if older is None:
+        for each in newer:
+            each.fp32_precision = "tf32" if rounded else "ieee"
+    else:
+        _set_older("high" if rounded else "highest", rounded)
+    try:
+        yield
+    finally:
+        if older is not None:
+            _set_older(*older)
+        for each, value in zip(newer, before, strict=True):
+            each.fp32_precision = value
+
+
+def _newer() -> list[Any]:
+    if not hasattr(_backends.cuda.matmul, "fp32_precision"):
+        return []
+    cudnn = _backends.cudnn
+    return [_backends.cuda.matmul, cudnn.conv, cudnn.rnn, _backends.mkldnn.matmul]  # what the older ones write to
+
+
+def _older() -> tuple[str, bool] | None:
+    try:
+        return torch.get_float32_matmul_precision(), _backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
+def _set_older(products: str, convolutions: bool) -> None:
+    torch.set_float32_matmul_precision(products)
+    _backends.cudnn.allow_tf32 = convolutions

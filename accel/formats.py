@@ -54,6 +54,7 @@ class Fp8(msgspec.Struct, frozen=True, kw_only=True):
         choices = _SCALINGS[self.backend]
         if self.scaling is not None:
             check_choice(self.scaling, choices, f"not a scaling of {self.backend}", where="Fp8.scaling")
+        _check_patterns(self.skip, "Fp8.skip")
         for name, least in (("amax_history", 1), ("margin", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -102,14 +103,9 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
             check_choice(self.params, ("fp32", "bf16"), "unknown format", where="Precision.params")
         if self.outputs is not None:
             check_choice(self.outputs, ("fp32", "bf16", "fp16"), "unknown format", where="Precision.outputs")
-        if isinstance(self.fp32_modules, str):
-            raise ConfigError(
-                "one text instead of several names",
-                expected="a tuple of patterns",
-                got=repr(self.fp32_modules),
-                where="Precision.fp32_modules",
-                fix=f"Write ({self.fp32_modules!r},).",
-            )
+        _check_patterns(self.fp32_modules, "Precision.fp32_modules")
+        if self.fp8 is not None and not isinstance(self.fp8, Fp8):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError("not a recipe", expected="an accel.Fp8", got=repr(self.fp8), where="Precision.fp8")
         if self.fp32_modules and self.compute not in ("bf16", "fp16") and self.params != "bf16":
             raise _no_effect("Precision.fp32_modules", f"where all is computed in {self.compute}")
         if self.fp8 is not None and self.compute != "bf16":
@@ -147,6 +143,18 @@ def _named() -> list[tuple[str, Precision]]:
     plain = [(name, Precision(compute=name)) for name in get_args(Compute)]
     pure, fp8 = Precision(compute="bf16", params="bf16"), Precision(compute="bf16", fp8=Fp8())
     return [*plain, ("pure-bf16", pure), ("fp8", fp8)]
+
+
+def _check_patterns(patterns: tuple[str, ...], where: str) -> None:
+    if type(patterns) is tuple and all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return
+    raise ConfigError(
+        "not names of submodules",
+        expected="a tuple of patterns",
+        got=repr(patterns),
+        where=where,
+        fix=f"Write ({patterns!r},)." if isinstance(patterns, str) else "",
+    )
 
 
 def _no_effect(where: str, why: str) -> ConfigError:

@@ -12,12 +12,14 @@ from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.precision._support import check_compute
 
+_LEAST, _MOST = 2.0**-126, 2.0**127  # what fp32 holds
+
 
 class LossScale(msgspec.Struct, frozen=True):
     """What losses are multiplied by before backward, so that small gradients survive fp16.
 
     Attributes:
-        scale: the factor.
+        scale: the factor, 2**-126 to 2**127.
         dynamic: whether it follows overflows; False leaves it as it is.
         growth_factor, backoff_factor: what it is multiplied by after `growth_interval` good steps, or an overflow.
         growth_interval: good steps between two growths.
@@ -35,7 +37,7 @@ class LossScale(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         facts = {
-            "scale above 0": 0 < self.scale < float("inf"),
+            "scale from 2**-126 to 2**127": _LEAST <= self.scale <= _MOST,
             "growth_factor of at least 1": self.growth_factor >= 1,
             "backoff_factor between 0 and 1": 0 < self.backoff_factor < 1,
             "growth_interval of at least 1": self.growth_interval >= 1,
@@ -54,11 +56,14 @@ class LossScale(msgspec.Struct, frozen=True):
             return self
         if not finite:
             return msgspec.structs.replace(
-                self, scale=self.scale * self.backoff_factor, good_steps=0, overflows=self.overflows + 1
+                self,
+                scale=max(self.scale * self.backoff_factor, _LEAST),
+                good_steps=0,
+                overflows=self.overflows + 1,
             )
         if self.good_steps + 1 < self.growth_interval:
             return msgspec.structs.replace(self, good_steps=self.good_steps + 1, overflows=0)
-        grown = min(self.scale * self.growth_factor, 2.0**127)
+        grown = min(self.scale * self.growth_factor, _MOST)
         return msgspec.structs.replace(self, scale=grown, good_steps=0, overflows=0)
 
 

@@ -31,7 +31,7 @@ def test_it_grows_after_an_interval_of_good_steps_and_falls_at_each_overflow(his
     for finite in history:
         good, bad = (good + 1, 0) if finite else (0, bad + 1)
         if not finite:
-            scale *= backoff
+            scale = max(scale * backoff, 2.0**-126)
         elif good == interval:
             scale, good = min(scale * growth, 2.0**127), 0
     after = _after(start, history)
@@ -72,6 +72,9 @@ def test_it_never_leaves_the_range_of_float32():
     scale = _after(LossScale(2.0**100, True, growth_interval=1), [True] * 100)
     assert scale.scale == 2.0**127
     assert torch.isfinite(torch.tensor(scale.scale))
+    scale = _after(scale, [False] * 2000)
+    assert scale.scale == 2.0**-126
+    assert torch.isfinite(1 / torch.tensor(scale.scale))
 
 
 def test_only_fp16_needs_one():
@@ -86,10 +89,10 @@ def test_only_fp16_needs_one():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"scale": 0.0}, "scale above 0"),
-        ({"scale": -1.0}, "scale above 0"),
-        ({"scale": float("inf")}, "scale above 0"),
-        ({"scale": float("nan")}, "scale above 0"),
+        ({"scale": 0.0}, r"scale from 2\*\*-126"),
+        ({"scale": -1.0}, r"scale from 2\*\*-126"),
+        ({"scale": float("inf")}, r"scale from 2\*\*-126"),
+        ({"scale": float("nan")}, r"scale from 2\*\*-126"),
         ({"growth_factor": 0.9}, "growth_factor"),
         ({"growth_factor": float("nan")}, "growth_factor"),
         ({"backoff_factor": 1.0}, "backoff_factor"),

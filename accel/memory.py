@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from accel.random import capture_rng, restore_rng
 
 R = TypeVar("R")
 
+_NAME = "find_executable_batch_size"
 _SIGNS = (  # what back-ends say that have no exception of their own for it
     "out of memory",
     "can't allocate memory",
@@ -57,15 +59,13 @@ def find_executable_batch_size(
 
     Raises:
         OutOfMemoryError: the smallest size does not fit; on every rank.
-        CollectiveMismatch: ranks start with different sizes.
-        ConfigError: a size below 1, or a `shrink` that does not make sizes smaller.
-        AccelError: the function failed on another rank, which raises its own error.
+        CollectiveMismatch: ranks start with different sizes, or shrink to different ones.
+        ConfigError: a size below 1 or `least`, or a `shrink` that does not make sizes smaller; on every rank.
+        AccelError: the function failed on another rank, which raises its own error; or `shrink` did.
     """
-    for name, value in (("starting_batch_size=", starting_batch_size), ("least=", least)):
-        if type(value) is not int or value < 1:
-            raise ConfigError("not a batch size", expected="an integer from 1", got=repr(value), where=name)
-    size, streams, site = starting_batch_size, capture_rng(ctx.device), call_site()
-    _ = exchange(ctx.comm, _call(size, site), torch.empty(0, dtype=torch.uint8))
+    site = call_site()
+    size = _agreed(ctx, site, partial(_first, starting_batch_size, least))
+    streams = capture_rng(ctx.device)
     while True:
         results = list[R]()
         why = _attempt(ctx, function, size, site, results)
@@ -73,18 +73,16 @@ def find_executable_batch_size(
             return results[0]
         free_memory(ctx)
         restore_rng(streams, ctx.device)
-        size = _next(size, shrink, least, why)
+        size = _agreed(ctx, site, partial(_next, size, shrink, least, why))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one that it was raised from, says that memory ran out."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
-            return True
-        error = error.__cause__
-    return False
+    return any(
+        isinstance(each, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _SIGNS))
+        for each in _causes(error)
+    )
 
 
 def free_memory(ctx: DistContext) -> None:
@@ -118,14 +116,46 @@ def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) 
     try:
         return function(size)
     except Exception as error:
-        if isinstance(error, AccelError) and error.where == where:  # told by the rank that failed
-            raise
+        for each in _causes(error):
+            if isinstance(each, AccelError) and each.where == where:  # told by the rank that failed
+                raise each from None  # not what the function put around it
         text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         if is_out_of_memory(error):
             fail(ctx.comm, call, OutOfMemoryError(text, where=where))
         with contextlib.suppress(AccelError):
             fail(ctx.comm, call, PeerError(text, where=where))
         raise
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _agreed(ctx: DistContext, site: str, choose: Callable[[], int]) -> int:
+    """Choose a size on every rank: the same, or the error of one is raised on all."""
+    try:
+        size = choose()
+    except Exception as error:
+        fail(ctx.comm, Call(_NAME, site=site), error)
+    _ = exchange(ctx.comm, _call(size, site), torch.empty(0, dtype=torch.uint8))
+    return size
+
+
+def _first(starting: int, least: int) -> int:
+    for name, value in (("starting_batch_size=", starting), ("least=", least)):
+        if type(value) is not int or value < 1:
+            raise ConfigError("not a batch size", expected="an integer from 1", got=repr(value), where=name)
+    if starting < least:
+        raise ConfigError(
+            "the first batch size is below the least",
+            expected=f"at least {least}",
+            got=str(starting),
+            where="starting_batch_size=",
+        )
+    return starting
 
 
 def _next(size: int, shrink: Callable[[int], int], least: int, why: str) -> int:
@@ -139,11 +169,11 @@ def _next(size: int, shrink: Callable[[int], int], least: int, why: str) -> int:
             "no batch size fits into memory",
             expected=f"one of at least {least} that does",
             got=f"at {size}: {why}",
-            where="find_executable_batch_size",
+            where=_NAME,
             fix="Make the model, its inputs or its precision smaller, or spread it over more devices.",
         )
     return smaller
 
 
 def _call(size: int, site: str) -> Call:
-    return Call("find_executable_batch_size", f"batch size {size}", site)
+    return Call(_NAME, f"batch size {size}", site)

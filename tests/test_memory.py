@@ -143,6 +143,46 @@ def test_another_error_is_raised_as_it_was_and_told_to_the_others(ranks):
         ranks.run(lambda ctx, talks=talks: rank(ctx, talks), 3)
 
 
+def test_what_a_function_puts_around_the_error_of_another_rank_does_not_end_the_search(ranks):
+    def rank(ctx):
+        sizes = []
+
+        def train(size):
+            sizes.append(size)
+            try:
+                if ctx.rank == 1 and size > 8:
+                    _allocate_too_much("cuda")
+                accel.reduce(ctx, torch.ones(2))
+            except Exception as error:
+                raise RuntimeError("the step failed") from error
+            return size
+
+        return accel.find_executable_batch_size(ctx, train, 64), sizes
+
+    assert ranks.run(rank, 2) == [(8, [64, 32, 16, 8])] * 2
+
+
+@pytest.mark.parametrize(
+    ("start", "options", "kind"),
+    [
+        (lambda rank: 4 * rank, lambda rank: {}, ConfigError),
+        (lambda rank: 8, lambda rank: {"least": 1 + 7 * rank}, OutOfMemoryError),
+        (lambda rank: 8, lambda rank: {"shrink": lambda size: size // (2 * rank)}, PeerError),
+        (lambda rank: 8, lambda rank: {"shrink": lambda size: size - 1 - rank}, CollectiveMismatch),
+    ],
+)
+def test_what_one_rank_cannot_choose_is_an_error_on_all_of_them(ranks, start, options, kind):
+    def rank(ctx):
+        with pytest.raises(kind) as caught:
+            accel.find_executable_batch_size(
+                ctx, lambda size: _allocate_too_much("cuda"), start(ctx.rank), **options(ctx.rank)
+            )
+        accel.wait_for_everyone(ctx)
+        return str(caught.value)
+
+    assert len(set(ranks.run(rank, 2))) == 1
+
+
 def test_an_error_that_all_ranks_raise_alike_stays_what_it_was(ranks):
     def rank(ctx):
         with pytest.raises(CollectiveMismatch):
@@ -187,6 +227,7 @@ def test_what_says_that_memory_ran_out_is_recognised(error, is_one):
         ({"starting_batch_size": 0}, r"an integer from 1, got 0 - at starting_batch_size="),
         ({"starting_batch_size": 8.0}, r"starting_batch_size="),
         ({"starting_batch_size": 8, "least": 0}, r"least="),
+        ({"starting_batch_size": 2, "least": 4}, r"expected at least 4, got 2 - at starting_batch_size="),
         ({"starting_batch_size": 8, "shrink": lambda size: size}, r"expected below 8, got 8 - at shrink="),
         ({"starting_batch_size": 8, "shrink": lambda size: size / 2}, r"got 4.0 - at shrink="),
     ],

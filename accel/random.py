@@ -38,7 +38,7 @@ class Key(msgspec.Struct, frozen=True):
 
     def fold_in(self, *names: str | int) -> Key:
         """Return the key with more names or numbers folded in; different names give unrelated keys."""
-        return Key(self.seed, (*self.path, *names))
+        return Key(self.seed, (*self.path, *map(_plain, names)))
 
     def split(self, count: int) -> tuple[Key, ...]:
         """Return `count` keys that are unrelated to each other and to those that `fold_in` gives."""
@@ -46,8 +46,7 @@ class Key(msgspec.Struct, frozen=True):
 
     def integers(self, count: int, *, bits: int = 64) -> list[int]:
         """Return `count` integers of at most 64 `bits`, the same for equal keys on every machine."""
-        names = tuple(name if isinstance(name, str) else int(operator.index(name)) for name in self.path)
-        text = repr((int(operator.index(self.seed)), names)).encode()  # numpy's integers and True print differently
+        text = repr((int(operator.index(self.seed)), tuple(map(_plain, self.path)))).encode()
         words: list[int] = []
         for block in range((count + 7) // 8):
             digest = hashlib.blake2b(text, digest_size=64, salt=block.to_bytes(8, "little")).digest()
@@ -162,6 +161,11 @@ def check_seed(seed: int, *, where: str) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError("not a seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed), where=where)
     return seed
+
+
+def _plain(name: str | int) -> str | int:
+    """A name, or an integer of python's own kind: numpy's and True print and encode differently."""
+    return name if isinstance(name, str) else int(operator.index(name))
 
 
 def _own(devices: Sequence[torch.device]) -> list[torch.device]:

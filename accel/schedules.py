@@ -224,7 +224,7 @@ def wsd(warmup_steps: int, stable_steps: int, decay: Linear | Cosine | Polynomia
 
 
 def _check_step(step: int, where: str) -> int:
-    if step < 0:
+    if not step >= 0:
         raise ConfigError("not a step", expected="0 or above", got=repr(step), where=where)
     return step
 

@@ -34,9 +34,12 @@ def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key
         ConfigError: an index outside of the world.
     """
     share = ctx.rank if data_rank is None else data_rank
-    if not 0 <= share < ctx.world_size:
+    if type(share) is not int or not 0 <= share < ctx.world_size:
         raise ConfigError(
-            "no such share of the samples", expected=f"0 to {ctx.world_size - 1}", got=str(share), where="data_rank="
+            "no such share of the samples",
+            expected=f"an integer from 0 to {ctx.world_size - 1}",
+            got=repr(share),
+            where="data_rank=",
         )
     return key.fold_in("rank", share)
 

@@ -173,6 +173,7 @@ def test_a_run_goes_on_from_a_checkpoint_at_the_same_rate(tmp_path, stop):
         (lambda: Joined((Constant(), Linear(3))), r"without an end.*pieces\[0\]"),
         (lambda: wsd(3, 3, Linear(3, start=0.5)), r"begins at 1.*begins at 0.5 - at Joined.pieces\[2\]"),
         (lambda: Linear(3)(-1), r"not a step.*got -1 - at Linear"),
+        (lambda: Linear(3)(math.nan), r"not a step.*got nan"),
         (lambda: Joined((Linear(3),))(-1), r"not a step.*Joined"),
     ],
 )

@@ -120,7 +120,8 @@ def test_deterministic_mode_ends_with_its_block(before):
     [
         (lambda ctx: accel.set_seed(ctx, -1), r"not a seed.*set_seed"),
         (lambda ctx: accel.set_seed(ctx, True), r"not a seed"),
-        (lambda ctx: accel.set_seed(ctx, 0, data_rank=1), r"expected 0 to 0, got 1.*data_rank"),
+        (lambda ctx: accel.set_seed(ctx, 0, data_rank=1), r"from 0 to 0, got 1.*data_rank"),
+        (lambda ctx: accel.set_seed(ctx, 0, data_rank="0"), r"an integer from 0 to 0, got '0'"),
         (lambda ctx: accel.set_seed(ctx, 0, per_rank=False, data_rank=0), "data_rank has no effect"),
         (lambda ctx: accel.seeded(ctx, 1.5), r"not a seed.*seeded"),
     ],

@@ -118,6 +118,7 @@ def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) 
     except Exception as error:
         for each in _causes(error):
             if isinstance(each, AccelError) and each.where == where:  # told by the rank that failed
+                each.where = f"{where}, {call.site}"  # new to a search around this one, which all ranks leave together
                 raise each from None  # not what the function put around it
         text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         if is_out_of_memory(error):

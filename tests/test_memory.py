@@ -143,6 +143,19 @@ def test_another_error_is_raised_as_it_was_and_told_to_the_others(ranks):
         ranks.run(lambda ctx, talks=talks: rank(ctx, talks), 3)
 
 
+def test_an_error_within_a_search_within_a_search_is_raised_on_all_ranks(ranks):
+    def rank(ctx):
+        def inner(size):
+            if ctx.rank == 1:
+                raise KeyError("a bug")
+
+        with pytest.raises(KeyError if ctx.rank == 1 else PeerError, match="a bug"):
+            accel.find_executable_batch_size(ctx, lambda size: accel.find_executable_batch_size(ctx, inner, size), 4)
+        accel.wait_for_everyone(ctx)
+
+    ranks.run(rank, 2)
+
+
 def test_what_a_function_puts_around_the_error_of_another_rank_does_not_end_the_search(ranks):
     def rank(ctx):
         sizes = []

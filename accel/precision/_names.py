@@ -28,7 +28,7 @@ def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
     Raises:
         ConfigError: a pattern that matches nothing.
     """
-    every = cast("list[tuple[str, nn.Module]]", list(model.named_modules(remove_duplicate=False)))
+    every = list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)))
     names = [name for name, _ in every if name]
     found: set[str] = set()
     for pattern in patterns:

@@ -14,9 +14,9 @@ _backends = cast(Any, torch.backends)
 
 @contextlib.contextmanager
 def fp32_products(device: torch.device, *, rounded: bool) -> Generator[None]:
-    """Let fp32 products of the block round to tf32 or be exact; only CUDA has the choice.
+    """Let fp32 products of the block round to tf32 or be exact; on devices other than CUDA do nothing.
 
-    torch 2.9 put newer settings beside its older ones and refuses to read the older after a script has used the newer.
+    torch 2.9 put newer settings beside its older ones and refuses to read the older where the newer say otherwise.
     """
     if device.type != "cuda":
         yield

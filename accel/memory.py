@@ -106,19 +106,22 @@ def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: st
         _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
     except OutOfMemoryError as told:  # every rank has got this one
         return told.problem
+    except PeerError as told:
+        if told.where == _where(call):
+            told.where += f", {site}"  # so that a search around this one, which all ranks leave, tells it in its turn
+        raise
     results.append(result)
     return ""
 
 
 def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) -> R:
     """Call the function; whatever it fails with here is told to the other ranks."""
-    where = f"{call.name}, {call.detail}"
+    where = _where(call)
     try:
         return function(size)
     except Exception as error:
         for each in _causes(error):
             if isinstance(each, AccelError) and each.where == where:  # told by the rank that failed
-                each.where = f"{where}, {call.site}"  # new to a search around this one, which all ranks leave together
                 raise each from None  # not what the function put around it
         text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         if is_out_of_memory(error):
@@ -126,6 +129,11 @@ def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) 
         with contextlib.suppress(AccelError):
             fail(ctx.comm, call, PeerError(text, where=where))
         raise
+
+
+def _where(call: Call) -> str:
+    """What errors bear that a rank tells the others in an attempt."""
+    return f"{call.name}, {call.detail}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -139,6 +139,8 @@ def _tensor(path: str, leaf: object) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor | int | float):
         raise TreeError("only tensors and numbers are added up", got=type(leaf).__name__, where=path)
     value = torch.as_tensor(leaf).detach()
+    if value.is_complex():
+        raise TreeError("only real numbers are added up", got=str(value.dtype), where=path)
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 

@@ -138,6 +138,7 @@ def _batch(ctx) -> accel.Batch:
         ),
         (lambda b: Sum().add({"x": "text"}, b), TreeError, r"got str - at \$\.x"),
         (lambda b: Sum().add({"x": {1}}, b), TreeError, r"\$\.x"),
+        (lambda b: Sum().add({"x": torch.tensor(1j)}), TreeError, r"only real numbers.*complex64 - at \$\.x"),
         (lambda b: Sum().add({"x": 1}).add({"y": 1}), DataError, r"another form.*\$\.x \[\].*\$\.y \[\]"),
         (lambda b: Sum().add(torch.zeros(2)).add(torch.zeros(3)), DataError, r"\[2\].*\[3\]"),
         (lambda b: Mean().add(1.0), ConfigError, "batch or weight="),

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel.comm import Call, call_site, exchange_values, fail
 from accel.context import DistContext
+from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, plan_epoch, requests
 from accel.data._loader import Loader
 from accel.data._plan import Cursor, SampleCount, Shard
@@ -85,11 +86,12 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     except AccelError as error:
         fail(ctx.comm, Call("batches", site=site), error)
     detail = f"{epoch.cursor}\n{loader.source.plan}\n{loader.world_size} data-parallel ranks"
+    if isinstance(epoch.plan, Cuts):
+        detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"
     places = exchange_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
     _check_places(places, loader)
     duplicate = loader.rank in places[: ctx.rank]
-    read = ((data, part) for part, data in _read(loader, epoch))
-    for data, part in moved(read, ctx.device, ahead=loader.num_workers > 0):
+    for data, part in moved(_read(loader, epoch), ctx.device, ahead=loader.num_workers > 0):
         yield Batch(data, part.valid, part.rows, part.is_last, part.next, duplicate)
 
 
@@ -103,11 +105,11 @@ def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
             got="rank {} of {}".format(*loader.prepared_for),
             fix="Prepare it with this context.",
         )
-    now = len(loader.dataset) if loader.source.dataset is not None else None
-    if now != loader.source.dataset:
+    now = len(loader.dataset) if loader.source.size is not None else None
+    if now != loader.source.size:
         raise DataError(
             "the dataset has changed its length",
-            expected=f"{loader.source.dataset} samples, as when it was prepared",
+            expected=f"{loader.source.size} samples, as when it was prepared",
             got=str(now),
             fix="Prepare the loader again where an epoch begins.",
         )
@@ -125,8 +127,8 @@ def _check_places(places: list[int], loader: Loader) -> None:
         )
 
 
-def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Shard, Any]]:
-    """Give this rank's shards with their data; workers end with this, unless they persist."""
+def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Any, Shard]]:
+    """Give what is read for this rank's shards, with them; workers end with this, unless they persist."""
     at = epoch.cursor
     key = Key(at.seed).fold_in("worker", at.epoch, *([] if loader.source.salt is None else [loader.source.salt]))
     requested = loader.seed_samples or loader.whole
@@ -155,7 +157,7 @@ def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Shard, Any]]:
                     check_movable(data)
                 part = asked.parts.popleft()
                 is_last = part.is_last
-                yield part, data
+                yield data, part
     except AccelError:
         raise
     except Exception as error:  # whatever the user's dataset and collate function raise, and what a dead worker does

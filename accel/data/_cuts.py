@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Literal
@@ -46,6 +48,11 @@ class Cuts(msgspec.Struct, frozen=True):
     bounds: list[int]
     batches_per_step: int
     drop: bool
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs between different batches."""
+        return hashlib.blake2b(array("q", self.bounds), digest_size=6).hexdigest()
 
     def steps_after(self, consumed: int) -> int:
         """Steps from a position to the end of the epoch.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user's own sampler gives for one epoch: the same on every rank, and again after a resume.
 
-The sampler is copied. The random generators of the copy, and the global streams while it is asked, start from a key; so
-what it gives follows from its settings, the seed and the epoch alone, and the user's object stays as it is.
+The sampler is copied, with the lists and samplers that it holds. The random generators of the copy, and the global
+streams while it is asked, start from a key; so what it gives follows from its settings, the seed and the epoch alone,
+and the user's object stays as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import random as python_random
 import sys
 from array import array
-from collections.abc import Generator
+from collections.abc import Generator, Sized
 from itertools import pairwise
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from accel.errors import AccelError, DataError
 from accel.random import Key, capture_rng, restore_rng, seed_rng
 
 _CPU = torch.device("cpu")
+_PLAIN = {int, float, bool, str, bytes, tuple, type(None)}
 
 
 class Draw(msgspec.Struct, frozen=True, eq=False):
@@ -42,31 +44,32 @@ class Draw(msgspec.Struct, frozen=True, eq=False):
     digest: str
 
 
-def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: int | None) -> Draw:
+def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Draw:
     """Return the samples of one epoch. No communication; global random streams are left as they were.
 
     Args:
         sampler: gives positions in the dataset, or lists of them; has a length, unless it gives lists.
         cursor: which epoch of which seed.
         in_batches: whether it gives lists.
-        dataset: samples in the dataset, None if it has no length.
+        dataset: what the positions are of; it may have no length.
 
     Raises:
         DataError: it fails, or gives nothing, more than it says, no integers, or positions outside the dataset.
     """
     name, given, bounds = type(sampler).__name__, array("q"), [0]
+    size = len(dataset) if isinstance(dataset, Sized) else None
     try:
-        with _fresh_streams(sampler, cursor) as clone:
-            if in_batches:
-                for batch in clone:
-                    given.extend(batch)
+        most = _length(sampler)
+        with _fresh_streams(sampler, cursor, dataset) as clone:
+            for count, each in enumerate(clone, 1):
+                if most is not None and count > most:
+                    things = "batches" if in_batches else "samples"
+                    _refuse(name, "gives more than its length says", f"{most} {things}", "more", "Correct __len__.")
+                if in_batches:
+                    given.extend(each)
                     bounds.append(len(given))
-            else:
-                most = len(sampler)
-                for sample in clone:
-                    given.append(sample)
-                    if len(given) > most:
-                        _refuse(name, "gives more than its length says", f"{most} samples", "more", "Correct __len__.")
+                else:
+                    given.append(each)
     except AccelError:
         raise
     except Exception as error:  # whatever its code raises
@@ -77,36 +80,72 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: int | None)
         _refuse(name, "gives an empty batch", "at least one sample in each", "a batch of none", "")
     samples = torch.frombuffer(given, dtype=torch.int64)
     low, high = int(samples.min()), int(samples.max())
-    if low < 0 or (dataset is not None and high >= dataset):
+    if low < 0 or (size is not None and high >= size):
         bad = str(low if low < 0 else high)
-        _refuse(name, "gives a position outside the dataset", f"0 to {(dataset or 2**63) - 1}", bad, "")
+        _refuse(name, "gives a position outside the dataset", f"0 to {(size or 2**63) - 1}", bad, "")
     hashed = hashlib.blake2b(given, digest_size=6)
     hashed.update(array("q", bounds))
     return Draw(samples, bounds if in_batches else [], hashed.hexdigest())
 
 
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):  # as torch says that a batch sampler without a length should do
+        return None
+
+
 @contextlib.contextmanager
-def _fresh_streams(sampler: Any, cursor: Cursor) -> Generator[Any]:
+def _fresh_streams(sampler: Any, cursor: Cursor, dataset: object) -> Generator[Any]:
     key = Key(cursor.seed).fold_in("sampler", cursor.epoch)
     before = capture_rng(_CPU)
     try:
         seed_rng(key, _CPU)
-        yield _fresh(sampler, key, cursor.epoch)
+        yield _fresh(sampler, key, cursor.epoch, {id(dataset): dataset})  # which may be too large to copy
     finally:
         restore_rng(before, _CPU)
 
 
-def _fresh(sampler: Any, key: Key, epoch: int) -> Any:
-    """A copy, with copies of the samplers inside it, that knows the epoch and whose generators start from the key."""
-    clone = copy.copy(sampler)
+def _fresh(sampler: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
+    """A copy that knows the epoch; what it holds is copied too, as far as asking it may change that.
+
+    Args:
+        sampler: to copy.
+        key: where the generators that it holds start.
+        epoch: to tell it.
+        known: what stands for which object, by identity, so that what is shared stays shared.
+    """
+    clone = known[id(sampler)] = copy.copy(sampler)
     for name, value in getattr(clone, "__dict__", {}).copy().items():
-        if isinstance(value, Sampler):
-            setattr(clone, name, _fresh(value, key.fold_in(name), epoch))
-        elif (generator := _fresh_generator(value, key.fold_in(name))) is not None:
-            setattr(clone, name, generator)
+        if (new := _fresh_part(value, key.fold_in(name), epoch, known)) is not value:
+            setattr(clone, name, new)
     if callable(set_epoch := getattr(clone, "set_epoch", None)):
         set_epoch(epoch)
     return clone
+
+
+def _fresh_part(value: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
+    """A copy of a sampler, of a list, dict or array of positions, or of a random generator; anything else as it is."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, Sampler):
+        return _fresh(value, key, epoch, known)
+    if issubclass(kind := cast(type[object], type(value)), list | dict):
+        clone = known[id(value)] = copy.copy(value)
+        inside = list(cast(Any, clone.items() if issubclass(kind, dict) else enumerate(clone)))
+        if not {type(each) for _, each in inside} <= _PLAIN:
+            for at, each in inside:
+                clone[at] = _fresh_part(each, key.fold_in(str(at)), epoch, known)
+        return clone
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(value) is numpy.ndarray and value.ndim == 1 and value.dtype.kind in "iu":
+        new = value.copy()
+    else:
+        new = _fresh_generator(value, key)
+    if new is None:
+        return value
+    known[id(value)] = new
+    return new
 
 
 def _fresh_generator(value: Any, key: Key) -> Any:

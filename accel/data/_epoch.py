@@ -21,13 +21,14 @@ _LOOKAHEAD = 16384  # positions of the order evaluated at once
 Request = tuple[Shard, list[int]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Source:
     """What every epoch of a loader is made of.
 
     Attributes:
         samples: in the order of an epoch; of a sampler, what its length says; None if only drawing can tell.
-        dataset: samples in the dataset, None if it has no length.
+        dataset: whose positions these are.
+        size: samples in the dataset, None if it has no length.
         plan: how an epoch is cut.
         shuffle: whether each epoch has its own permutation; without meaning where there is a sampler.
         salt: seed of the loader's own generator, None without one.
@@ -37,7 +38,8 @@ class Source:
     """
 
     samples: int | None
-    dataset: int | None
+    dataset: Any = dataclasses.field(repr=False)
+    size: int | None
     plan: Plan | BatchPlan
     shuffle: bool = False
     salt: int | None = None
@@ -70,6 +72,8 @@ def plan_epoch(source: Source, cursor: Cursor) -> Epoch:
     Raises:
         DataError: the cursor belongs to another order or lies beyond its end, or a sampler gives nothing.
     """
+    if not isinstance(cursor, Cursor):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass steps, or None
+        raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
     this, count, bounds, name = _ordered(source, cursor)
     if cursor.of not in ("", name):
         raise DataError(
@@ -77,7 +81,8 @@ def plan_epoch(source: Source, cursor: Cursor) -> Epoch:
             expected=name,
             got=cursor.of,
             where=f"epoch {cursor.epoch}, {cursor.consumed} consumed",
-            fix="Use the dataset and the sampler that it came from, or begin an epoch: Cursor(seed=, epoch=).",
+            fix="Use the dataset and the sampler that it came from, or begin an epoch: Cursor(seed=, epoch=). What a "
+            "sampler draws must come from the global random streams or from generators that it holds.",
         )
     if cursor.consumed >= count:
         raise beyond(cursor, count)
@@ -117,12 +122,15 @@ def skip_steps(epoch: Epoch, steps: int) -> Cursor:
 def requests(epoch: Epoch, rank: int, world_size: int) -> Iterator[Request]:
     """Give a rank's shards of the rest of an epoch, with their samples; stand-ins repeat one of the same step."""
     if isinstance(epoch.plan, Plan):
-        yield from _equal_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
-        return
-    cursor = epoch.cursor
-    while cursor.epoch == epoch.cursor.epoch:
-        part = epoch.plan.shard(cursor, rank, world_size)
-        yield part, _samples(epoch.order, part)
+        return _equal_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
+    return _cut_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
+
+
+def _cut_requests(this: Order | Drawn, cuts: Cuts, cursor: Cursor, rank: int, world_size: int) -> Iterator[Request]:
+    epoch = cursor.epoch
+    while cursor.epoch == epoch:
+        part = cuts.shard(cursor, rank, world_size)
+        yield part, _samples(this, part)
         cursor = part.next
 
 

@@ -34,8 +34,15 @@ def read_source(
     batches_per_step: int | None,
 ) -> Source:
     """Return what every epoch of a torch DataLoader is made of; arguments and errors are `prepare_loader`'s."""
-    kind = cast(type[object], type(loader))
+    kind = cast(Any, type(loader))
     _refuse(not isinstance(loader, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")
+    changed = any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+    _refuse(
+        changed and not hasattr(kind, "load_state_dict"),  # StatefulDataLoader's own way gives what torch's does
+        "the loader changes what is iterated",
+        f"{kind.__name__}, a DataLoader with an __iter__ of its own",
+        "Change samples in the dataset or in collate_fn, and pass a plain DataLoader.",
+    )
     _refuse(
         not getattr(loader, "in_order", True), "batches come in their order", "in_order=False", "Leave in_order out."
     )
@@ -50,9 +57,9 @@ def read_source(
     if tail is not None and drops and tail != "drop":
         raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
     tail = tail or ("drop" if drops else "ragged")
-    dataset = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-    by_length = _lengths(lengths, dataset, batch_tokens) if batch_tokens is not None else None
-    samples, shuffle, salt, drawn = (None, False, None, sampler) if cuts_itself else _ordered(loader, sampler, dataset)
+    held = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+    by_length = _lengths(lengths, held, batch_tokens) if batch_tokens is not None else None
+    samples, shuffle, salt, drawn = (None, False, None, sampler) if cuts_itself else _ordered(loader, sampler, held)
     if cuts_itself or batch_tokens is not None:
         per_step = world_size if batches_per_step is None else batches_per_step
         plan = BatchPlan(per_step, cast(Any, tail), batch_tokens)
@@ -60,7 +67,8 @@ def read_source(
         plan = Plan(cast(int, samples), size * world_size if global_batch is None else global_batch, tail)
     return Source(
         samples=samples,
-        dataset=dataset,
+        dataset=loader.dataset,
+        size=held,
         plan=plan,
         shuffle=shuffle,
         salt=salt,
@@ -123,10 +131,16 @@ def _check_arguments(given: set[str], lengths: object, cuts_itself: bool, size: 
 
 def _lengths(lengths: Any, dataset: int | None, batch_tokens: int) -> torch.Tensor:
     _refuse(dataset is None, "the dataset has no length", "no __len__", "Give it one.")
-    known = [lengths(sample) for sample in range(cast(int, dataset))] if callable(lengths) else lengths
-    counts = torch.as_tensor(known)
+    try:
+        known = [lengths(sample) for sample in range(cast(int, dataset))] if callable(lengths) else lengths
+        counts = torch.as_tensor(known)
+    except Exception as error:  # whatever the user's function raises
+        raise DataError(
+            "lengths cannot be read", got=f"{type(error).__name__}: {error}", where="prepare_loader(lengths=)"
+        ) from error
+    whole = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)
     _refuse(
-        counts.dtype.is_floating_point or counts.shape != (dataset,),
+        not whole or counts.shape != (dataset,),
         "lengths must be one integer a sample",
         f"{counts.dtype} of shape {list(counts.shape)} for {dataset} samples",
         "",

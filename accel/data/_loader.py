@@ -18,12 +18,11 @@ from accel.data._stream import StreamLoader, StreamMode, is_stream, stream_loade
 from accel.errors import ConfigError, DataError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Loader:
     """A sharded loader: what to read, how to cut it, for which rank. Iterate it with `batches(ctx, loader, cursor)`.
 
     Attributes:
-        dataset: map-style.
         source: the order of its epochs and how they are cut.
         rank, world_size: which part of each step is read here, and of how many; of data-parallel ranks.
         prepared_for: rank and world size of the context.
@@ -35,7 +34,6 @@ class Loader:
         workers: of a loader with persistent workers, the handle on them; None of another.
     """
 
-    dataset: Any
     source: Source
     rank: int
     world_size: int
@@ -45,7 +43,7 @@ class Loader:
     collate_fn: Callable[[Any], Any]
     whole: bool
     options: dict[str, Any]
-    workers: Workers | None = dataclasses.field(default=None, compare=False, repr=False)
+    workers: Workers | None = dataclasses.field(default=None, repr=False)
 
     def __len__(self) -> int:
         """Steps in an epoch, the same on every rank.
@@ -62,6 +60,11 @@ class Loader:
         raise DataError(
             "the number of steps differs from epoch to epoch", got="len(loader)", fix="Use loader.steps(cursor)."
         )
+
+    @property
+    def dataset(self) -> Any:
+        """The user's own."""
+        return self.source.dataset
 
     @property
     def samples(self) -> int | None:
@@ -200,7 +203,6 @@ def prepare_loader(
     )
     workers = raw.num_workers
     return Loader(
-        dataset=raw.dataset,
         source=source,
         rank=rank,
         world_size=world_size,
@@ -209,14 +211,7 @@ def prepare_loader(
         seed_samples=workers > 0 if seed_samples is None else seed_samples,
         collate_fn=raw.collate_fn,
         whole=raw.batch_sampler is None,
-        options={
-            "pin_memory": raw.pin_memory,
-            "timeout": raw.timeout,
-            "worker_init_fn": raw.worker_init_fn,
-            "multiprocessing_context": raw.multiprocessing_context,
-            "prefetch_factor": raw.prefetch_factor if workers else None,
-            "persistent_workers": raw.persistent_workers,
-        },
+        options=_options(raw),
         workers=Workers() if raw.persistent_workers else None,
     )
 
@@ -244,6 +239,18 @@ def skip_first_batches(cursor: Cursor, steps: int, loader: Loader) -> Cursor:
     if type(steps) is not int or steps < 0:
         raise ConfigError("not a number of steps", expected="0 or more", got=repr(steps), where="skip_first_batches")
     return skip_steps(plan_epoch(loader.source, cursor), steps)
+
+
+def _options(raw: Any) -> dict[str, Any]:
+    """What a user's loader says about how to read."""
+    return {
+        "pin_memory": raw.pin_memory,
+        "timeout": raw.timeout,
+        "worker_init_fn": raw.worker_init_fn,
+        "multiprocessing_context": raw.multiprocessing_context,
+        "prefetch_factor": raw.prefetch_factor if raw.num_workers else None,
+        "persistent_workers": raw.persistent_workers,
+    }
 
 
 def _refuse_idle(given: dict[str, object]) -> None:

@@ -86,8 +86,9 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
     Raises:
         ConfigError: n below 1 or too large, or a seed or epoch outside its range.
     """
-    if not 1 <= n <= 10**15:
-        raise ConfigError("cannot order so many samples", expected="1 to 10**15", got=str(n), where="order(n=)")
+    if type(n) is not int or not 1 <= n <= 10**15:
+        expected = "an integer from 1 to 10**15"
+        raise ConfigError("cannot order so many samples", expected=expected, got=repr(n), where="order(n=)")
     key = Key(check_seed(seed, where="order(seed=)")).fold_in("data", check_seed(epoch, where="order(epoch=)"))
     key = key if salt is None else key.fold_in("salt", salt)
     return Order(n, tuple(key.integers(_ROUNDS, bits=63)) if shuffle else ())

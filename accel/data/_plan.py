@@ -32,8 +32,9 @@ class Cursor(msgspec.Struct, frozen=True, gc=False):
     stream: StreamPosition | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seed", "epoch", "consumed"):
-            check_seed(getattr(self, name), where=f"Cursor.{name}")
+        check_seed(self.seed, where="Cursor.seed")
+        check_seed(self.epoch, where="Cursor.epoch")
+        check_seed(self.consumed, where="Cursor.consumed")
 
     def rank_part(self) -> object:
         """Return what differs between ranks, for a checkpoint to keep for each; None if nothing does."""
@@ -62,7 +63,7 @@ class SampleCount(int):
 
     def __new__(cls, here: int, world: int) -> Self:
         """Make the count of this rank and of all ranks."""
-        count = super().__new__(cls, here)
+        count = int.__new__(cls, here)
         count.world = world
         return count
 

@@ -91,7 +91,8 @@ class RequestedDataset(Dataset[Any]):
     """Answers requests from a dataset, each sample with random streams of its own where that is asked.
 
     So augmentation is the same whoever reads a sample, with whichever others. To a `worker_init_fn`, which finds it as
-    `get_worker_info().dataset`, it has the attributes of the user's dataset, and what is set on it is set there.
+    `get_worker_info().dataset`, it has the attributes, length and samples of the user's dataset, and what is set on it
+    is set there.
     """
 
     def __init__(self, dataset: Any, whole: bool) -> None:
@@ -119,6 +120,12 @@ class RequestedDataset(Dataset[Any]):
                 seed_streams(base, min(position, stop - 1))
             items.append(dataset[sample])
         return items
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_dataset"])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__dict__["_dataset"][index]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_dataset"], name)

@@ -235,6 +235,16 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
+class Filtering(DataLoader):
+    def __iter__(self):
+        return (batch for batch in super().__iter__() if batch[0] % 2)
+
+
+class Counting(DataLoader):
+    def _get_iterator(self):
+        return enumerate(super()._get_iterator())
+
+
 class Unsized(Dataset):
     def __getitem__(self, index: int) -> int:
         return index
@@ -253,6 +263,8 @@ REFUSED = {
     "no length": (lambda: DataLoader(Unsized()), "no __len__"),
     "empty": (lambda: DataLoader([]), "empty"),
     "all dropped": (lambda: DataLoader(DATA, batch_size=11, drop_last=True), "drops the whole epoch"),
+    "own iteration": (lambda: Filtering(DATA), "changes what is iterated: got Filtering.*collate_fn"),
+    "own iterator": (lambda: Counting(DATA), "changes what is iterated"),
     "no loader": (lambda: DATA, "got list.*DataLoader"),
 }
 
@@ -293,6 +305,8 @@ def test_iterating_what_is_not_meant_to_be_is_refused_with_the_way_out():
         next(accel.batches(ctx, DataLoader(DATA), Cursor()))
     with pytest.raises(DataError, match=r"rank 1 of 2.*rank 0 of 1"):
         next(accel.batches(_context(1, 2), loader, Cursor()))
+    with pytest.raises(DataError, match=r"not a cursor: expected accel.Cursor\(seed=, epoch=\).*got 3"):
+        next(accel.batches(ctx, loader, 3))
     with pytest.raises(DataError, match="10 consumed"):
         next(accel.batches(ctx, loader, Cursor(consumed=10)))
 
@@ -328,6 +342,7 @@ class Opened(Dataset):
 
 def _open(worker):
     dataset = torch.utils.data.get_worker_info().dataset
+    assert (len(dataset), dataset[3]) == (4, "None 3")
     dataset.handle = f"{dataset.root}/{worker}"
 
 

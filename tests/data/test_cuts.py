@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import accel
-from accel import ConfigError, Cursor, DataError, order
+from accel import CollectiveMismatch, ConfigError, Cursor, DataError, order
 from accel.data import BatchPlan
 
 relaxed = settings(deadline=None, max_examples=60)
@@ -113,6 +113,19 @@ def test_a_token_budget_holds_and_takes_every_sample_once(lengths, world, second
         for batch in step:
             held = [lengths[each] for each in _ids(batch)]
             assert max(held, default=0) * len(held) <= budget
+
+
+def test_ranks_that_know_other_lengths_are_told_so(ranks):
+    """Otherwise each would cut other batches: some samples twice, and not equally many steps."""
+
+    def rank(ctx):
+        options = {"batch_tokens": 20, "lengths": [1 + 3 * ctx.rank] * 9}
+        loader = accel.prepare_loader(ctx, DataLoader(range(9)), **options)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0: .*1 batches, digest.*rank 1: .*2 batches, digest"):
+            next(accel.batches(ctx, loader, Cursor()))
+        return True
+
+    assert ranks.run(rank, 2) == [True, True]
 
 
 def test_a_budget_is_filled_and_lengths_come_in_any_form():
@@ -221,6 +234,9 @@ def test_skipping_is_arithmetic_or_planned():
         ({}, {"batch_tokens": 99, "lengths": DATA[1:]}, DataError, r"one integer a sample.*\[59\] for 60 samples"),
         ({}, {"batch_tokens": 99, "lengths": [0.5] * 60}, DataError, "float32"),
         ({}, {"batch_tokens": 99, "lengths": [-1] * 60}, DataError, "negative"),
+        ({}, {"batch_tokens": 99, "lengths": [True] * 60}, DataError, "one integer a sample.*torch.bool"),
+        ({}, {"batch_tokens": 99, "lengths": {}.__getitem__}, DataError, "lengths cannot be read: got KeyError: 0"),
+        ({}, {"batch_tokens": 99, "lengths": ["a"] * 60}, DataError, "lengths cannot be read: got ValueError"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(raw, options, error, said):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter
 
@@ -210,6 +211,91 @@ def test_what_a_sampler_does_wrong_is_raised_on_every_rank(ranks, sampler, said)
         return True
 
     assert ranks.run(rank, 3) == [True] * 3
+
+
+class Reordering(Sampler):
+    """Shuffles what it holds where it lies, in every way that is common."""
+
+    def __init__(self) -> None:
+        self.buckets = {"short": [0, 1, 2, 3], "long": [4, 5, 6, 7]}
+        self.array = numpy.arange(8, 20)
+        self.generators = [random.Random(1), torch.Generator().manual_seed(1)]
+        self.inner = [SubsetRandomSampler(range(20, 30), self.generators[1])]
+
+    def __len__(self) -> int:
+        return 30
+
+    def __iter__(self):
+        for bucket in self.buckets.values():
+            self.generators[0].shuffle(bucket)
+            yield from bucket
+        numpy.random.shuffle(self.array)
+        yield from self.array
+        yield from self.inner[0]
+
+
+def test_a_sampler_that_shuffles_what_it_holds_keeps_it():
+    """So an epoch does not depend on those before it, and can be resumed."""
+    sampler = Reordering()
+    before = torch.Generator().manual_seed(1).get_state(), random.Random(1).getstate()
+    first, second = (_epoch(sampler, epoch=epoch) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(30))
+    assert first != second
+    assert _epoch(sampler, epoch=1) == second == _epoch(Reordering(), epoch=1)
+    assert sampler.buckets == Reordering().buckets
+    assert sampler.array.tolist() == list(range(8, 20))
+    assert torch.equal(sampler.generators[1].get_state(), before[0])
+    assert sampler.generators[0].getstate() == before[1]
+
+
+class Shared(Sampler):
+    """Shuffles a list that the sampler inside it reads, and leaves the dataset alone."""
+
+    def __init__(self, dataset) -> None:
+        self.dataset = dataset
+        self.positions = list(range(10))
+        self.inner = Faulty()
+        self.inner.given, self.inner.length = self.positions, 10
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self):
+        assert self.dataset is DATA
+        random.shuffle(self.positions)
+        return iter(self.inner)
+
+
+def test_what_parts_of_a_sampler_share_stays_shared_and_the_dataset_is_not_copied():
+    drawn = _epoch(Shared(DATA))
+    assert sorted(drawn) == list(range(10)) != drawn
+
+
+class Endless(Sampler):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        return itertools.repeat([1])
+
+
+class Unknowing(Sampler):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self):
+        return iter([[1], [2]])
+
+
+def test_batches_without_a_length_are_taken():
+    loader = accel.prepare_loader(accel.single(), DataLoader(DATA, batch_sampler=Unknowing()))
+    assert loader.steps(Cursor()) == 2
+
+
+def test_batches_without_end_are_found():
+    loader = accel.prepare_loader(accel.single(), DataLoader(DATA, batch_sampler=Endless()))
+    with pytest.raises(DataError, match=r"gives more than its length.*expected 3 batches"):
+        next(accel.batches(accel.single(), loader, Cursor()))
 
 
 def test_a_shorter_epoch_than_announced_is_an_epoch():

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel.checkpoint import latest_checkpoint as latest_checkpoint
+    from accel.collectives import broadcast as broadcast
+    from accel.collectives import broadcast_object_list as broadcast_object_list
     from accel.collectives import gather as gather
+    from accel.collectives import gather_object as gather_object
+    from accel.collectives import pad_across_processes as pad_across_processes
     from accel.collectives import reduce as reduce
     from accel.context import DistContext as DistContext
     from accel.context import close as close
@@ -75,6 +79,7 @@ if TYPE_CHECKING:
     from accel.preempt import StopRequests as StopRequests
     from accel.preempt import stop_agreed as stop_agreed
     from accel.preempt import stop_requests as stop_requests
+    from accel.process import any_rank as any_rank
     from accel.process import local_main_process_first as local_main_process_first
     from accel.process import main_process_first as main_process_first
     from accel.process import on_last_process as on_last_process
@@ -106,12 +111,20 @@ if TYPE_CHECKING:
     from accel.training import prepare_scheduler as prepare_scheduler
     from accel.training import save_state as save_state
     from accel.training import unscale_gradients as unscale_gradients
+    from accel.tree import Container as Container
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "checkpoint": ("latest_checkpoint",),
-    "collectives": ("gather", "reduce"),
+    "collectives": (
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+    ),
     "context": ("DistContext", "close", "from_env", "from_group", "replace", "session", "single"),
     "data": (
         "Batch",
@@ -166,6 +179,7 @@ _HOMES = {
     "precision": ("LossScale", "apply_precision", "autocast", "loss_scale"),
     "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),
     "process": (
+        "any_rank",
         "local_main_process_first",
         "main_process_first",
         "on_last_process",
@@ -196,6 +210,7 @@ _HOMES = {
         "save_state",
         "unscale_gradients",
     ),
+    "tree": ("Container",),
 }
 
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]

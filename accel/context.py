@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from accel.env import LaunchEnv, read_env
 from accel.errors import ConfigError, DeviceError
 from accel.formats import Precision, PrecisionName
 from accel.formats import precision as precision_of
+from accel.tree import Container
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -37,6 +38,7 @@ class DistContext:
         backend: c10d backend for that device; "none" for a single process without a group.
         precision: what is computed in which format; `autocast`, `loss_scale` and `prepare` follow it.
         timeout_s: seconds after which a collective that misses a rank fails.
+        containers: kinds of containers besides those that `accel.tree` knows; set by `replace`.
         comm: the handle on the process group; not part of equality, nor of what is printed.
     """
 
@@ -50,6 +52,7 @@ class DistContext:
     backend: str
     precision: Precision
     timeout_s: float
+    containers: tuple[Container, ...] = ()
     comm: Comm = dataclasses.field(compare=False, repr=False)
 
     @property
@@ -204,24 +207,31 @@ def from_group(
 
 
 def replace(
-    ctx: DistContext, *, device: torch.device | str | None = None, precision: Precision | PrecisionName | None = None
+    ctx: DistContext,
+    *,
+    device: torch.device | str | None = None,
+    precision: Precision | PrecisionName | None = None,
+    containers: Sequence[Container] | None = None,
 ) -> DistContext:
-    """Return a copy of the context that computes elsewhere or in another precision; the group is shared.
+    """Return a copy of the context with something changed; the group is shared.
 
     Args:
         ctx: the context.
         device: where to compute; None for where it does.
         precision: a name such as "bf16", or a record; None for what it has.
+        containers: kinds of containers besides those that `accel.tree` knows, in place of those that it has; of several
+            that fit a value the first is taken. The same on every rank. None for what it has.
 
     Raises:
         DeviceError: the device is not there.
-        ConfigError: an unknown precision.
+        ConfigError: an unknown precision, or something that is no `Container`.
     """
     here = LaunchEnv(rank=ctx.rank, local_rank=ctx.local_rank)
     return dataclasses.replace(
         ctx,
         device=ctx.device if device is None else _choose_device(device, here),
         precision=ctx.precision if precision is None else precision_of(precision),
+        containers=ctx.containers if containers is None else _check_containers(containers),
     )
 
 
@@ -295,6 +305,18 @@ def _check_backend(name: str | None) -> str | None:
             where="backend=, ACCEL_BACKEND",
         )
     return name
+
+
+def _check_containers(containers: Sequence[Container]) -> tuple[Container, ...]:
+    for container in containers:
+        if not isinstance(container, Container):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass classes
+            raise ConfigError(
+                "not a kind of container",
+                expected="accel.Container(kind, take_apart, put_together)",
+                got=repr(container),
+                where="replace, containers=",
+            )
+    return tuple(containers)
 
 
 def _check_timeout(seconds: float) -> float:

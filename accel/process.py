@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
-from accel.comm import Call, call_site, exchange, fail
+from accel.comm import Call, as_tensor, exchange, fail
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
 
@@ -36,6 +36,20 @@ def wait_for_everyone(ctx: DistContext) -> None:
     _meet(ctx, "wait_for_everyone")
 
 
+def any_rank(ctx: DistContext, flag: bool) -> bool:
+    """Return whether the flag is set on any rank. A collective of one small message.
+
+    Args:
+        ctx: the context.
+        flag: this rank's, such as "my loss is below the target" or "my clock says stop".
+
+    Raises:
+        CollectiveMismatch: another rank called something else; on every rank.
+    """
+    mine = torch.tensor([bool(flag)]).view(torch.uint8)
+    return any(bool(theirs[0]) for theirs in exchange(ctx.comm, Call("any_rank"), mine))
+
+
 def agree(ctx: DistContext, error: BaseException | None, name: str) -> None:
     """Let all ranks return, or all raise the same error. A collective.
 
@@ -45,10 +59,11 @@ def agree(ctx: DistContext, error: BaseException | None, name: str) -> None:
         name: what was attempted, for reports.
 
     Raises:
-        AccelError: the lowest failing rank's error, on every rank; errors of other kinds arrive as `PeerError`.
+        AccelError: the lowest failing rank's error, on every rank, with the rank unless all failed alike; errors of
+            other kinds arrive as `PeerError`.
     """
     if error is not None:
-        fail(ctx.comm, Call(name, site=call_site()), error)
+        fail(ctx.comm, Call(name), error)
     _meet(ctx, name)
 
 
@@ -220,7 +235,7 @@ def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
 
 
 def _meet(ctx: DistContext, name: str) -> None:
-    exchange(ctx.comm, Call(name, site=call_site()), torch.empty(0, dtype=torch.uint8))
+    exchange(ctx.comm, Call(name), as_tensor(b""))
 
 
 def _only(here: bool, function: Callable[P, R]) -> Callable[P, R | None]:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested containers: take them apart into leaves with paths, and put them together again.
 
-A container is a dict (or a subclass), list, tuple, namedtuple, dataclass or `msgspec.Struct`. Everything else is a
-leaf, except a container of a kind that is not known here: that is an error with its path, because treating it as a
-leaf would leave the tensors inside untouched without a word.
+A container is a dict (or a subclass), list, tuple, namedtuple, dataclass or `msgspec.Struct`, or of a kind that the
+caller names by a `Container`. Everything else is a leaf, except a container of an unknown kind: that is an error with
+its path, because treating it as a leaf would leave the tensors inside untouched without a word.
+
+A tensor that appears in two places is two leaves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeGuard, TypeVar, cast
 
 import msgspec
@@ -21,128 +24,210 @@ from accel.errors import TreeError
 T = TypeVar("T")
 Leaf = tuple[str, Any]
 
+
+class Container(msgspec.Struct, frozen=True):
+    """How to take apart and put together one more kind of container; values of subclasses count as well.
+
+    Attributes:
+        kind: the class.
+        take_apart: gives the children of a value by name; equal names in equal order for equal structures.
+        put_together: makes the new value from the old one and its new children by name. It must be of the old one's
+            class.
+
+    >>> from collections import UserDict
+    >>> Container(UserDict, take_apart=dict, put_together=lambda old, children: type(old)(children)).kind.__name__
+    'UserDict'
+    """
+
+    kind: type[Any]
+    take_apart: Callable[[Any], Mapping[Any, object]]
+    put_together: Callable[[Any, dict[Any, Any]], object]
+
+
+Containers = Sequence[Container]
+_Trail = tuple[Any, object] | None  # the same for the container that a node is in, and the key there; None at the root
+
 _ATOMS = (torch.Tensor, str, bytes, bytearray, memoryview, int, float, complex, type(None))
 
 
-def leaves(tree: object) -> list[Leaf]:
+def leaves(tree: object, containers: Containers = ()) -> list[Leaf]:
     """List the leaves of a tree with their paths, depth first, in the containers' own order.
 
     Args:
         tree: any nesting of containers.
+        containers: further kinds of containers.
 
     Returns:
         Pairs of path (such as `$.inputs[0]`) and leaf.
 
     Raises:
-        TreeError: a container of an unknown kind, named by its path.
+        TreeError: a container of an unknown kind, or one that contains itself, named by its path.
     """
-    found: list[Leaf] = []
-    _collect(tree, "$", found)
-    return found
+    return [(path, node) for path, node, is_leaf in nodes(tree, containers) if is_leaf]
 
 
-def tensors(tree: object) -> list[tuple[str, torch.Tensor]]:
+def nodes(tree: object, containers: Containers = ()) -> list[tuple[str, Any, bool]]:
+    """List path, node, and whether it is a leaf, of everything in a tree; containers before what is in them."""
+    with _bounded():
+        return list(_nodes(tree, None, containers))
+
+
+def tensors(tree: object, containers: Containers = ()) -> list[tuple[str, torch.Tensor]]:
     """List the tensors of a tree with their paths; other leaves are left out."""
-    return [(path, leaf) for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [(path, leaf) for path, leaf in leaves(tree, containers) if isinstance(leaf, torch.Tensor)]
 
 
-def map_tensors(function: Callable[[torch.Tensor], object], tree: T) -> T:
+def flatten(tree: object, containers: Containers = ()) -> tuple[list[Any], str]:
+    """List the leaves of a tree without their paths, together with its `structure`, in one pass."""
+    found: list[Any] = []
+    tokens: list[str] = []
+    with _bounded():
+        _flatten(tree, None, containers, found, tokens)
+    return found, "".join(tokens)
+
+
+def structure(tree: object, containers: Containers = ()) -> str:
+    """Describe containers, keys and kinds of leaves as text: equal for trees that can be packed together."""
+    return flatten(tree, containers)[1]
+
+
+def map_tensors(function: Callable[[torch.Tensor], object], tree: T, containers: Containers = ()) -> T:
     """Return a copy of the tree in which every tensor is replaced by `function(tensor)`."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree, containers)
 
 
-def map_leaves(function: Callable[[Any], object], tree: T, *, is_leaf: Callable[[object], bool] | None = None) -> T:
+def map_leaves(
+    function: Callable[[Any], object],
+    tree: T,
+    containers: Containers = (),
+    *,
+    is_leaf: Callable[[object], bool] | None = None,
+) -> T:
     """Return a copy of the tree in which every leaf is replaced by `function(leaf)`; containers keep type and order.
 
     Args:
         function: from a leaf to what replaces it.
         tree: any nesting of containers.
+        containers: further kinds of containers.
         is_leaf: takes what it holds for as a leaf, even if it is a container, known or not.
 
     Raises:
-        TreeError: a container of an unknown kind, named by its path.
+        TreeError: as `leaves`; or a `Container` put together a value of another class.
     """
-    return cast(T, _map(function, tree, "$", is_leaf or _never))
+    with _bounded():
+        return cast(T, _map(function, tree, None, containers, is_leaf))
 
 
-def replace_tensors(tree: T, new: Iterable[object]) -> T:
+def replace_tensors(tree: T, new: Iterable[object], containers: Containers = ()) -> T:
     """Return a copy of the tree with its tensors replaced, in the order of `tensors`, by the values of `new`."""
     source = iter(new)
-    return map_tensors(lambda _: next(source), tree)
+    return map_leaves(lambda leaf: next(source) if isinstance(leaf, torch.Tensor) else leaf, tree, containers)
 
 
-def structure(tree: object) -> str:
-    """Describe containers, keys and kinds of leaves as text: equal for trees that can be packed together."""
-    return "".join(_describe(tree, "$"))
+@contextlib.contextmanager
+def _bounded() -> Generator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise TreeError(
+            "containers nested without end",
+            expected="a tree",
+            got="a container that contains itself, or more levels than python can follow",
+            fix="Pass the part that holds the tensors.",
+        ) from error
 
 
-def _collect(node: object, path: str, found: list[Leaf]) -> None:
-    children = _children(node, path)
-    if children is None:
-        found.append((path, node))
+def _nodes(node: object, trail: _Trail, containers: Containers) -> Iterator[tuple[str, Any, bool]]:
+    parts = _parts(node, trail, containers)
+    yield _path(trail), node, parts is None
+    if parts is not None:
+        for key, child in zip(*parts, strict=True):
+            yield from _nodes(child, (trail, key), containers)
+
+
+def _flatten(node: object, trail: _Trail, containers: Containers, found: list[Any], tokens: list[str]) -> None:
+    parts = _parts(node, trail, containers)
+    if parts is None:
+        found.append(node)
+        tokens.append("T" if isinstance(node, torch.Tensor) else type(node).__name__)
         return
-    for step, child in children:
-        _collect(child, path + step, found)
+    keys, children = parts
+    tokens.append(f"{type(node).__name__}({keys!r}:")
+    for key, child in zip(keys, children, strict=True):
+        if type(child) is torch.Tensor:
+            found.append(child)
+            tokens.append("T")
+        else:
+            _flatten(child, (trail, key), containers, found, tokens)
+        tokens.append(",")
+    tokens.append(")")
 
 
-def _map(function: Callable[[Any], object], node: object, path: str, is_leaf: Callable[[object], bool]) -> object:
-    children = None if is_leaf(node) else _children(node, path)
-    if children is None:
+def _map(
+    function: Callable[[Any], object],
+    node: object,
+    trail: _Trail,
+    containers: Containers,
+    is_leaf: Callable[[object], bool] | None,
+) -> object:
+    parts = None if is_leaf is not None and is_leaf(node) else _parts(node, trail, containers)
+    if parts is None:
         return function(node)
-    return _rebuild(node, [_map(function, child, path + step, is_leaf) for step, child in children])
+    keys, children = parts
+    new = [
+        function(child) if type(child) is torch.Tensor else _map(function, child, (trail, key), containers, is_leaf)
+        for key, child in zip(keys, children, strict=True)
+    ]
+    return _put_together(node, keys, new, trail, containers)
 
 
-def _never(node: object) -> bool:
-    return False
-
-
-def _describe(node: object, path: str) -> Iterator[str]:
-    children = _children(node, path)
-    if children is None:
-        yield "T" if isinstance(node, torch.Tensor) else type(node).__name__
-        return
-    yield f"{type(node).__name__}("
-    for step, child in children:
-        yield step
-        yield ":"
-        yield from _describe(child, path + step)
-        yield ","
-    yield ")"
-
-
-def _children(node: object, path: str) -> list[tuple[str, Any]] | None:
-    """The steps and children of a container, or None for a leaf."""
+def _parts(node: object, trail: _Trail, containers: Containers) -> tuple[Sequence[Any], Iterable[Any]] | None:
+    """The keys and children of a container, or None for a leaf."""
     if isinstance(node, _ATOMS):
         return None
+    if containers and (container := _container_of(node, containers)) is not None:
+        named = container.take_apart(node)
+        return list(named), list(named.values())
     if isinstance(node, dict):
-        items = cast(dict[Any, Any], node).items()
-        return [(f".{key}" if isinstance(key, str) else f"[{key!r}]", value) for key, value in items]
+        mapping = cast(dict[Any, Any], node)
+        return list(mapping), mapping.values()
     if type(node) is list or type(node) is tuple:
-        return [(f"[{i}]", child) for i, child in enumerate(cast("Sequence[Any]", node))]
-    if _is_namedtuple(node):
-        return [(f".{name}", getattr(node, name)) for name in cast(Any, node)._fields]
-    if isinstance(node, msgspec.Struct):
-        return [(f".{name}", getattr(node, name)) for name in node.__struct_fields__]
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node)]
-    if _is_unknown_container(node):
+        children = cast("Sequence[Any]", node)
+        return range(len(children)), children
+    if (names := _field_names(node)) is not None:
+        return names, [getattr(node, name) for name in names]
+    if isinstance(node, Mapping | Set | tuple | list) or (isinstance(node, Sequence) and not isinstance(node, range)):
         raise TreeError(
             "a container of a kind that cannot be taken apart",
-            expected="dict, list, tuple, namedtuple, dataclass or msgspec.Struct",
-            got=type(node).__name__,
-            where=path,
-            fix=f"Pass plain containers, for example dict(...) or list(...) of the {type(node).__name__}.",
+            expected="dict, list, tuple, namedtuple, dataclass, msgspec.Struct, or a kind of ctx.containers",
+            got=type(cast(object, node)).__name__,
+            where=_path(trail),
+            fix="Pass a dict or list of what it holds, or say how to take it apart: accel.replace(ctx, containers="
+            f"[accel.Container({type(cast(object, node)).__name__}, take_apart, put_together)]).",
         )
     return None
 
 
-def _rebuild(node: object, children: list[object]) -> object:
+def _put_together(
+    node: object, keys: Sequence[Any], children: list[object], trail: _Trail, containers: Containers
+) -> object:
+    if containers and (container := _container_of(node, containers)) is not None:
+        new = container.put_together(node, dict(zip(keys, children, strict=True)))
+        if type(new) is not type(node):
+            raise TreeError(
+                "a container came back as another kind",
+                expected=type(node).__name__,
+                got=type(new).__name__,
+                where=_path(trail),
+                fix=f"Let the put_together for {container.kind.__name__} keep the class of what it is given.",
+            )
+        return new
     if isinstance(node, dict):
         mapping = cast(dict[Any, object], node)
         if type(mapping) is dict:
-            return dict(zip(mapping, children, strict=True))
+            return dict(zip(keys, children, strict=True))
         clone = copy.copy(mapping)  # keeps a subclass's own settings, such as a default factory
-        for key, child in zip(mapping, children, strict=True):
+        for key, child in zip(keys, children, strict=True):
             clone[key] = child
         return clone
     if type(node) is list:
@@ -152,19 +237,34 @@ def _rebuild(node: object, children: list[object]) -> object:
     if _is_namedtuple(node):
         return cast(Any, type(node))._make(children)
     if isinstance(node, msgspec.Struct):
-        return msgspec.structs.replace(node, **dict(zip(node.__struct_fields__, children, strict=True)))
-    names = [field.name for field in dataclasses.fields(cast(Any, node))]
+        return msgspec.structs.replace(node, **dict(zip(keys, children, strict=True)))
     clone = copy.copy(node)
-    for name, child in zip(names, children, strict=True):
+    for name, child in zip(keys, children, strict=True):
         object.__setattr__(clone, name, child)  # frozen dataclasses too, and no second run of __post_init__
     return clone
+
+
+def _container_of(node: object, containers: Containers) -> Container | None:
+    return next((container for container in containers if isinstance(node, container.kind)), None)
+
+
+def _field_names(node: object) -> Sequence[str] | None:
+    if _is_namedtuple(node):
+        return cast(Any, node)._fields
+    if isinstance(node, msgspec.Struct):
+        return node.__struct_fields__
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [field.name for field in dataclasses.fields(node)]
+    return None
 
 
 def _is_namedtuple(node: object) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(node, tuple) and hasattr(cast(object, node), "_fields")
 
 
-def _is_unknown_container(node: object) -> bool:
-    if isinstance(node, Mapping | Set):
-        return True
-    return isinstance(node, tuple | list) or (isinstance(node, Sequence) and not isinstance(node, range))
+def _path(trail: _Trail) -> str:
+    steps: list[str] = []
+    while trail is not None:
+        trail, key = trail
+        steps.append(f".{key}" if isinstance(key, str) else f"[{key!r}]")
+    return "$" + "".join(reversed(steps))

@@ -61,6 +61,18 @@ def test_the_failing_rank_keeps_its_own_error_as_the_cause(ranks):
     assert [error.__cause__ for error in errors] == [None, mine, None]
 
 
+def test_ranks_that_fail_alike_are_not_numbered(ranks):
+    errors = ranks.run(lambda ctx: _caught(agree, ctx, CheckpointError("no such folder"), "loading"), 3)
+    assert [str(error) for error in errors] == ["no such folder"] * 3
+
+
+@relaxed
+@given(flags=st.lists(st.booleans(), min_size=1, max_size=8), seed=seeds)
+def test_any_rank_is_any(ranks, flags, seed):
+    results = ranks.run(lambda ctx: accel.any_rank(ctx, flags[ctx.rank]), len(flags), seed=seed)
+    assert results == [any(flags)] * len(flags)
+
+
 def test_a_single_rank_raises_its_error_as_it_is():
     mine = OSError("no space")
     assert _caught(agree, accel.single(), mine, "saving") is mine

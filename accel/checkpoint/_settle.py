@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
-
-from accel.comm import Call, exchange_values
+from accel.comm import Call, exchange_values, fail
 from accel.context import DistContext
-from accel.errors import ErrorRecord, describe, rebuild
 
 T = TypeVar("T")
 
@@ -31,17 +28,6 @@ def settle(ctx: DistContext, call: Call, error: Exception | None, value: T, kind
         AccelError: the lowest failing rank's error, on every rank, with the rank unless all failed alike.
         CollectiveMismatch: ranks made different calls.
     """
-    if ctx.world_size == 1:
-        ctx.comm.check_open()
-        if error is not None:
-            raise error
-        return [value]
-    answer = describe(error) if error is not None else None
-    answers = exchange_values(ctx.comm, call, (answer, value), tuple[ErrorRecord | None, kind])  # pyright: ignore[reportArgumentType]
-    failures = {rank: record for rank, (record, _) in enumerate(answers) if record is not None}
-    if not failures:
-        return [mine for _, mine in answers]
-    rank, record = next(iter(failures.items()))
-    if len(failures) < ctx.world_size or any(other != record for other in failures.values()):
-        record = msgspec.structs.replace(record, problem=f"rank {rank}: {record.problem}")
-    raise rebuild(record) from error
+    if error is not None:
+        fail(ctx.comm, call, error)
+    return exchange_values(ctx.comm, call, value, kind)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives over nested containers of tensors: one packed message per call, checked against the other ranks'."""
 
+from accel.collectives._broadcast import broadcast as broadcast
 from accel.collectives._gather import gather as gather
-from accel.collectives._pack import check_packable as check_packable
+from accel.collectives._leaves import check_packable as check_packable
+from accel.collectives._objects import broadcast_object_list as broadcast_object_list
+from accel.collectives._objects import gather_object as gather_object
 from accel.collectives._pack import pack as pack
 from accel.collectives._pack import unpack as unpack
+from accel.collectives._pad import pad_across_processes as pad_across_processes
 from accel.collectives._reduce import reduce as reduce

@@ -3,83 +3,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
-import torch
+from typing import Literal, TypeVar, overload
 
 from accel import tree as trees
-from accel.collectives._pack import describe, pack, packed_bytes, tensor_leaves, unpack
-from accel.comm import Call, all_gather_flat, call_site, exchange, fail
+from accel.collectives._leaves import check_rank, make_call, read_leaves
+from accel.collectives._rows import gather_rows
+from accel.comm import shared_failure
 from accel.context import DistContext
-from accel.errors import TreeError
+from accel.errors import ConfigError
 
 T = TypeVar("T")
 
 
-def gather(ctx: DistContext, tree: T) -> T:
+@overload
+def gather(ctx: DistContext, tree: T, *, dst: None = None, to: Literal["cpu"] | None = None) -> T: ...
+
+
+@overload
+def gather(ctx: DistContext, tree: T, *, dst: int, to: Literal["cpu"] | None = None) -> T | None: ...
+
+
+def gather(ctx: DistContext, tree: T, *, dst: int | None = None, to: Literal["cpu"] | None = None) -> T | None:
     """Return the tree with each tensor replaced by all ranks' tensors, joined in rank order. A collective.
 
     Args:
         ctx: the context.
         tree: nested containers; tensors of shape [rows, ...], where rows may differ between ranks, or of shape [],
             which count as one row; and None.
+        dst: the only rank that gets the result, so that the others need no memory for it; None for all.
+        to: "cpu" to get the result on the CPU; None to get it where the tensors are.
 
     Returns:
-        The same containers with new tensors of shape [rows of all ranks, ...], on the device each tensor was on.
+        The same containers with new tensors of shape [rows of all ranks, ...] and the same dtypes, which belong to no
+        autograd graph; None on ranks other than `dst`.
 
     Raises:
-        CollectiveMismatch: ranks differ in structure, dtype or trailing shape; on every rank.
+        CollectiveMismatch: ranks differ in structure, dtype, trailing shape or `dst`; on every rank.
+        ConfigError: no such rank, or an unknown `to`; on every rank.
         TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
             its path, on every rank.
     """
-    try:
-        found = tensor_leaves(tree, ctx.device)
-    except TreeError as error:
-        fail(ctx.comm, Call("gather", site=call_site()), error)
-    rows = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for _, leaf in found]
+    with shared_failure(ctx.comm, "gather"):
+        check_rank(ctx, dst, "gather, dst=")
+        if to not in (None, "cpu"):
+            raise ConfigError("no such place", expected="'cpu' or None", got=repr(to), where="gather, to=")
+        leaves = read_leaves(ctx, tree)
     if ctx.world_size == 1:
         ctx.comm.check_open()
-        return trees.replace_tensors(tree, [leaf.clone() for leaf in rows])
-    detail = [f"{path}: {describe(leaf, ragged=True)}" for path, leaf in found]
-    call = Call("gather", "\n".join([*detail, trees.structure(tree)]), call_site())
-    return trees.replace_tensors(tree, _gather_rows(ctx, call, rows))
-
-
-def _gather_rows(ctx: DistContext, call: Call, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Send lengths and everything on the CPU in the checked message; what is on the device follows on the device."""
-    on_cpu = [i for i, leaf in enumerate(leaves) if leaf.device.type == "cpu"]
-    on_device = [i for i, leaf in enumerate(leaves) if leaf.device.type != "cpu"]
-    lengths = torch.tensor([leaf.shape[0] for leaf in leaves], dtype=torch.int64)
-    payload = pack([lengths, *(leaves[i] for i in on_cpu)], torch.device("cpu"))
-    messages = exchange(ctx.comm, call, payload)
-    counts = [unpack(message, [torch.int64], [[len(leaves)]])[0] for message in messages]
-    joined: dict[int, torch.Tensor] = {}
-    head = packed_bytes(torch.int64, [len(leaves)])
-    joined.update(_join(leaves, on_cpu, counts, [message[head:] for message in messages]))
-    if on_device:
-        joined.update(_join(leaves, on_device, counts, _gather_on_device(ctx, leaves, on_device, counts)))
-    return [joined[i] for i in range(len(leaves))]
-
-
-def _gather_on_device(
-    ctx: DistContext, leaves: list[torch.Tensor], chosen: list[int], counts: list[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    mine = pack([leaves[i] for i in chosen], ctx.device)
-    widths = [
-        sum(packed_bytes(leaves[i].dtype, [int(count[i]), *leaves[i].shape[1:]]) for i in chosen) for count in counts
-    ]
-    padded = mine.new_zeros(max(widths))
-    padded[: mine.numel()] = mine
-    return list(all_gather_flat(ctx.comm, padded)) if max(widths) else [mine] * len(counts)
-
-
-def _join(
-    leaves: list[torch.Tensor], chosen: list[int], counts: list[torch.Tensor], buffers: Sequence[torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    dtypes = [leaves[i].dtype for i in chosen]
-    parts = [
-        unpack(buffer, dtypes, [[int(count[i]), *leaves[i].shape[1:]] for i in chosen])
-        for buffer, count in zip(buffers, counts, strict=True)
-    ]
-    return {i: torch.cat([part[at] for part in parts]) for at, i in enumerate(chosen)}
+        joined = [leaf.detach().clone().reshape(leaf.shape or 1) for leaf in leaves.tensors]
+    else:
+        joined = gather_rows(ctx, leaves, make_call(ctx, "gather", tree, leaves, f"dst={dst}", open_dim=0), dst)
+    if joined is None:
+        return None
+    return trees.replace_tensors(tree, [leaf.to(to) for leaf in joined] if to else joined, ctx.containers)

@@ -1,97 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors to bytes and back, aligned so that every dtype can be viewed in place."""
+"""Tensors to bytes and back: those of one dtype side by side, each dtype aligned so that it can be viewed in place."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from accel.errors import TreeError
-from accel.tree import leaves
+LARGE_BYTES = 64 * 1024  # a tensor of so many travels by itself, which costs less than to copy it
 
 _ALIGN = 16  # the widest dtype's size
 
 
-def tensor_leaves(tree: object, device: torch.device) -> list[tuple[str, torch.Tensor]]:
-    """List the tensors of a tree with their paths.
+class Group(NamedTuple):
+    """The tensors of one dtype in a packed buffer.
 
-    Raises:
-        TreeError: a leaf that is no tensor, other than None; or a tensor that cannot be sent; by its path.
+    Attributes:
+        dtype: theirs.
+        members: their numbers in the list that is packed.
+        counts: elements of each.
+        start, stop: where they are in the buffer, in bytes.
     """
-    found: list[tuple[str, torch.Tensor]] = []
-    for path, leaf in leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            check_packable(path, leaf, device)
-            found.append((path, leaf))
-        elif leaf is not None:
-            raise TreeError(
-                "only tensors are combined over ranks",
-                expected="a tensor",
-                got=f"{type(leaf).__name__} {leaf!r:.40}",
-                where=path,
-                fix="Pass torch.as_tensor(...) of numbers and arrays, and leave out what is none.",
-            )
-    return found
+
+    dtype: torch.dtype
+    members: list[int]
+    counts: list[int]
+    start: int
+    stop: int
 
 
-def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
-    """Raise `TreeError` for a tensor that has no plain memory, or lies on neither the CPU nor the rank's device."""
-    if leaf.layout is not torch.strided or leaf.is_quantized:
-        raise TreeError(
-            "a tensor that cannot be sent",
-            expected="a dense tensor",
-            got=f"{leaf.layout}, quantized={leaf.is_quantized}",
-            where=path,
-            fix="Send its dense parts.",
-        )
-    if leaf.device.type != "cpu" and leaf.device != device:
-        raise TreeError(
-            "a tensor on a device that is not this rank's",
-            expected=f"{device} or cpu",
-            got=str(leaf.device),
-            where=path,
-            fix="Move it with .to(ctx.device).",
-        )
+class Packing(NamedTuple):
+    """Where tensors are in a packed buffer of so many bytes."""
+
+    groups: list[Group]
+    nbytes: int
 
 
-def describe(leaf: torch.Tensor, *, ragged: bool) -> str:
-    """Say dtype, shape and kind of device; the first dimension is left open when it may differ between ranks."""
-    shape = list(map(str, leaf.shape))
-    if ragged and shape:
-        shape[0] = "*"
-    place = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
-    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{place}"
+def plan_parcels(dtypes: Sequence[torch.dtype], counts: Sequence[int], places: Sequence[str]) -> list[list[int]]:
+    """Choose what travels together: the small tensors of each kind of device, and each large one alone.
+
+    Args:
+        dtypes, counts, places: dtype, elements and type of device of each tensor of a list.
+
+    Returns:
+        The numbers of the tensors of each parcel.
+    """
+    small: dict[str, list[int]] = {}
+    large: list[list[int]] = []
+    for i, (dtype, count, place) in enumerate(zip(dtypes, counts, places, strict=True)):
+        if count * dtype.itemsize >= LARGE_BYTES:
+            large.append([i])
+        else:
+            small.setdefault(place, []).append(i)
+    return [*small.values(), *large]
 
 
-def pack(leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Lay tensors one after another into a new uint8 tensor on a device, each aligned."""
-    sizes = [leaf.nbytes for leaf in leaves]
-    buffer = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
-    for leaf, part in zip(leaves, _parts(buffer, sizes), strict=True):
-        part.view(leaf.dtype).view(leaf.shape).copy_(leaf.detach())  # copies strides and conjugate views as they read
+def plan_packing(dtypes: Sequence[torch.dtype], counts: Sequence[int], chosen: Sequence[int]) -> Packing:
+    """Lay out some of a list of tensors.
+
+    Args:
+        dtypes, counts: dtype and elements of each tensor of the list.
+        chosen: the numbers of those to pack.
+    """
+    members: dict[torch.dtype, list[int]] = {}
+    for i in chosen:
+        members.setdefault(dtypes[i], []).append(i)
+    groups: list[Group] = []
+    at = 0
+    for dtype, same in members.items():
+        own = [counts[i] for i in same]
+        stop = at + sum(own) * dtype.itemsize
+        groups.append(Group(dtype, same, own, at, stop))
+        at = aligned(stop)
+    return Packing(groups, at if len(chosen) > 1 else sum(group.stop for group in groups))
+
+
+def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor], lead: bytes = b"") -> torch.Tensor:
+    """Copy tensors into a new buffer: uint8, shape [aligned lead + packing.nbytes], on the device of the first.
+
+    Args:
+        packing: where they go, behind the lead.
+        tensors: the list that was planned.
+        lead: bytes to begin with, on the CPU.
+    """
+    skip = aligned(len(lead))
+    device = tensors[packing.groups[0].members[0]].device if packing.groups else None
+    buffer = torch.empty(skip + packing.nbytes, dtype=torch.uint8, device=device)
+    if lead:
+        buffer[: len(lead)] = torch.frombuffer(bytearray(lead), dtype=torch.uint8)
+    with torch.no_grad():
+        for dtype, members, _, start, stop in packing.groups:
+            flat = [tensors[i] if tensors[i].ndim == 1 else tensors[i].reshape(-1) for i in members]
+            torch.cat(flat, out=buffer[skip + start : skip + stop].view(dtype))  # resolves conjugation and strides
     return buffer
 
 
+def bytes_of(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As `to_bytes`, but a single tensor whose elements lie in order is viewed and not copied."""
+    if len(packing.groups) != 1 or len(packing.groups[0].members) != 1:
+        return to_bytes(packing, tensors)
+    tensor = tensors[packing.groups[0].members[0]].detach()
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:
+    """View the parts of a buffer by dtype.
+
+    Args:
+        packing: what was packed.
+        buffer: uint8, shape [..., packing.nbytes or more].
+
+    Yields:
+        Each group, and its elements, shape [..., elements of the group].
+    """
+    for group in packing.groups:
+        yield group, buffer[..., group.start : group.stop].view(group.dtype)
+
+
+def split(group: Group, elements: torch.Tensor, *, give: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+    """Take the elements of a group apart, each tensor into memory of its own.
+
+    Args:
+        group: what is in `elements`.
+        elements: shape [..., elements of the group].
+        give: whether a single tensor may keep the memory of `elements`, if that holds nothing else.
+
+    Yields:
+        The number of each tensor, and its elements, shape [..., count].
+    """
+    if give and elements.untyped_storage().nbytes() == elements.nbytes and len(group.members) == 1:
+        yield group.members[0], elements
+    else:
+        parts = cast(Any, torch).split_with_sizes_copy(elements, group.counts, dim=-1)  # its stub forgets the result
+        yield from zip(group.members, parts, strict=True)
+
+
+def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Copy tensors into one new uint8 tensor on a device; `unpack` finds them there by their dtypes and shapes."""
+    counts = [tensor.numel() for tensor in tensors]
+    packing = plan_packing([tensor.dtype for tensor in tensors], counts, range(len(counts)))
+    return to_bytes(packing, [tensor.to(device) for tensor in tensors])
+
+
 def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """View the tensors that `pack` laid into a buffer; they share its memory."""
-    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
-    parts = _parts(buffer, sizes)
-    return [part.view(dtype).view(tuple(shape)) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
+    """View the tensors that `pack` copied into a buffer; they share its memory."""
+    counts = [math.prod(shape) for shape in shapes]
+    found: dict[int, torch.Tensor] = {}
+    for group, elements in sections(plan_packing(dtypes, counts, range(len(counts))), buffer):
+        found.update(zip(group.members, torch.split(elements, group.counts), strict=True))
+    return [found[i].view(tuple(shape)) for i, shape in enumerate(shapes)]
 
 
-def packed_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return how many bytes a tensor takes in a packed buffer."""
-    return _padded(dtype.itemsize * math.prod(shape))
-
-
-def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    at = 0
-    for size in sizes:
-        yield buffer[at : at + size]
-        at += _padded(size)
-
-
-def _padded(size: int) -> int:
+def aligned(size: int) -> int:
+    """Round a number of bytes up so that any dtype may follow."""
     return -(-size // _ALIGN) * _ALIGN

@@ -8,10 +8,11 @@ from typing import Literal, TypeVar, get_args
 import torch
 
 from accel import tree as trees
-from accel.collectives._pack import describe, pack, tensor_leaves, unpack
-from accel.comm import INLINE_BYTES, Call, all_reduce_flat, call_site, exchange, fail
+from accel.collectives._leaves import Leaves, make_call, read_leaves
+from accel.collectives._pack import plan_packing, plan_parcels, sections, split, to_bytes
+from accel.comm import INLINE_BYTES, Call, ReduceOp, all_reduce_flat, as_tensor, shared_failure, start
 from accel.context import DistContext
-from accel.errors import ConfigError, TreeError, check_choice
+from accel.errors import TreeError, check_choice
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "min", "product"]
@@ -23,6 +24,9 @@ _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.
 def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
     """Return the tree with each tensor replaced by its combination over all ranks. A collective.
 
+    All ranks get the same bits. How floating-point sums round depends on the size of the tree, because small ones are
+    added in rank order and large ones as the backend does it.
+
     Args:
         ctx: the context.
         tree: nested containers; each tensor has the same shape and dtype on every rank; and None.
@@ -30,75 +34,85 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
             anything but sum and mean of complex numbers.
 
     Returns:
-        The same containers with new tensors of the same shape, dtype and device.
+        The same containers with new tensors of the same shape, dtype and device, which belong to no autograd graph.
 
     Raises:
         CollectiveMismatch: ranks differ in operation, structure, dtype or shape; on every rank.
-        ConfigError: an unknown operation.
+        ConfigError: an unknown operation; on every rank.
         TreeError: an operation that a tensor's dtype cannot carry out, or a tensor that cannot be sent; by its path, on
             every rank.
     """
-    try:
+    with shared_failure(ctx.comm, "reduce"):
         check_choice(op, get_args(Reduction), "unknown operation", where="reduce(op=)")
-        found = tensor_leaves(tree, ctx.device)
-        for path, leaf in found:
-            _check_dtype(path, leaf, op)
-    except (ConfigError, TreeError) as error:
-        fail(ctx.comm, Call("reduce", site=call_site()), error)
-    leaves = [leaf.detach() for _, leaf in found]
+        leaves = read_leaves(ctx, tree)
+        if any(_refusal(dtype, op) for dtype in set(leaves.dtypes)):
+            _refuse(ctx, tree, op)
     if ctx.world_size == 1:
         ctx.comm.check_open()
-        return trees.replace_tensors(tree, [leaf.clone() for leaf in leaves])
-    detail = [f"{path}: {describe(leaf, ragged=False)}" for path, leaf in found]
-    call = Call("reduce", "\n".join([op, *detail, trees.structure(tree)]), call_site())
-    return trees.replace_tensors(tree, _reduce(ctx, call, leaves, op))
+        reduced = [leaf.detach().clone() for leaf in leaves.tensors]
+    else:
+        reduced = _reduce(ctx, leaves, make_call(ctx, "reduce", tree, leaves, f"op={op}"), op)
+    return trees.replace_tensors(tree, reduced, ctx.containers)
 
 
-def _reduce(ctx: DistContext, call: Call, leaves: list[torch.Tensor], op: Reduction) -> list[torch.Tensor]:
-    """Combine what is small in the checked message, in rank order; what is large by all-reduce, one per dtype."""
-    size = sum(leaf.nbytes + 16 for leaf in leaves)
-    small = size <= INLINE_BYTES and all(leaf.device.type == "cpu" for leaf in leaves)
-    payload = pack(leaves, torch.device("cpu")) if small else torch.empty(0, dtype=torch.uint8)
-    messages = exchange(ctx.comm, call, payload)
-    if small:
-        dtypes, shapes = [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves]
-        ranks = [unpack(message, dtypes, shapes) for message in messages]
-        return [_combine(torch.stack(parts), op) for parts in zip(*ranks, strict=True)]
-    result: list[torch.Tensor | None] = [None] * len(leaves)
-    kinds = {(leaf.dtype, leaf.device) for leaf in leaves}
-    for dtype, device in sorted(kinds, key=str):
-        chosen = [i for i, leaf in enumerate(leaves) if (leaf.dtype, leaf.device) == (dtype, device)]
-        flat = torch.cat([leaves[i].reshape(-1) for i in chosen])
-        wire = flat.to(torch.uint8) if dtype == torch.bool else flat
-        wire = wire.to(ctx.comm.control) if device.type == "cpu" else wire
-        total = all_reduce_flat(ctx.comm, wire, "sum" if op == "mean" else op).to(device, dtype)
-        total = total.div_(ctx.world_size) if op == "mean" else total
-        at = 0
-        for i in chosen:
-            result[i] = total[at : at + leaves[i].numel()].view(leaves[i].shape)
-            at += leaves[i].numel()
-    return [leaf for leaf in result if leaf is not None]
+def _reduce(ctx: DistContext, leaves: Leaves, call: Call, op: Reduction) -> list[torch.Tensor]:
+    """Combine what is small in the checked message, in rank order; the rest by all-reduce, one for each dtype."""
+    counts = [leaf.numel() for leaf in leaves.tensors]
+    reduced: dict[int, torch.Tensor] = {}
+    whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
+    if whole.nbytes <= INLINE_BYTES and leaves.on_cpu:
+        answers = start(ctx.comm, call, to_bytes(whole, leaves.tensors))()
+        for group, elements in sections(whole, answers.inline):
+            reduced.update(split(group, _combine(elements, op), give=True))
+    else:
+        wait = start(ctx.comm, call, as_tensor(b""))
+        parcels = plan_parcels(leaves.dtypes, counts, leaves.places)
+        packings = [plan_packing(leaves.dtypes, counts, chosen) for chosen in parcels]
+        buffers = [to_bytes(packing, leaves.tensors) for packing in packings]  # while the first message travels
+        _ = wait()
+        for packing, buffer in zip(packings, buffers, strict=True):
+            for group, elements in sections(packing, buffer):
+                reduced.update(split(group, _all_reduce(ctx, elements, op), give=True))
+    return [reduced[i].view(shape) if len(shape) != 1 else reduced[i] for i, shape in enumerate(leaves.shapes)]
 
 
-def _combine(stacked: torch.Tensor, op: Reduction) -> torch.Tensor:
+def _all_reduce(ctx: DistContext, flat: torch.Tensor, op: Reduction) -> torch.Tensor:
+    """Combine a flat tensor over all ranks; it may be overwritten."""
+    wire_op: ReduceOp = "sum" if op == "mean" else op
+    wire = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+    if op == "mean" and flat.dtype in (torch.float16, torch.bfloat16):
+        wire = wire.div_(ctx.world_size)  # before the sum, which could be too large for them
+    if flat.device.type == "cpu" != ctx.comm.control.type:
+        wire = wire.to(ctx.comm.control)
+    total = all_reduce_flat(ctx.comm, wire, wire_op).to(flat.device).view(flat.dtype)
+    return total.div_(ctx.world_size) if op == "mean" and wire.dtype.itemsize > 2 else total
+
+
+def _combine(ranks: torch.Tensor, op: Reduction) -> torch.Tensor:
+    """Combine along the first dimension."""
     if op == "sum":
-        return stacked.sum(0, dtype=stacked.dtype)
+        return ranks.sum(0, dtype=ranks.dtype)
     if op == "mean":
-        return stacked.mean(0)
+        return ranks.mean(0)
     if op == "product":
-        return stacked.prod(0, dtype=stacked.dtype)
-    return stacked.amax(0) if op == "max" else stacked.amin(0)
+        return ranks.prod(0, dtype=ranks.dtype)
+    return ranks.amax(0) if op == "max" else ranks.amin(0)
 
 
-def _check_dtype(path: str, leaf: torch.Tensor, op: Reduction) -> None:
-    integer = not (leaf.is_floating_point() or leaf.is_complex())
-    refused = {
-        "a mean of integers is not an integer": op == "mean" and integer,
-        "bool cannot be added or multiplied": leaf.dtype == torch.bool and op in ("sum", "product"),
-        "complex numbers have no order": leaf.is_complex() and op in ("max", "min"),
-        "backends cannot multiply complex numbers": leaf.is_complex() and op == "product",
-        "backends cannot combine this dtype": leaf.dtype not in _DTYPES,
-    }
-    for problem, holds in refused.items():
-        if holds:
+def _refuse(ctx: DistContext, tree: object, op: Reduction) -> None:
+    for path, leaf in trees.tensors(tree, ctx.containers):
+        if problem := _refusal(leaf.dtype, op):
             raise TreeError(problem, got=f"{op} of {leaf.dtype}", where=path, fix="Convert the tensor first.")
+
+
+def _refusal(dtype: torch.dtype, op: Reduction) -> str:
+    """Say why a dtype cannot be combined so; "" if it can."""
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return "a mean of integers is not an integer"
+    if dtype == torch.bool and op in ("sum", "product"):
+        return "bool cannot be added or multiplied"
+    if dtype.is_complex and op in ("max", "min"):
+        return "complex numbers have no order"
+    if dtype.is_complex and op == "product":
+        return "backends cannot multiply complex numbers"
+    return "" if dtype in _DTYPES else "backends cannot combine this dtype"

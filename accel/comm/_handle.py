@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - a documented name
 
+from accel.comm._absent import RollCall
 from accel.comm._rendezvous import open_store
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, ContextClosedError, PeerError
+
+_FEW_RANKS = 4  # up to here a message to each rank takes less time than gloo's all-gather
 
 
 class Comm:
@@ -21,10 +26,12 @@ class Comm:
         rank, size: this process's place in the group.
         backend: c10d's name for what carries tensors on the rank's device; "none" without a group.
         control: the device that small control messages travel on; the CPU wherever the group can.
+        direct: whether small messages go from each rank to each, and not by a collective.
         owned: whether `close` destroys the group.
+        roll: where ranks note who came to a collective that failed; None where no store is known.
     """
 
-    __slots__ = ("_closed", "_group", "backend", "control", "owned", "rank", "size")
+    __slots__ = ("_closed", "_group", "_number", "backend", "control", "direct", "owned", "rank", "roll", "size")
 
     def __init__(
         self,
@@ -35,14 +42,19 @@ class Comm:
         backend: str,
         control: torch.device,
         owned: bool,
+        over_gloo: bool = False,
+        roll: RollCall | None = None,
     ) -> None:
         self._group = group
         self._closed = False
+        self._number = 0
         self.rank = rank
         self.size = size
         self.backend = backend
         self.control = control
+        self.direct = 1 < size <= _FEW_RANKS and control.type == "cpu" and over_gloo
         self.owned = owned
+        self.roll = roll
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"
@@ -67,13 +79,20 @@ class Comm:
                 fix="Move the call into the block.",
             )
 
+    def next_number(self) -> int:
+        """Count a collective: equal numbers on all ranks as long as they make the same calls."""
+        self._number += 1
+        return self._number
+
     def close(self) -> None:
         """Drop the group, and destroy it if it was opened here. Later use raises; a second close does nothing."""
         if self._closed:
             return
         # somebody may have destroyed it already, and even opened another that is not ours to destroy
         owned = self.owned and self._group is not None and dist.group.WORLD is self._group
-        self._closed, self._group = True, None
+        if owned and self.roll is not None:
+            self.roll.leave()
+        self._closed, self._group, self.roll = True, None, None
         if owned:
             gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
             dist.destroy_process_group()
@@ -119,7 +138,16 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
             where="from_env",
             fix="See whether another rank failed before, and whether that address can be reached.",
         ) from error
-    return Comm(dist.group.WORLD, env.rank, env.world_size, backend=chosen, control=torch.device("cpu"), owned=True)
+    return Comm(
+        dist.group.WORLD,
+        env.rank,
+        env.world_size,
+        backend=chosen,
+        control=torch.device("cpu"),
+        owned=True,
+        over_gloo="gloo" in both,
+        roll=RollCall(store, env.rank, env.world_size),
+    )
 
 
 def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
@@ -129,8 +157,16 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
         group: any process group of torch, or a subclass.
         device: this rank's device.
     """
-    control = _control_device(group, device)
-    return Comm(group, group.rank(), group.size(), backend=group.name(), control=control, owned=False)
+    return Comm(
+        group,
+        group.rank(),
+        group.size(),
+        backend=group.name(),
+        control=_control_device(group, device),
+        owned=False,
+        over_gloo="gloo" in group.name(),
+        roll=_roll_of(group),
+    )
 
 
 def _adopt_default(env: LaunchEnv, device: torch.device, backend: str | None) -> Comm:
@@ -163,3 +199,11 @@ def _control_device(group: dist.ProcessGroup, device: torch.device) -> torch.dev
     except (RuntimeError, ValueError, KeyError):  # a group that c10d does not know
         serves_cpu = False
     return torch.device("cpu") if serves_cpu else device
+
+
+def _roll_of(group: dist.ProcessGroup) -> RollCall | None:
+    try:
+        store = cast(Any, group).get_group_store()
+    except (AttributeError, RuntimeError):  # an older torch
+        return None
+    return RollCall(PrefixStore("accel", store), group.rank(), group.size()) if store is not None else None

@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from accel.comm._absent import absence
+from accel.comm._call import public_call
 from accel.comm._handle import Comm
-from accel.errors import PeerError
+from accel.errors import AccelError, PeerError
 
 ReduceOp = Literal["sum", "max", "min", "product"]
+
+# gloo's all-gather copies everything twice, through memory of its own; a broadcast from each rank copies nothing, and
+# lets lengths differ. It takes longer to begin, which costs more below so many bytes.
+_BROADCAST_BYTES = 128 * 1024
+
+_TAG = 0xACCE1  # so that these messages are never taken for a user's own sends
 
 _LOST = (
     "gloo/",
@@ -32,9 +41,60 @@ def all_gather_flat(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
         mine: this rank's tensor, shape [length], contiguous.
     """
     out = mine.new_empty(comm.size * mine.numel())
-    group = comm.group
-    _run("all_gather", lambda: _all_gather()(out, mine, group=group))
+    start_all_gather(comm, out, mine)()
     return out.view(comm.size, -1)
+
+
+def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+    """Begin to gather equally long 1-d tensors into `out`, and return what waits for the end. A collective.
+
+    Args:
+        comm: an open handle of more than one rank.
+        out: shape [size * length], contiguous; overwritten.
+        mine: shape [length], contiguous; not to be touched until the wait.
+    """
+    if comm.direct:
+        return _swap(comm, out.view(comm.size, -1).unbind(), mine)
+    group = comm.group
+    return _start(comm, lambda: [_all_gather()(out, mine, group=group, async_op=True)])
+
+
+def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int | None = None) -> torch.Tensor | None:
+    """Gather the bytes of all ranks, one after another, without copying those that are many. A collective.
+
+    Args:
+        comm: an open handle of more than one rank.
+        mine: this rank's bytes, uint8, shape [sizes[comm.rank]], contiguous.
+        sizes: bytes of each rank, the same list on all ranks.
+        dst: the rank that gets them; None for all.
+
+    Returns:
+        All ranks' bytes, uint8, shape [sum of sizes]; None where they are not wanted.
+    """
+    if mine.device.type == "cpu" != comm.control.type:
+        gathered = gather_bytes(comm, mine.to(comm.control), sizes, dst)
+        return gathered.cpu() if gathered is not None else None
+    if dst is not None:
+        return _gather_to(comm, mine, sizes, dst)
+    out = mine.new_empty(sum(sizes))
+    if not out.numel():
+        return out
+    few = max(sizes) < _BROADCAST_BYTES
+    if len(set(sizes)) == 1 and (few or mine.device.type != "cpu"):
+        start_all_gather(comm, out, mine)()
+    elif few and comm.direct:
+        _swap(comm, torch.split(out, list(sizes)), mine)()
+    elif few:
+        padded = mine.new_zeros(max(sizes))
+        padded[: mine.numel()] = mine
+        rows = all_gather_flat(comm, padded)
+        torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)], out=out)
+    else:
+        parts = torch.split(out, list(sizes))
+        _ = parts[comm.rank].copy_(mine)
+        filled = [(rank, part) for rank, part in enumerate(parts) if part.numel()]
+        _start(comm, lambda: [_broadcast(comm, part, rank) for rank, part in filled])()
+    return out
 
 
 def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tensor:
@@ -45,8 +105,7 @@ def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tenso
         mine: this rank's tensor, the same shape and dtype on every rank; overwritten.
         op: how to combine.
     """
-    group = comm.group
-    _run("all_reduce", lambda: cast(Any, dist).all_reduce(mine, op=_reduce_op(op), group=group))
+    start_all_reduce(comm, mine, op)()
     return mine
 
 
@@ -57,24 +116,13 @@ def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[
         comm, mine, op: as there. `mine` is not to be touched until the wait.
     """
     group = comm.group
-    works: list[Any] = []
-    _run(
-        "all_reduce",
-        lambda: works.append(cast(Any, dist).all_reduce(mine, op=_reduce_op(op), group=group, async_op=True)),
-    )
-    return lambda: _run("all_reduce", works[0].wait)
-
-
-def peer_error(error: BaseException, name: str) -> PeerError | None:
-    """Make a `PeerError` of an error that says that another rank was lost; None for any other error.
-
-    Args:
-        error: what a backward or forward raised whose collectives torch runs by itself.
-        name: the call, for the message.
-    """
-    text = str(error)
-    lost = isinstance(error, dist.DistError) or any(sign in text for sign in _LOST)
-    return _lost(name, error) if lost and not isinstance(error, PeerError) else None
+    kinds = {
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+        "product": dist.ReduceOp.PRODUCT,
+    }
+    return _start(comm, lambda: [cast(Any, dist).all_reduce(mine, op=kinds[op], group=group, async_op=True)])
 
 
 def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
@@ -85,9 +133,10 @@ def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
         tensor: the same shape and dtype on every rank; overwritten on all but `source`.
         source: whose tensor all get.
     """
-    group = comm.group
     plain = tensor.contiguous()
-    _run("broadcast", lambda: cast(Any, dist).broadcast(plain, group=group, group_src=source))
+    if plain.device.type == "cpu" != comm.control.type:
+        plain = plain.to(comm.control)
+    _start(comm, lambda: [_broadcast(comm, plain, source)])()
     if plain is not tensor:
         _ = tensor.copy_(plain)
 
@@ -99,12 +148,9 @@ def send_flat(comm: Comm, tensors: Mapping[int, torch.Tensor]) -> None:
         comm: an open handle of more than one rank.
         tensors: by receiving rank, contiguous.
     """
-    group = comm.group
-
-    def send(rank: int, tensor: torch.Tensor) -> Any:
-        return cast(Any, dist).isend(tensor.to(comm.control), group=group, group_dst=rank)
-
-    _run("send", lambda: [work.wait() for work in [send(rank, tensor) for rank, tensor in tensors.items()]])
+    works = _guarded(lambda: [_send(comm, tensor.to(comm.control), rank) for rank, tensor in tensors.items()], tensors)
+    for rank, work in zip(tensors, works, strict=True):
+        _guarded(work.wait, [rank])
 
 
 def receive_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
@@ -115,11 +161,62 @@ def receive_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
         tensor: of the length and dtype that is sent, contiguous; overwritten.
         source: the sending rank.
     """
-    group = comm.group
     buffer = tensor.to(comm.control)
-    _run("receive", lambda: cast(Any, dist).irecv(buffer, group=group, group_src=source).wait())
+    _guarded(lambda: _receive(comm, buffer, source).wait(), [source])
     if buffer is not tensor:
         _ = tensor.copy_(buffer)
+
+
+def peer_error(error: BaseException, name: str) -> PeerError | None:
+    """Make a `PeerError` of an error that says that another rank was lost; None for any other error.
+
+    Args:
+        error: what a backward or forward raised whose collectives torch runs by itself.
+        name: the call, for the message.
+    """
+    text = str(error)
+    if isinstance(error, PeerError) or not (isinstance(error, dist.DistError) or any(sign in text for sign in _LOST)):
+        return None
+    return PeerError(
+        f"{name} did not complete: {error}",
+        expected="every rank in this call",
+        fix="Another rank has left or hangs; look for its error first.",
+    )
+
+
+def _gather_to(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int) -> torch.Tensor | None:
+    if comm.rank != dst:
+        _start(comm, lambda: [_send(comm, mine, dst)] if mine.numel() else [])()
+        return None
+    out = mine.new_empty(sum(sizes))
+    parts = torch.split(out, list(sizes))
+    _ = parts[dst].copy_(mine)
+    _start(comm, lambda: _receive_all(comm, parts))()
+    return out
+
+
+def _swap(comm: Comm, parts: Sequence[torch.Tensor], mine: torch.Tensor) -> Callable[[], None]:
+    """Send to each rank and receive from each: on gloo far quicker than a collective, as long as ranks are few."""
+    _ = parts[comm.rank].copy_(mine)
+    others = [(comm.rank + distance) % comm.size for distance in range(1, comm.size)] if mine.numel() else []
+    return _start(comm, lambda: _receive_all(comm, parts) + [_send(comm, mine, rank) for rank in others])
+
+
+def _send(comm: Comm, tensor: torch.Tensor, dst: int) -> Any:
+    return cast(Any, dist).isend(tensor, group=comm.group, group_dst=dst, tag=_TAG)
+
+
+def _receive(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
+    return cast(Any, dist).irecv(tensor, group=comm.group, group_src=source, tag=_TAG)
+
+
+def _receive_all(comm: Comm, parts: Sequence[torch.Tensor]) -> list[Any]:
+    sources = [rank for rank, part in enumerate(parts) if rank != comm.rank and part.numel()]
+    return [_receive(comm, parts[rank], rank) for rank in sources]
+
+
+def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
+    return cast(Any, dist).broadcast(tensor, group=comm.group, group_src=source, async_op=True)
 
 
 def _all_gather() -> Callable[..., Any]:
@@ -128,26 +225,38 @@ def _all_gather() -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(dist, name))
 
 
-def _run(name: str, call: Callable[[], object]) -> None:
+def _guarded(action: Callable[[], Any], others: Iterable[int]) -> Any:
+    """Do something that only a pair of ranks takes part in."""
     try:
-        call()
+        return action()
+    except AccelError:  # a simulated group's
+        raise
     except RuntimeError as error:
-        raise _lost(name, error) from error
+        raise PeerError(
+            f"rank {', '.join(map(str, others))} has left or hangs",
+            expected="its part in a transfer",
+            got=str(error).splitlines()[0],
+            where=public_call(),
+            fix="See what it did last: its error, its other branch, or what it waits for.",
+        ) from error
 
 
-def _lost(name: str, error: BaseException) -> PeerError:
-    return PeerError(
-        f"{name} did not complete: {error}",
-        expected="every rank in this call",
-        fix="Another rank has left or hangs; look for its error first.",
-    )
+def _start(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
+    """Begin transfers that all ranks take part in, and return what waits for their end."""
+    number, began = comm.next_number(), time.monotonic()
+    works: list[Any] = []
 
+    def run(action: Callable[[], object]) -> None:
+        try:
+            _ = action()
+        except AccelError:  # a simulated group's
+            raise
+        except RuntimeError as error:
+            raise absence(comm.roll, comm.rank, comm.size, number, time.monotonic() - began, error) from error
 
-def _reduce_op(op: ReduceOp) -> Any:
-    kinds = {
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-        "product": dist.ReduceOp.PRODUCT,
-    }
-    return kinds[op]
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    run(lambda: works.extend(begin()))
+    return lambda: run(wait)

@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 
 from accel.collectives import gather
-from accel.comm import Call, call_site, fail
+from accel.comm import shared_failure
 from accel.context import DistContext
 from accel.data._batches import Batch
-from accel.errors import DataError, TreeError
+from accel.errors import DataError
 from accel.tree import map_tensors, tensors
 
 T = TypeVar("T")
@@ -35,15 +35,13 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
         DataError: a tensor whose first dimension is not the batch's; on every rank.
         CollectiveMismatch, TreeError: as `gather`.
     """
-    try:
-        _check_rows(tree, batch)
-    except (DataError, TreeError) as error:
-        fail(ctx.comm, Call("gather_for_metrics", site=call_site()), error)
-    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree))
+    with shared_failure(ctx.comm, "gather_for_metrics"):
+        _check_rows(ctx, tree, batch)
+    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree, ctx.containers))
 
 
-def _check_rows(tree: object, batch: Batch) -> None:
-    for path, leaf in tensors(tree):
+def _check_rows(ctx: DistContext, tree: object, batch: Batch) -> None:
+    for path, leaf in tensors(tree, ctx.containers):
         if leaf.ndim and leaf.shape[0] != batch.rows:
             raise DataError(
                 "a tensor that does not belong to the batch",

@@ -115,7 +115,7 @@ MISMATCHES = {
     "rows of much": ((torch.zeros(2000), "sum"), (torch.zeros(2001), "sum"), ("$: float32[2000]", "$: float32[2001]")),
     "dtype": (({"a": X}, "sum"), ({"a": X.half()}, "sum"), ("$.a: float32[2, 3]", "$.a: float16[2, 3]")),
     "key": (({"a": X}, "sum"), ({"b": X}, "sum"), ("$.a", "$.b")),
-    "structure": (((X,), "sum"), ([X], "sum"), ("tuple(", "list(")),
+    "structure": (((X,), "sum"), ([X], "sum"), ("$: tuple", "$: list")),
 }
 
 

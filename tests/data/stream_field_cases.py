@@ -80,9 +80,11 @@ def case_w45_no_pickle_and_one_message_with_what_is_a_ranks_own(ctx):
         for name in ("dumps", "loads", "Pickler", "Unpickler"):
             patch.setattr(pickle, name, refuse)
         batch = next(batches)
-    assert calls == ["gather", "irecv" if ctx.rank else "isend"]
+    *checked, last = calls
+    assert checked in (["gather"], ["irecv", "isend"])  # the first message goes directly where ranks are few
+    assert last == ("irecv" if ctx.rank else "isend")
     own = sum(leaf.nbytes for leaf in (batch.data["id"], batch.data["a"], batch.data["b"][0]))
-    assert own <= sizes[0] < own + 200
+    assert own <= sizes[-1] < own + 200
     first = 4 + 2 * ctx.rank
     assert list(batch.data["b"][1]) == [f"text {first}", f"text {first + 1}"]
     assert batch.data["a"][:, 0].tolist() == [first, first + 1]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`broadcast`: the tensors of one rank, for all."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from accel import tree as trees
+from accel.collectives._leaves import Leaves, check_rank, make_call, read_leaves
+from accel.collectives._pack import Packing, bytes_of, plan_packing, plan_parcels, sections, split, to_bytes
+from accel.comm import INLINE_BYTES, Call, as_tensor, broadcast_flat, shared_failure, start
+from accel.context import DistContext
+
+T = TypeVar("T")
+
+
+def broadcast(ctx: DistContext, tree: T, *, src: int = 0) -> T:
+    """Return the tree with each tensor replaced by that of one rank. A collective.
+
+    Args:
+        ctx: the context.
+        tree: nested containers; each tensor has the same shape and dtype on every rank, whatever it holds there; and
+            None.
+        src: the rank whose tensors all get.
+
+    Returns:
+        The same containers with new tensors, which belong to no autograd graph, each on the kind of device where this
+        rank's was.
+
+    Raises:
+        CollectiveMismatch: ranks differ in `src`, structure, dtype or shape; on every rank.
+        ConfigError: no such rank; on every rank.
+        TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
+            its path, on every rank.
+    """
+    with shared_failure(ctx.comm, "broadcast"):
+        check_rank(ctx, src, "broadcast, src=")
+        leaves = read_leaves(ctx, tree)
+    if ctx.world_size == 1:
+        ctx.comm.check_open()
+        received = [leaf.detach().clone() for leaf in leaves.tensors]
+    else:
+        received = _broadcast(ctx, leaves, make_call(ctx, "broadcast", tree, leaves, f"src={src}"), src)
+    return trees.replace_tensors(tree, received, ctx.containers)
+
+
+def _broadcast(ctx: DistContext, leaves: Leaves, call: Call, src: int) -> list[torch.Tensor]:
+    """Send what is small in the checked message; the rest follows, when all ranks are known to expect the same."""
+    counts, sends = [leaf.numel() for leaf in leaves.tensors], ctx.rank == src
+    received: dict[int, torch.Tensor] = {}
+    whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
+    if whole.nbytes <= INLINE_BYTES and leaves.on_cpu:
+        answers = start(ctx.comm, call, to_bytes(whole, leaves.tensors) if sends else as_tensor(b""))()
+        for group, elements in sections(whole, answers.inline[src]):
+            received.update(split(group, elements))
+    else:
+        _ = start(ctx.comm, call, as_tensor(b""))()
+        for chosen in plan_parcels(leaves.dtypes, counts, leaves.places):
+            packing, device = plan_packing(leaves.dtypes, counts, chosen), leaves.tensors[chosen[0]].device
+            buffer = bytes_of(packing, leaves.tensors) if sends else _room(packing, device)
+            broadcast_flat(ctx.comm, buffer, source=src)
+            for group, elements in sections(packing, buffer):
+                received.update(split(group, elements, give=not sends))
+    return [received[i].view(shape) for i, shape in enumerate(leaves.shapes)]
+
+
+def _room(packing: Packing, device: torch.device) -> torch.Tensor:
+    return torch.empty(packing.nbytes, dtype=torch.uint8, device=device)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a tree, checked before they are sent, and what ranks must agree on about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from accel import tree as trees
+from accel.comm import Call
+from accel.context import DistContext
+from accel.errors import ConfigError, TreeError
+
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+             torch.uint64)  # fmt: skip
+
+
+class Leaves(NamedTuple):
+    """The tensors of a tree in order, with facts that are looked up once.
+
+    Attributes:
+        tensors, dtypes, shapes, places: of each tensor; its place is the type of its device.
+        on_cpu: whether all are on the CPU.
+        structure: containers and keys as text.
+    """
+
+    tensors: list[torch.Tensor]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    places: list[str]
+    on_cpu: bool
+    structure: str
+
+
+def read_leaves(ctx: DistContext, tree: object) -> Leaves:
+    """List the tensors of a tree, once all can be sent. No communication.
+
+    Raises:
+        TreeError: a leaf that is no tensor, other than None; or a tensor that cannot be sent; by its path.
+    """
+    found, structure = trees.flatten(tree, ctx.containers)
+    tensors = cast("list[torch.Tensor]", [leaf for leaf in found if leaf is not None])
+    classes: set[type[object]] = {type(leaf) for leaf in tensors}
+    if classes != {torch.Tensor}:
+        if any(not issubclass(kind, torch.Tensor) or _is_wrapper(kind) for kind in classes):
+            _refuse(ctx, tree)
+        tensors = [leaf.as_subclass(torch.Tensor) for leaf in tensors]
+    cpu, dtypes, devices = torch.device("cpu"), [leaf.dtype for leaf in tensors], [leaf.device for leaf in tensors]
+    places, layouts = set(devices), {leaf.layout for leaf in tensors}
+    if not (places <= {ctx.device, cpu} and layouts <= {torch.strided} and all(map(_is_plain, set(dtypes)))):
+        _refuse(ctx, tree)
+    on_cpu = places <= {cpu}
+    kinds = [cpu.type] * len(tensors) if on_cpu else [device.type for device in devices]
+    return Leaves(tensors, dtypes, [leaf.shape for leaf in tensors], kinds, on_cpu, structure)
+
+
+def make_call(
+    ctx: DistContext, name: str, tree: object, leaves: Leaves, options: str = "", *, open_dim: int | None = None
+) -> Call:
+    """Describe a call on a tree, so that ranks can compare theirs.
+
+    Args:
+        ctx: the context.
+        name: the public function.
+        tree: its argument.
+        leaves: the tree's.
+        options: what else must agree.
+        open_dim: the dimension whose size may differ between ranks; None for none.
+    """
+    shapes: Sequence[object] = leaves.shapes
+    if open_dim == 0:
+        shapes = [shape[1:] if len(shape) > 1 else len(shape) for shape in leaves.shapes]
+    elif open_dim is not None:
+        shapes = [(shape[:open_dim], shape[open_dim:][1:]) for shape in leaves.shapes]
+    facts = (options, leaves.structure, _summary(leaves.dtypes), _summary(leaves.places), shapes)
+
+    def explain() -> str:
+        lines = [
+            f"{path}: {_describe(node, open_dim) if isinstance(node, torch.Tensor) else type(node).__name__}"
+            for path, node, _ in trees.nodes(tree, ctx.containers)
+        ]
+        return "\n".join([options, *lines])
+
+    return Call(name, repr(facts), explain=explain)
+
+
+def check_rank(ctx: DistContext, rank: int | None, where: str) -> None:
+    """Raise `ConfigError` unless there is such a rank; None is no rank and fine."""
+    if rank is not None and (type(rank) is not int or not 0 <= rank < ctx.world_size):
+        raise ConfigError("no such rank", expected=f"0 to {ctx.world_size - 1}", got=repr(rank), where=where)
+
+
+def _refuse(ctx: DistContext, tree: object) -> None:
+    """Raise for the first leaf that cannot be sent, by its path."""
+    for path, leaf in trees.leaves(tree, ctx.containers):
+        if not isinstance(leaf, torch.Tensor | None):
+            raise TreeError(
+                "only tensors are combined over ranks",
+                expected="a tensor",
+                got=f"{type(leaf).__name__} {leaf!r:.40}",
+                where=path,
+                fix="Pass torch.as_tensor(...) of numbers and arrays, and leave out what is none.",
+            )
+        if leaf is not None:
+            check_packable(path, leaf, ctx.device)
+
+
+def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
+    """Raise `TreeError` for a tensor that has no plain memory, or lies on neither the CPU nor the rank's device."""
+    if _is_wrapper(type(leaf)) or leaf.layout is not torch.strided or not _is_plain(leaf.dtype):
+        raise TreeError(
+            "a tensor that cannot be sent",
+            expected="a dense tensor with memory of its own",
+            got=f"{type(leaf).__name__}, {leaf.layout}, {leaf.dtype}",
+            where=path,
+            fix="Send its dense parts, of a DTensor to_local() or full_tensor().",
+        )
+    if leaf.device.type != "cpu" and leaf.device != device:
+        raise TreeError(
+            "a tensor on a device that is not this rank's",
+            expected=f"{device} or cpu",
+            got=str(leaf.device),
+            where=path,
+            fix="Move it with .to(ctx.device).",
+        )
+
+
+def _is_wrapper(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class, such as DTensor, stand for others."""
+    plain, own = cast(Any, torch.Tensor), cast(Any, kind)
+    return own.__torch_dispatch__ is not plain.__torch_dispatch__
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
+
+
+def _summary(values: Sequence[object]) -> object:
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _describe(leaf: torch.Tensor, open_dim: int | None) -> str:
+    """Say dtype, shape and kind of device; the dimension that may differ between ranks is left open."""
+    shape = list(map(str, leaf.shape))
+    if open_dim is not None and shape:
+        shape[open_dim] = "*"
+    place = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{place}"

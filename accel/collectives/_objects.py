@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python objects over ranks, pickled: the one place of the package that pickles, and only to and from peers of a job.
+
+Unpickling runs code that the sender chose. The ranks of a job trust each other, as they run one program; nothing that
+was read from a file or from elsewhere on the network comes here.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+
+from accel.collectives._leaves import check_rank
+from accel.comm import Call, as_bytes, as_tensor, exchange, shared_failure
+from accel.context import DistContext
+from accel.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@overload
+def gather_object(ctx: DistContext, obj: T, *, dst: None = None) -> list[T]: ...
+
+
+@overload
+def gather_object(ctx: DistContext, obj: T, *, dst: int) -> list[T] | None: ...
+
+
+def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None) -> list[T] | None:
+    """Return the objects of all ranks, one for each, in rank order. A collective.
+
+    Objects are pickled: for ranks of one job, which trust each other. Tensors go faster through `gather`, and on a
+    device of their own rank only there.
+
+    Args:
+        ctx: the context.
+        obj: anything that pickle takes.
+        dst: the only rank that gets them; None for all.
+
+    Returns:
+        A list as long as there are ranks, its elements copies; None on ranks other than `dst`.
+
+    Raises:
+        ConfigError: an object that cannot be pickled or, on a rank that gets it, unpickled; no such rank; on every
+            rank.
+        CollectiveMismatch: ranks made different calls; on every rank.
+    """
+    with shared_failure(ctx.comm, "gather_object"):
+        check_rank(ctx, dst, "gather_object, dst=")
+        payload = _pickled(obj, "gather_object")
+    parts = exchange(ctx.comm, Call("gather_object", f"dst={dst}"), payload, dst=dst)
+    objects = _all_unpickled(ctx, parts, "gather_object")
+    return objects if dst in (None, ctx.rank) else None
+
+
+def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 0) -> list[T]:
+    """Return the objects of one rank, on all. A collective.
+
+    Objects are pickled: for ranks of one job, which trust each other.
+
+    Args:
+        ctx: the context.
+        objects: on rank `src` anything that pickle takes; elsewhere as many of anything, such as None.
+        src: the rank whose objects all get.
+
+    Returns:
+        A new list; its elements are copies, and on rank `src` copies as well.
+
+    Raises:
+        ConfigError: an object that cannot be pickled or, on another rank, unpickled; no such rank; on every rank.
+        CollectiveMismatch: ranks made different calls, or lists of different lengths; on every rank.
+    """
+    with shared_failure(ctx.comm, "broadcast_object_list"):
+        check_rank(ctx, src, "broadcast_object_list, src=")
+        count = len(objects)
+        payload = _pickled(list(objects), "broadcast_object_list") if ctx.rank == src else as_tensor(b"")
+    parts = exchange(ctx.comm, Call("broadcast_object_list", f"src={src}\n{count} objects"), payload)
+    (received,) = _all_unpickled(ctx, [parts[src]], "broadcast_object_list")
+    return received
+
+
+def _pickled(obj: object, where: str) -> torch.Tensor:
+    try:
+        return as_tensor(pickle.dumps(obj))
+    except Exception as error:  # whatever an object's own __reduce__ raises
+        raise ConfigError(
+            "an object that cannot be pickled",
+            got=f"{type(obj).__name__}: {error}",
+            where=where,
+            fix="Send what it is made of: numbers, text, lists and dicts of them.",
+        ) from error
+
+
+def _all_unpickled(ctx: DistContext, parts: Sequence[torch.Tensor], name: str) -> list[Any]:
+    """Unpickle; where that fails on one rank, it fails on all. A collective."""
+    with shared_failure(ctx.comm, name):
+        try:
+            objects = [pickle.loads(as_bytes(part)) for part in parts]
+        except Exception as error:  # whatever an object's own __setstate__ raises
+            raise ConfigError(
+                "an object that cannot be unpickled here",
+                got=f"{type(error).__name__}: {error}",
+                where=name,
+                fix="Let every rank be able to import its class.",
+            ) from error
+    _ = exchange(ctx.comm, Call(name, "unpickled"), as_tensor(b""))
+    return objects

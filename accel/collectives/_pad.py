@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pad_across_processes`: equal sizes on all ranks, without changing a dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+
+from accel import tree as trees
+from accel.collectives._leaves import Leaves, make_call, read_leaves
+from accel.comm import exchange_values, shared_failure
+from accel.context import DistContext
+from accel.errors import ConfigError, TreeError
+
+T = TypeVar("T")
+
+
+def pad_across_processes(
+    ctx: DistContext,
+    tree: T,
+    *,
+    dim: int = 0,
+    pad_index: complex = 0,
+    pad_first: bool = False,
+) -> T:
+    """Return the tree with each tensor filled up to the largest size that it has on any rank. A collective.
+
+    Only sizes travel. `gather` needs no padding; this is for what must have one shape everywhere.
+
+    Args:
+        ctx: the context.
+        tree: nested containers; tensors that differ between ranks in `dim` only; and None.
+        dim: the dimension to fill up; negative to count from the last.
+        pad_index: what to fill with; a number that every tensor's dtype can hold.
+        pad_first: whether to fill at the beginning instead of the end.
+
+    Returns:
+        The same containers with new tensors of the same dtypes and devices. Padding is local arithmetic, so they belong
+        to the autograd graphs of the tensors that went in.
+
+    Raises:
+        CollectiveMismatch: ranks differ in structure, dtype, another dimension or the options; on every rank.
+        ConfigError: `pad_index` is no number.
+        TreeError: a tensor without that dimension, or whose dtype cannot hold `pad_index`; what `gather` refuses; by
+            its path, on every rank.
+    """
+    with shared_failure(ctx.comm, "pad_across_processes"):
+        if not isinstance(pad_index, int | float | complex):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                "not a number", expected="a number", got=repr(pad_index), where="pad_across_processes, pad_index="
+            )
+        leaves = read_leaves(ctx, tree)
+        for path, leaf in trees.tensors(tree, ctx.containers):
+            _check(path, leaf, dim, pad_index)
+    options = f"dim={dim}, pad_index={pad_index!r}, pad_first={pad_first}"
+    call = make_call(ctx, "pad_across_processes", tree, leaves, options, open_dim=dim)
+    sizes = exchange_values(ctx.comm, call, [shape[dim] for shape in leaves.shapes], list[int])
+    most = [max(same) for same in zip(*sizes, strict=True)]
+    return trees.replace_tensors(tree, _padded(leaves, dim, most, pad_index, pad_first=pad_first), ctx.containers)
+
+
+def _padded(leaves: Leaves, dim: int, most: list[int], value: complex, *, pad_first: bool) -> list[torch.Tensor]:
+    padded: list[torch.Tensor] = []
+    for leaf, size in zip(leaves.tensors, most, strict=True):
+        shape = list(leaf.shape)
+        shape[dim] = size - shape[dim]
+        filling = leaf.new_full(shape, value)
+        padded.append(torch.cat([filling, leaf] if pad_first else [leaf, filling], dim=dim))
+    return padded
+
+
+def _check(path: str, leaf: torch.Tensor, dim: int, value: complex) -> None:
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise TreeError(
+            "a tensor without the dimension to pad",
+            expected=f"dim={dim} to be one of {leaf.ndim} dimensions",
+            got=f"shape {list(leaf.shape)}",
+            where=path,
+            fix="Pad it in another call, or leave it out.",
+        )
+    if not _fits(value, leaf.dtype):
+        raise TreeError(
+            "a value to pad with that the dtype cannot hold",
+            expected=f"a number of {leaf.dtype}",
+            got=repr(value),
+            where=path,
+            fix="Choose another pad_index, or convert the tensor first.",
+        )
+
+
+def _fits(value: complex, dtype: torch.dtype) -> bool:
+    if dtype.is_complex:
+        return True
+    if isinstance(value, complex):
+        return False
+    if dtype == torch.bool:
+        return value in (0, 1)
+    if dtype.is_floating_point:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    limits = torch.iinfo(dtype)
+    return math.isfinite(value) and value == int(value) and limits.min <= value <= limits.max

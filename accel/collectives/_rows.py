@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of `gather`: what is small in the checked message, what is large straight from its own memory."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from accel.collectives._leaves import Leaves
+from accel.collectives._pack import Packing, aligned, bytes_of, plan_packing, plan_parcels, sections, split, to_bytes
+from accel.comm import INLINE_BYTES, Answers, Call, all_gather_flat, as_bytes, as_tensor, gather_bytes, start
+from accel.context import DistContext
+
+_LENGTH = struct.Struct("<I")
+
+
+class _Share(NamedTuple):
+    """One rank's part in a gather.
+
+    Attributes:
+        rows, counts: rows and elements of each tensor.
+        head: the rows, encoded.
+        inline: where the tensors are in the first message, behind the head; None if they do not fit.
+    """
+
+    rows: list[int]
+    counts: list[int]
+    head: bytes
+    inline: Packing | None
+
+
+class _Parcel(NamedTuple):
+    """What travels together: the tensors' numbers, where they are in each rank's bytes, and this rank's bytes."""
+
+    chosen: list[int]
+    packings: list[Packing]
+    mine: torch.Tensor
+
+
+def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -> list[torch.Tensor] | None:
+    """Join the tensors of all ranks along the first dimension. A collective of more than one rank.
+
+    Args:
+        ctx: the context.
+        leaves: this rank's tensors.
+        call: what ranks compare.
+        dst: the rank that gets the result; None for all.
+
+    Returns:
+        New tensors; None where they are not wanted.
+    """
+    rows = [shape[0] if shape else 1 for shape in leaves.shapes]
+    own = _share(leaves, rows, [leaf.numel() for leaf in leaves.tensors])
+    wait = start(ctx.comm, call, _first_payload(leaves, own), variant=own.head)
+    shares = [own] * ctx.world_size
+    parcels = _parcels(ctx, leaves, shares) if own.inline is None else []  # packed while the first message travels
+    answers = wait()
+    if not answers.same:
+        shares = _all_shares(ctx, leaves, rows, answers)
+    wanted = dst in (None, ctx.rank)
+    packings = [share.inline for share in shares if share.inline is not None]
+    if len(packings) == ctx.world_size:
+        joined = _join(leaves, shares, packings, _behind_heads(shares, answers)) if wanted else {}
+        return [joined[i] for i in range(len(rows))] if wanted else None
+    if not answers.same:
+        parcels = _parcels(ctx, leaves, shares)
+    joined: dict[int, torch.Tensor] = {}
+    for chosen, packings, mine in parcels:
+        sizes = [packing.nbytes for packing in packings]
+        everything = gather_bytes(ctx.comm, mine, sizes, dst)
+        if everything is None:
+            continue
+        if len(chosen) == 1:  # the ranks' rows lie one after another already
+            i, total = chosen[0], sum(share.rows[chosen[0]] for share in shares)
+            joined[i] = _shaped(everything.view(leaves.dtypes[i]), leaves.shapes[i], total)
+        else:
+            parts = everything.view(len(sizes), sizes[0]) if answers.same else torch.split(everything, sizes)
+            joined.update(_join(leaves, shares, packings, parts))
+    return [joined[i] for i in range(len(rows))] if wanted else None
+
+
+def _share(leaves: Leaves, rows: list[int], counts: list[int]) -> _Share:
+    encoded = msgspec.msgpack.encode(rows)
+    head, inline = _LENGTH.pack(len(encoded)) + encoded, None
+    if leaves.on_cpu:
+        packing = plan_packing(leaves.dtypes, counts, range(len(rows)))
+        inline = packing if aligned(len(head)) + packing.nbytes <= INLINE_BYTES else None
+    return _Share(rows, counts, head, inline)
+
+
+def _first_payload(leaves: Leaves, own: _Share) -> torch.Tensor:
+    if own.inline is None:
+        return as_tensor(own.head if len(own.head) <= INLINE_BYTES else b"")
+    return to_bytes(own.inline, leaves.tensors, own.head)
+
+
+def _behind_heads(shares: list[_Share], answers: Answers) -> torch.Tensor | list[torch.Tensor]:
+    leads = [aligned(len(share.head)) for share in shares]
+    if answers.same:
+        return answers.inline[:, leads[0] :]
+    return [row[lead:] for row, lead in zip(answers.inline, leads, strict=True)]
+
+
+def _all_shares(ctx: DistContext, leaves: Leaves, rows: list[int], answers: Answers) -> list[_Share]:
+    if all(answers.sizes):
+        data = [as_bytes(row) for row in answers.inline]
+        stops = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in data]
+        encoded = [each[_LENGTH.size : stop] for each, stop in zip(data, stops, strict=True)]
+        everyones = [msgspec.msgpack.decode(each, type=list[int]) for each in encoded]
+    else:  # so many tensors that not even the rows fit
+        gathered = all_gather_flat(ctx.comm, torch.tensor(rows, device=ctx.comm.control))
+        everyones = [[int(n) for n in each] for each in gathered.cpu()]
+    widths = [math.prod(shape[1:]) for shape in leaves.shapes]
+    return [_share(leaves, each, [n * width for n, width in zip(each, widths, strict=True)]) for each in everyones]
+
+
+def _parcels(ctx: DistContext, leaves: Leaves, shares: list[_Share]) -> list[_Parcel]:
+    different = {id(share): share for share in shares}
+    most = [max(counts) for counts in zip(*(share.counts for share in different.values()), strict=True)]
+    parcels: list[_Parcel] = []
+    for chosen in plan_parcels(leaves.dtypes, most, leaves.places):
+        plans = {key: plan_packing(leaves.dtypes, share.counts, chosen) for key, share in different.items()}
+        packings = [plans[id(share)] for share in shares]
+        parcels.append(_Parcel(chosen, packings, bytes_of(packings[ctx.rank], leaves.tensors)))
+    return parcels
+
+
+def _join(
+    leaves: Leaves, shares: list[_Share], packings: list[Packing], parts: torch.Tensor | Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Join the ranks' parts of each tensor.
+
+    Args:
+        leaves, shares, packings: what was sent, by rank.
+        parts: each rank's bytes; one tensor of shape [ranks, bytes] if all ranks sent tensors of the same shapes.
+    """
+    joined: dict[int, torch.Tensor] = {}
+    if isinstance(parts, torch.Tensor):
+        for group, elements in sections(packings[0], parts):
+            for i, part in split(group, elements):
+                joined[i] = _shaped(part, leaves.shapes[i], shares[0].rows[i] * len(shares))
+        return joined
+    found: dict[int, list[torch.Tensor]] = {}
+    for packing, part in zip(packings, parts, strict=True):
+        for group, elements in sections(packing, part):
+            for i, own in zip(group.members, torch.split(elements, group.counts), strict=True):
+                found.setdefault(i, []).append(own)
+    for i, same in found.items():
+        joined[i] = _shaped(torch.cat(same), leaves.shapes[i], sum(share.rows[i] for share in shares))
+    return joined
+
+
+def _shaped(elements: torch.Tensor, shape: torch.Size, rows: int) -> torch.Tensor:
+    return elements.view(rows) if len(shape) < 2 else elements.view(rows, *shape[1:])

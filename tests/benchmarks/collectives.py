@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of `gather` and `reduce` against one hand-packed collective, and against Accelerate when it is installed.
+
+    accel launch --nproc-per-node 2 tests/benchmarks/collectives.py
+
+By hand means: flatten, concatenate, one collective of torch, split, reshape; for a single tensor the collective alone,
+which for a reduction overwrites a copy. Variants run in blocks that alternate within one run, so that a machine whose
+speed drifts slows all of them alike. Printed is the median over blocks of the ratio to the hand-written one timed in
+the same round, and the median time of a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import accel
+
+Tree = dict[str, torch.Tensor]
+Variant = Callable[[], object]
+
+
+def gather_by_hand(ctx: accel.DistContext, tree: Tree) -> Tree:
+    """One all-gather of everything, for tensors of one dtype and equal shapes on all ranks."""
+    leaves = list(tree.values())
+    if len(leaves) == 1:
+        return {name: _all_gather(ctx, leaf).view(-1, *leaf.shape[1:]) for name, leaf in tree.items()}
+    rows = _all_gather(ctx, torch.cat([leaf.reshape(-1) for leaf in leaves])).view(ctx.world_size, -1)
+    parts = rows.split([leaf.numel() for leaf in leaves], dim=1)
+    return {name: part.reshape(-1, *leaf.shape[1:]) for (name, leaf), part in zip(tree.items(), parts, strict=True)}
+
+
+def reduce_by_hand(ctx: accel.DistContext, tree: Tree) -> Tree:
+    """One all-reduce of everything, for tensors of one dtype."""
+    leaves = list(tree.values())
+    if len(leaves) == 1:
+        copies = {name: leaf.clone() for name, leaf in tree.items()}
+        dist.all_reduce(*copies.values(), group=ctx.comm.group)
+        return copies
+    flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
+    dist.all_reduce(flat, group=ctx.comm.group)
+    parts = flat.split([leaf.numel() for leaf in leaves])
+    return {name: part.view(leaf.shape) for (name, leaf), part in zip(tree.items(), parts, strict=True)}
+
+
+def _all_gather(ctx: accel.DistContext, mine: torch.Tensor) -> torch.Tensor:
+    out = mine.new_empty(ctx.world_size * mine.numel())
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, mine.view(-1), group=ctx.comm.group)
+    return out
+
+
+def variants(ctx: accel.DistContext, call: str, tree: Tree, *, with_accelerate: bool) -> dict[str, Variant]:
+    """The ways to do one thing, the hand-written first."""
+    by_hand = gather_by_hand if call == "gather" else reduce_by_hand
+    ways: dict[str, Variant] = {
+        "torch, by hand": lambda: by_hand(ctx, tree),
+        "accel": lambda: accel.gather(ctx, tree) if call == "gather" else accel.reduce(ctx, tree),
+    }
+    if with_accelerate:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=ctx.device.type == "cpu")
+        ways["accelerate"] = lambda: accelerator.gather(tree) if call == "gather" else accelerator.reduce(tree)
+    return ways
+
+
+def compare(ctx: accel.DistContext, ways: dict[str, Variant], blocks: int, count: int) -> None:
+    """Time the ways in alternating blocks and print their ratios to the first."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        for _ in range(max(count // 4, 2)):
+            way()
+    for block in range(blocks):
+        for name in list(ways) if block % 2 else list(reversed(ways)):
+            accel.wait_for_everyone(ctx)
+            start = time.perf_counter()
+            for _ in range(count):
+                ways[name]()
+            if ctx.device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / count)
+    reference = times[next(iter(times))]
+    for name, own in times.items():
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(own, reference, strict=True))
+        accel.print(ctx, f"  {name:<16} {statistics.median(own) * 1e6:9.0f} us   {ratio:6.2f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--blocks", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=0.15, help="roughly, for a block")
+    parser.add_argument("--skip-accelerate", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with_accelerate = importlib.util.find_spec("accelerate") is not None and not options.skip_accelerate
+    # leaves, floats in each, and roughly the seconds of a call
+    cases = [(20, 4, 4e-4), (200, 4, 1e-3), (20, 64, 8e-4), (200, 64, 1.5e-3), (1, 1 << 22, 3e-2), (1, 1 << 24, 0.1)]
+    with accel.session() as ctx:
+        for call in ("gather", "reduce"):
+            for leaves, floats, seconds in cases:
+                tree = {f"leaf {i}": torch.randn(floats, device=ctx.device) for i in range(leaves)}
+                accel.print(ctx, f"{call} of {leaves} x {floats * 4} bytes, {ctx.world_size} ranks, {ctx.device.type}")
+                ways = variants(ctx, call, tree, with_accelerate=with_accelerate and floats < 1 << 20)
+                compare(ctx, ways, options.blocks, max(int(options.seconds / seconds), 2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`broadcast` gives all ranks one rank's tensors, and leaves what they had as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import accel
+from accel import CollectiveMismatch, ConfigError
+from accel.testing.strategies import tensors as any_tensor
+from accel.testing.strategies import trees
+from accel.tree import map_tensors, tensors
+
+relaxed = settings(deadline=None, max_examples=60)
+
+
+@relaxed
+@given(size=st.integers(1, 6), tree=trees(any_tensor()), big=st.booleans(), data=st.data())
+def test_all_get_the_tensors_of_the_source(ranks, size, tree, big, data):
+    src = data.draw(st.integers(0, size - 1))
+    tree = [tree, torch.arange(20_000 if big else 3)]
+    inputs = [tree if rank == src else map_tensors(torch.zeros_like, tree) for rank in range(size)]
+    before = map_tensors(torch.clone, inputs)
+    for result in ranks.run(lambda ctx: accel.broadcast(ctx, inputs[ctx.rank], src=src), size):
+        assert type(result) is list
+        for (path, one), (other_path, other) in zip(tensors(result), tensors(tree), strict=True):
+            assert path == other_path
+            assert not one.requires_grad
+            assert one.data_ptr() != other.data_ptr() or not one.numel()
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=0, equal_nan=True)
+    for (_, one), (_, other) in zip(tensors(inputs), tensors(before), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_source_without_a_rank_is_refused_on_every_rank(ranks):
+    def rank(ctx):
+        with pytest.raises(ConfigError, match="no such rank: expected 0 to 2, got 3 - at broadcast, src="):
+            accel.broadcast(ctx, torch.ones(1), src=3 if ctx.rank == 1 else 0)
+        return True
+
+    assert ranks.run(rank, 3) == [True] * 3
+
+
+def test_ranks_without_the_structure_are_told_of(ranks):
+    def rank(ctx):
+        with pytest.raises(CollectiveMismatch, match=r"rank 0: broadcast.*\(\$: dict\).*rank 1: .*\(\$: NoneType\)"):
+            accel.broadcast(ctx, None if ctx.rank else {"a": torch.ones(1)})
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2

@@ -134,18 +134,7 @@ def stream_loader(
             where="prepare_loader",
         )
     batch_size = loader.batch_size if is_torch else None
-    drops = is_torch and bool(loader.drop_last)
-    if tail is not None and drops and tail != "drop":
-        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
-    chosen: Tail = tail or ("drop" if drops else "ragged")
-    check_choice(chosen, get_args(Tail), "unknown way to end an epoch", where="tail=")
-    if batch_size is None and chosen == "pad":
-        raise ConfigError(
-            "batches that the stream itself makes cannot be padded",
-            got='tail="pad" and no batch_size',
-            where="prepare_loader",
-            fix='Let the DataLoader batch the samples: batch_size=, or use tail="ragged" or "drop".',
-        )
+    chosen = _tail(tail, drops=is_torch and bool(loader.drop_last), whole=batch_size is None)
     if steps_per_message is not None:
         check_count(steps_per_message, "not a number of steps", where="steps_per_message=")
     rank, world_size = place
@@ -166,6 +155,28 @@ def stream_loader(
         collate_fn=cast(Any, loader).collate_fn if is_torch else _unchanged,
         options=_options(loader, workers) if is_torch else {},
     )
+
+
+def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
+    """How an epoch ends: as stated, or as the loader says.
+
+    Args:
+        tail: as the user states it.
+        drops: the loader says `drop_last`.
+        whole: the stream itself makes the batches.
+    """
+    if tail is not None and drops and tail != "drop":
+        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
+    chosen: Tail = tail or ("drop" if drops else "ragged")
+    check_choice(chosen, get_args(Tail), "unknown way to end an epoch", where="tail=")
+    if whole and chosen == "pad":
+        raise ConfigError(
+            "batches that the stream itself makes cannot be padded",
+            got='tail="pad" and no batch_size',
+            where="prepare_loader",
+            fix='Let the DataLoader batch the samples: batch_size=, or use tail="ragged" or "drop".',
+        )
+    return chosen
 
 
 def _sizes(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several steps in one message: what a rank has read and not given yet, and how many steps the next message holds."""
+"""Several steps in one message: reading them, and how many the next message holds."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 from accel.comm import Call, fail
@@ -15,7 +14,7 @@ _MOST_BYTES = 1 << 22
 
 
 class Ahead:
-    """The steps of a reader, some of them read ahead; an error in reading waits until those have been given.
+    """Reads several steps at once; an error in reading waits until the steps before it have been given.
 
     Args:
         ctx: the context.
@@ -27,12 +26,16 @@ class Ahead:
         self._ctx = ctx
         self._call = call
         self._steps = steps
-        self._held: deque[Step] = deque()
         self._failure: AccelError | None = None
 
-    def fill(self, count: int) -> list[Step]:
-        """Return the next steps: so many, fewer at the end. Raises on every rank if the first cannot be read."""
-        while len(self._held) < count and self._failure is None and (not self._held or self._held[-1].more):
+    def take(self, count: int) -> list[Step]:
+        """Return the next steps: so many, fewer at the end or before an error.
+
+        Raises:
+            AccelError: the first of them cannot be read; on every rank.
+        """
+        taken: list[Step] = []
+        while len(taken) < count and self._failure is None:
             try:
                 step = next(self._steps, None)
             except AccelError as error:
@@ -44,15 +47,10 @@ class Ahead:
             else:
                 if step is None:
                     break
-                self._held.append(step)
-        if self._failure is not None and not self._held:
+                taken.append(step)
+        if self._failure is not None and not taken:
             fail(self._ctx.comm, self._call, self._failure)
-        return list(self._held)[:count]
-
-    def give(self, count: int) -> None:
-        """Take the first steps away."""
-        for _ in range(count):
-            self._held.popleft()
+        return taken
 
 
 def steps_after(size: int, limit: int, step_bytes: int) -> int:

@@ -50,7 +50,7 @@ class _Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handing:
-    """Who reads for whom, what of each other's structures they know, and what is packed and not handed out yet.
+    """Who reads for whom, and what of each other's structures they know.
 
     Attributes:
         step_bytes: what readers packed for the first step of the last message.
@@ -70,7 +70,6 @@ class Handing:
         self._served = [rank for rank, reader in enumerate(self._readers) if reader == ctx.rank]
         self._senders = {rank: Sender() for rank in self._served if rank != ctx.rank}
         self._receiver = Receiver()
-        self._packed: list[dict[int, Parcel]] = []  # of steps that were not handed out yet
         self.step_bytes = 0
 
     @property
@@ -91,8 +90,10 @@ class Handing:
     def hand(self, steps: list[Step]) -> list[tuple[Part, StepNote]]:
         """Hand out the next steps, as many as all readers have read. A collective.
 
+        A reader that has read fewer could not read on, and says so in the next message.
+
         Args:
-            steps: what this rank has read, if it reads; none at the end. What is left over comes again the next time.
+            steps: what this rank has read, if it reads; none at the end.
 
         Returns:
             This rank's batches, and what its reader said about them; none at the end of an empty stream.
@@ -103,10 +104,10 @@ class Handing:
         """
         ctx = self._ctx
         try:
-            self._packed += [self._pack(step) for step in steps[len(self._packed) :]]
+            packed = [self._pack(step) for step in steps]
         except AccelError as error:
             fail(ctx.comm, self._call, error)
-        messages = exchange(ctx.comm, self._call, self._message(steps))
+        messages = exchange(ctx.comm, self._call, self._message(steps, packed))
         notes = {reader: _read_note(messages[reader]) for reader in sorted(set(self._readers))}
         count = _agreed({reader: note.steps for reader, (note, _) in notes.items()})
         reader = self._readers[ctx.rank]
@@ -114,9 +115,9 @@ class Handing:
         if not self.reads:
             parts = self._take(note, count, messages[reader][end:], reader)
         else:
-            packed, self._packed = self._packed[:count], self._packed[count:]
             if not note.inline and self._senders and count:
-                send_flat(ctx.comm, {rank: _joined([each[rank].buffer for each in packed]) for rank in self._senders})
+                buffers = {rank: [parcels[rank].buffer for parcels in packed[:count]] for rank in self._senders}
+                send_flat(ctx.comm, {rank: _joined(each) for rank, each in buffers.items()})
             parts = [step.parts[self._parts[ctx.rank]] for step in steps[:count]]
         self.step_bytes = max((sum(note.steps[0].sizes) for note, _ in notes.values() if note.steps), default=0)
         return list(zip(parts, note.steps, strict=False))
@@ -124,25 +125,25 @@ class Handing:
     def _pack(self, step: Step) -> dict[int, Parcel]:
         return {rank: sender.pack(step.parts[self._parts[rank]].data) for rank, sender in self._senders.items()}
 
-    def _message(self, steps: list[Step]) -> torch.Tensor:
+    def _message(self, steps: list[Step], packed: list[dict[int, Parcel]]) -> torch.Tensor:
         """The note, and the parcels if they fit."""
         if not self.reads:
             return torch.empty(0, dtype=torch.uint8)
         told: list[StepNote] = []
-        for step, packed in zip(steps, self._packed, strict=True):
+        for step, parcels in zip(steps, packed, strict=True):
             told.append(
                 StepNote(
                     counts=step.counts,
                     more=step.more,
                     rows=[step.parts[self._parts[rank]].rows for rank in self._served],
-                    labels=[packed[rank].label if rank in packed else 0 for rank in self._served],
-                    sizes=[packed[rank].buffer.numel() if rank in packed else 0 for rank in self._served],
+                    labels=[parcels[rank].label if rank in parcels else 0 for rank in self._served],
+                    sizes=[parcels[rank].buffer.numel() if rank in parcels else 0 for rank in self._served],
                 )
             )
         note = _Note(told)
         if _head(note).numel() + sum(sum(step.sizes) for step in told) > INLINE_BYTES:
             return _head(note)
-        follow = [packed[rank].buffer for rank in self._senders for packed in self._packed]
+        follow = [parcels[rank].buffer for rank in self._senders for parcels in packed]
         return torch.cat([_head(_Note(told, inline=True)), *follow])
 
     def _take(self, note: _Note, count: int, inline: torch.Tensor, reader: int) -> list[Part]:
@@ -164,26 +165,24 @@ class Handing:
 
 
 def _agreed(notes: dict[int, list[StepNote]]) -> int:
-    """Return how many steps all readers have read alike; raise if they differ in the very next one."""
-    said = {reader: [(step.counts, step.more) for step in steps] for reader, steps in notes.items()}
+    """Return how many steps all readers have read; raise if they differ in one of them."""
+    said = {reader: [_words(step) for step in steps] or ["nothing"] for reader, steps in notes.items()}
     first, *others = said
-    count = len(said[first])
     for reader in others:
-        same = [mine == theirs for mine, theirs in zip(said[first], said[reader], strict=False)]
-        if not [*same, not said[first] and not said[reader]][0]:
-            raise DataError(
-                "nodes read different streams",
-                expected=f"samples by rank as on rank {first}: {_words(said[first])}",
-                got=f"on rank {reader}: {_words(said[reader])}",
-                where="batches",
-                fix='Let every node read the same data in the same order, or use stream="dispatch".',
-            )
-        count = min(count, [*same, False].index(False))
-    return count
+        for mine, theirs in zip(said[first], said[reader], strict=False):
+            if mine != theirs:
+                raise DataError(
+                    "nodes read different streams",
+                    expected=f"samples by rank as on rank {first}: {mine}",
+                    got=f"on rank {reader}: {theirs}",
+                    where="batches",
+                    fix='Let every node read the same data in the same order, or use stream="dispatch".',
+                )
+    return min(len(steps) for steps in notes.values())
 
 
-def _words(steps: list[tuple[list[int], bool]]) -> str:
-    return f"{steps[0][0]}, {'more follows' if steps[0][1] else 'the end'}" if steps else "nothing"
+def _words(step: StepNote) -> str:
+    return f"{step.counts}, {'more follows' if step.more else 'the end'}"
 
 
 def _joined(buffers: list[torch.Tensor]) -> torch.Tensor:

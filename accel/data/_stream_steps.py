@@ -105,7 +105,7 @@ def _apart(
     kept: Part | None = None
     position, consumed, size = cursor.stream, cursor.consumed, 1
     while True:
-        steps = ahead.fill(size)
+        steps = ahead.take(size)
         words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(_word(steps, kept)))]
         agreed = _agreed(words, parts, drops=loader.tail == "drop")
         if not agreed:
@@ -122,7 +122,6 @@ def _apart(
             yield kept.data, Given(SampleCount(count, total), kept.rows, is_last, after, False)
             if is_last:
                 return
-        ahead.give(min(len(agreed), len(steps)))
         size = steps_after(size, limit, max(word.size for word in words))
 
 
@@ -134,7 +133,8 @@ def _word(steps: list[Step], kept: Part | None) -> _Word:
 def _agreed(words: list[_Word], parts: list[int], *, drops: bool) -> list[tuple[int, bool]]:
     """Return the steps that are known of every rank: real samples of all, and whether the epoch ends with it.
 
-    Of a rank whose stream has ended, every step is known.
+    Of a rank whose stream has ended, every step is known. One that has read fewer than the others, and has more, could
+    not read on: it says so in the next message.
 
     Args:
         words: of all ranks.
@@ -185,7 +185,7 @@ def _handed_out(
     """The first rank of each node, or rank 0, reads; the others get their batches from it."""
     consumed, size = cursor.consumed, 1
     while True:
-        steps = ahead.fill(size) if handing.reads else []
+        steps = ahead.take(size) if handing.reads else []
         given = handing.hand(steps)
         if not given:
             raise _nothing(cursor, loader)
@@ -197,7 +197,6 @@ def _handed_out(
             yield part.data, Given(valid, part.rows, is_last, after, False)
             if is_last:
                 return
-        ahead.give(len(given) if steps else 0)
         size = steps_after(size, limit, handing.step_bytes)
 
 

@@ -104,7 +104,13 @@ def test_reading_draws_nothing_from_the_global_stream():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [((0, 0, 0), "order\\(n="), ((0, 0, 10**15 + 1), "10\\*\\*15"), ((-1, 0, 5), "seed="), ((0, -1, 5), "epoch=")],
+    [
+        ((0, 0, 0), "order\\(n="),
+        ((0, 0, 5.0), "an integer.*got 5.0"),
+        ((0, 0, 10**15 + 1), "10\\*\\*15"),
+        ((-1, 0, 5), "seed="),
+        ((0, -1, 5), "epoch="),
+    ],
 )
 def test_what_cannot_be_ordered_is_refused(arguments, said):
     with pytest.raises(ConfigError, match=said):

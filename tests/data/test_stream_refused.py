@@ -48,15 +48,18 @@ class Broken(IterableDataset):
 
 
 @pytest.mark.parametrize("mode", ["own", "elements", "dispatch"])
-def test_a_reader_that_raises_in_the_middle(ranks, mode):
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 6])
+def test_a_reader_that_raises_in_the_middle(ranks, mode, steps):
+    """Whatever was read before it is given first."""
     culprit = 1 if mode == "own" else 2 if mode == "elements" else 0
+    each = 2 if mode == "own" else 6
 
     def make(ctx):
-        per_rank = 5 if mode == "own" else 15
-        return make_loader(ctx, Broken(per_rank, ctx.rank == culprit), mode, 2)
+        breaks = ctx.rank == culprit
+        return make_loader(ctx, Broken(each * steps + breaks if breaks else 99, breaks), mode, 2)
 
     said = f"rank {culprit}: reading the stream failed: OSError: the disk is gone"
-    _everywhere(ranks, make, DataError, said, steps=2)
+    _everywhere(ranks, make, DataError, said, steps=steps)
 
 
 def test_alone_the_readers_own_error_is_the_cause():
@@ -97,7 +100,7 @@ def test_an_epoch_that_drops_everything(ranks, mode):
 
 
 def test_nodes_that_read_different_streams(ranks):
-    make = lambda ctx: make_loader(ctx, Stream(9 + ctx.node_rank), "elements", 1)  # noqa: E731
+    make = lambda ctx: make_loader(ctx, Stream(9 + ctx.node_rank), "elements", 1, steps_per_message=1)  # noqa: E731
     said = r"nodes read different streams.*rank 0: \[1, 1, 1\], the end, got on rank 2: \[1, 1, 1\], more follows"
     _everywhere(ranks, make, DataError, said, steps=2)
 

@@ -161,7 +161,9 @@ def with_accelerate(ctx: accel.DistContext, width: int, steps: int, max_norm: fl
     return loop
 
 
-def compare(ctx: accel.DistContext, variants: dict[str, Loop], blocks: int, count: int) -> None:
+def compare(
+    ctx: accel.DistContext, variants: dict[str, Loop], blocks: int, count: int, clock: Callable[[], float]
+) -> None:
     """Time the variants in alternating blocks and print their ratios to the first."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for loop in variants.values():
@@ -170,11 +172,11 @@ def compare(ctx: accel.DistContext, variants: dict[str, Loop], blocks: int, coun
         names = list(variants) if block % 2 else list(reversed(variants))
         for name in names:
             accel.wait_for_everyone(ctx)
-            start = time.perf_counter()
+            start = clock()
             variants[name](count)
             if ctx.device.type == "cuda":
                 torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - start) / count)
+            times[name].append((clock() - start) / count)
     reference = times[next(iter(times))]
     for name, own in times.items():
         ratio = statistics.median(mine / theirs for mine, theirs in zip(own, reference, strict=True))
@@ -216,13 +218,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="hidden units")
     parser.add_argument("--blocks", type=int, default=21)
     parser.add_argument("--count", type=int, default=80, help="micro-batches in a block")
+    parser.add_argument("--cpu-time", action="store_true", help="what a process computes, not how long it waits")
     options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(1)
     with accel.session() as ctx:
         for heading, precision, steps, max_norm, make in settings():
             accel.print(ctx, f"{heading}, {ctx.world_size} ranks, {ctx.device.type}")
             chosen = accel.replace(ctx, precision=precision)
-            compare(ctx, make(chosen, options.width, steps, max_norm), options.blocks, options.count)
+            compare(ctx, make(chosen, options.width, steps, max_norm), options.blocks, options.count, clock)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import errno
 import gc
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -359,10 +360,9 @@ def test_no_pickle_anywhere() -> None:
     import accel.training._state as state
 
     folders = [Path(str(m.__file__)).parent for m in (accel.checkpoint, accel.storage, state)]
+    told = re.compile(r"pickle|torch\.load|torch\.save|yaml|(?<![.\w])(?<!def )(eval|exec)\(")
     for file in (file for folder in folders for file in folder.glob("*.py")):
-        text = file.read_text()
-        for word in ("pickle", "torch.load", "torch.save", "yaml", "eval(", "exec("):
-            assert word not in text, (file, word)
+        assert not told.search(file.read_text()), file
 
 
 def test_a_number_comes_back_as_it_was_saved(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ Names resolve on first use, so `import accel` loads neither torch nor anything o
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.checkpoint import latest_checkpoint as latest_checkpoint
@@ -216,13 +217,7 @@ _HOMES = {
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            found = getattr(importlib.import_module(f"accel.{home}"), name)
-            globals()[name] = found  # later look-ups cost nothing
-            return found
-    raise AttributeError(f"module 'accel' has no attribute {name!r}")
+__getattr__ = exports("accel", _HOMES)
 
 
 def __dir__() -> list[str]:

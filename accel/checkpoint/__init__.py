@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of tensors and values: planned purely, written by all ranks, committed by one rename."""
+"""Checkpoints of tensors and values: planned purely, written by all ranks, committed by one rename.
 
-from accel.checkpoint._codec import check_tensor as check_tensor
-from accel.checkpoint._codec import decode as decode
-from accel.checkpoint._codec import encode as encode
-from accel.checkpoint._directory import Saved as Saved
+What lists and checks folders works without torch; all else is loaded when it is asked for.
+"""
+
+from typing import TYPE_CHECKING
+
 from accel.checkpoint._directory import latest_checkpoint as latest_checkpoint
-from accel.checkpoint._directory import read_checkpoint as read_checkpoint
 from accel.checkpoint._manifest import RANKS as RANKS
 from accel.checkpoint._manifest import Item as Item
 from accel.checkpoint._manifest import ItemKind as ItemKind
@@ -15,9 +15,26 @@ from accel.checkpoint._manifest import Piece as Piece
 from accel.checkpoint._manifest import TensorEntry as TensorEntry
 from accel.checkpoint._manifest import decode_manifest as decode_manifest
 from accel.checkpoint._manifest import encode_manifest as encode_manifest
-from accel.checkpoint._plan import Plan as Plan
-from accel.checkpoint._plan import plan_writes as plan_writes
-from accel.checkpoint._plan import tied as tied
-from accel.checkpoint._save import Content as Content
-from accel.checkpoint._save import save as save
-from accel.checkpoint._settle import settle as settle
+from accel.lazy import exports
+
+if TYPE_CHECKING:
+    from accel.checkpoint._codec import check_tensor as check_tensor
+    from accel.checkpoint._codec import decode as decode
+    from accel.checkpoint._codec import encode as encode
+    from accel.checkpoint._plan import Plan as Plan
+    from accel.checkpoint._plan import plan_writes as plan_writes
+    from accel.checkpoint._plan import tied as tied
+    from accel.checkpoint._read import Saved as Saved
+    from accel.checkpoint._read import read_checkpoint as read_checkpoint
+    from accel.checkpoint._save import Content as Content
+    from accel.checkpoint._save import save as save
+    from accel.checkpoint._settle import settle as settle
+
+_WITH_TORCH = {
+    "_codec": ("check_tensor", "decode", "encode"),
+    "_plan": ("Plan", "plan_writes", "tied"),
+    "_read": ("Saved", "read_checkpoint"),
+    "_save": ("Content", "save"),
+    "_settle": ("settle",),
+}
+__getattr__ = exports("accel.checkpoint", _WITH_TORCH)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files without ranks: durable writing, distrustful reading, safetensors, and folders that appear by one rename."""
 
+from typing import TYPE_CHECKING
+
+from accel.lazy import exports
 from accel.storage._files import AFTER_WRITE as AFTER_WRITE
 from accel.storage._files import FileEntry as FileEntry
 from accel.storage._files import OpenDirectory as OpenDirectory
@@ -11,13 +14,21 @@ from accel.storage._files import open_directory as open_directory
 from accel.storage._files import sha256 as sha256
 from accel.storage._files import sync_folder as sync_folder
 from accel.storage._files import write_file as write_file
-from accel.storage._safetensors import dtype_name as dtype_name
-from accel.storage._safetensors import read_tensors as read_tensors
-from accel.storage._safetensors import stored_dtype as stored_dtype
-from accel.storage._safetensors import write_tensors as write_tensors
 from accel.storage._stage import Leftover as Leftover
 from accel.storage._stage import commit as commit
 from accel.storage._stage import leftovers as leftovers
 from accel.storage._stage import make_stage as make_stage
 from accel.storage._stage import remove_flat as remove_flat
 from accel.storage._stage import set_aside as set_aside
+
+if TYPE_CHECKING:
+    from accel.storage._lock import LOCK as LOCK
+from accel.storage._lock import FolderLock as FolderLock
+from accel.storage._lock import take_lock as take_lock
+from accel.storage._safetensors import dtype_name as dtype_name
+    from accel.storage._safetensors import read_tensors as read_tensors
+    from accel.storage._safetensors import stored_dtype as stored_dtype
+    from accel.storage._safetensors import write_tensors as write_tensors
+
+_WITH_TORCH = {"_safetensors": ("dtype_name", "read_tensors", "stored_dtype", "write_tensors")}
+__getattr__ = exports("accel.storage", _WITH_TORCH)

@@ -121,7 +121,7 @@ def leftovers(parent: Path) -> list[Leftover]:
     found: list[Leftover] = []
     for name in names:
         if (match := _LEFTOVER.fullmatch(name)) is not None:
-            dead = match["host"] == _host() and not _alive(int(match["pid"]))
+            dead = match["host"] == host_name() and not is_alive(int(match["pid"]))
             kind = "tmp" if match["kind"] == "tmp" else "old"
             found.append(Leftover(parent / name, match["target"], kind, dead))
     return found
@@ -129,14 +129,16 @@ def leftovers(parent: Path) -> list[Leftover]:
 
 def _beside(target: Path, kind: Literal["tmp", "old"]) -> Path:
     base = target.name.split(".", 1)[0]  # of a folder moved aside: the name that it had
-    return target.with_name(f"{base}.{kind}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return target.with_name(f"{base}.{kind}-{host_name()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def _host() -> str:
+def host_name() -> str:
+    """Return this host's name, as names of files hold it."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", os.uname().nodename)[:100] or "host"
 
 
-def _alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether this host has a process of that number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

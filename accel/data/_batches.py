@@ -16,7 +16,7 @@ from accel.context import DistContext
 from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, plan_epoch, requests
 from accel.data._loader import Loader
-from accel.data._plan import Cursor, SampleCount, Shard
+from accel.data._plan import Cursor, SampleCount, Shard, check_entry, check_places
 from accel.data._reading import Asked, RequestedDataset, seed_base
 from accel.data._stream import StreamLoader
 from accel.data._stream_steps import stream_steps
@@ -76,8 +76,7 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     """
     ctx.comm.check_open()
     if isinstance(loader, StreamLoader):
-        steps = stream_steps(ctx, loader, cursor)
-        for data, given in moved(steps, ctx.device, ahead=loader.num_workers > 0):
+        for data, given in stream_steps(ctx, loader, cursor):
             yield Batch(data, *given)
         return
     site = call_site()
@@ -89,7 +88,7 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     if isinstance(epoch.plan, Cuts):
         detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"
     places = exchange_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
-    _check_places(places, loader)
+    check_places(places, loader.world_size)
     duplicate = loader.rank in places[: ctx.rank]
     for data, part in moved(_read(loader, epoch), ctx.device, ahead=loader.num_workers > 0):
         yield Batch(data, part.valid, part.rows, part.is_last, part.next, duplicate)
@@ -98,13 +97,7 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
 def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
     if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's
         raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
-    if loader.prepared_for != (ctx.rank, ctx.world_size):
-        raise DataError(
-            "the loader was prepared for another rank",
-            expected=f"rank {ctx.rank} of {ctx.world_size}",
-            got="rank {} of {}".format(*loader.prepared_for),
-            fix="Prepare it with this context.",
-        )
+    check_entry((ctx.rank, ctx.world_size), loader.prepared_for, cursor)
     now = len(loader.dataset) if loader.source.size is not None else None
     if now != loader.source.size:
         raise DataError(
@@ -114,17 +107,6 @@ def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
             fix="Prepare the loader again where an epoch begins.",
         )
     return plan_epoch(loader.source, cursor)
-
-
-def _check_places(places: list[int], loader: Loader) -> None:
-    missing = set(range(loader.world_size)) - set(places)
-    if len(places) > 1 and missing:
-        raise DataError(
-            "a part of the data is read by no rank",
-            expected=f"indices 0 to {loader.world_size - 1}",
-            got=f"{places} by rank",
-            where="prepare_loader(data_parallel=)",
-        )
 
 
 def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Any, Shard]]:

@@ -93,7 +93,7 @@ def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[An
         tensors.append(node)
         return [str(node.dtype).removeprefix("torch.")]
     if type(node) in _LEAVES:
-        if type(node) is int and not -(2**63) <= node < 2**64:
+        if not _is_plain(node):
             raise _unsendable(node, path)
         values.append(node)
         return []
@@ -103,12 +103,21 @@ def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[An
     return [kind, keys, inner]
 
 
+def _is_plain(value: object) -> bool:
+    """Whether a number or text is within what MessagePack can hold; names of files may not be."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**64
+    if type(value) is str and not value.isascii():
+        return value == value.encode(errors="replace").decode()
+    return True
+
+
 def _open(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
     """A container's kind, keys and children."""
     kind = cast(Any, type(node))
     if kind in (list, tuple):
         return kind.__name__, [], node
-    if kind in (dict, OrderedDict) and all(type(key) in _KEYS for key in node):
+    if kind in (dict, OrderedDict) and all(type(key) in _KEYS and _is_plain(key) for key in node):
         return kind.__name__, list(node), list(node.values())
     names: Sequence[str] | None = None
     if issubclass(kind, tuple):
@@ -170,7 +179,7 @@ def _dtypes(spec: Spec) -> Iterator[torch.dtype]:
 def _unsendable(node: object, path: str) -> TreeError:
     return TreeError(
         "a batch holds what cannot be handed to another rank",
-        expected="tensors, numbers up to 64 bits, text, bytes and None in dicts, lists, tuples, namedtuples, "
+        expected="tensors, numbers up to 64 bits, Unicode text, bytes and None in dicts, lists, tuples, namedtuples, "
         "dataclasses or Structs",
         got=f"{type(node).__name__} {node!r:.40}",
         where=path,

@@ -13,7 +13,7 @@ import torch
 from accel.data._cuts import BatchPlan, Cuts, token_bounds
 from accel.data._draw import draw
 from accel.data._order import Drawn, Order, order
-from accel.data._plan import Cursor, Plan, Shard, advance, beyond, shard
+from accel.data._plan import Cursor, Plan, Shard, advance, beyond, check_cursor, shard
 from accel.errors import DataError
 
 _LOOKAHEAD = 16384  # positions of the order evaluated at once
@@ -72,8 +72,7 @@ def plan_epoch(source: Source, cursor: Cursor) -> Epoch:
     Raises:
         DataError: the cursor belongs to another order or lies beyond its end, or a sampler gives nothing.
     """
-    if not isinstance(cursor, Cursor):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass steps, or None
-        raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
+    check_cursor(cursor)
     this, count, bounds, name = _ordered(source, cursor)
     if cursor.of not in ("", name):
         raise DataError(

@@ -46,6 +46,8 @@ def read_source(
     _refuse(
         not getattr(loader, "in_order", True), "batches come in their order", "in_order=False", "Leave in_order out."
     )
+    begun = getattr(loader, "next_iter_state", None) is not None  # of a StatefulDataLoader
+    _refuse(begun, "a cursor says where to begin", "a loaded state_dict", "Leave it out.")
     batcher = _batcher(loader)
     cuts_itself = type(batcher) is not BatchSampler
     sampler = batcher if cuts_itself else batcher.sampler

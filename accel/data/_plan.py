@@ -172,6 +172,47 @@ def beyond(cursor: Cursor, end: int) -> DataError:
     )
 
 
+def check_entry(ctx_place: tuple[int, int], prepared_for: tuple[int, int], cursor: object) -> None:
+    """Raise `DataError` for a loader that was prepared for another rank, or a cursor that is none.
+
+    Args:
+        ctx_place: rank and world size of the context.
+        prepared_for: those of the context that the loader was prepared with.
+        cursor: where to start.
+    """
+    if ctx_place != prepared_for:
+        raise DataError(
+            "the loader was prepared for another rank",
+            expected="rank {} of {}".format(*ctx_place),
+            got="rank {} of {}".format(*prepared_for),
+            fix="Prepare it with this context.",
+        )
+    check_cursor(cursor)
+
+
+def check_cursor(cursor: object) -> None:
+    """Raise `DataError` for what is no cursor, such as a number of steps."""
+    if not isinstance(cursor, Cursor):
+        raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
+
+
+def check_places(places: list[int], world_size: int) -> None:
+    """Raise `DataError` if no rank takes some part of the data.
+
+    Args:
+        places: of each rank among the data-parallel ones.
+        world_size: how many there are of these.
+    """
+    missing = set(range(world_size)) - set(places)
+    if len(places) > 1 and missing:
+        raise DataError(
+            "a part of the data is read by no rank",
+            expected=f"indices 0 to {world_size - 1}",
+            got=f"{places} by rank",
+            where="prepare_loader(data_parallel=)",
+        )
+
+
 def check_count(value: object, problem: str, *, where: str) -> None:
     """Raise `ConfigError` unless the value is an integer of at least 1."""
     if type(value) is not int or value < 1:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
-from accel.comm import Call, fail
+from accel.comm import Call, exchange_values, fail
 from accel.context import DistContext
-from accel.data._stream_read import Step
-from accel.errors import AccelError, DataError
+from accel.data._stream_read import Skipped, Step
+from accel.errors import AccelError, DataError, TreeError
+from accel.tree import tensors
 
 _MOST_BYTES = 1 << 22
 
@@ -19,14 +21,23 @@ class Ahead:
     Args:
         ctx: the context.
         call: what all ranks call the next message.
-        steps: what is read.
+        steps: what is read; nothing on a rank that does not read.
     """
 
-    def __init__(self, ctx: DistContext, call: Call, steps: Iterator[Step]) -> None:
+    def __init__(self, ctx: DistContext, call: Call, steps: Iterator[Step | Skipped]) -> None:
         self._ctx = ctx
         self._call = call
         self._steps = steps
+        self._read: deque[Step] = deque()
         self._failure: AccelError | None = None
+
+    def catch_up(self) -> None:
+        """Wait until all ranks have read what they skip. A collective, now and then.
+
+        Reading again can take longer than a message may: ranks that still skip say so, and none is given up.
+        """
+        while any(exchange_values(self._ctx.comm, self._call, self._skips(), bool)):
+            pass
 
     def take(self, count: int) -> list[Step]:
         """Return the next steps: so many, fewer at the end or before an error.
@@ -35,22 +46,36 @@ class Ahead:
             AccelError: the first of them cannot be read; on every rank.
         """
         taken: list[Step] = []
-        while len(taken) < count and self._failure is None:
-            try:
-                step = next(self._steps, None)
-            except AccelError as error:
-                self._failure = error
-            except Exception as error:  # whatever the user's stream raises
-                problem = f"reading the stream failed: {type(error).__name__}: {error}"
-                self._failure = DataError(problem, where=f"rank {self._ctx.rank}, batches")
-                self._failure.__cause__ = error
-            else:
-                if step is None:
-                    break
+        while len(taken) < count and (step := self._next()) is not None:
+            if isinstance(step, Step):
                 taken.append(step)
         if self._failure is not None and not taken:
             fail(self._ctx.comm, self._call, self._failure)
         return taken
+
+    def _skips(self) -> bool:
+        """Read the first step, or what the reader says before it has come there; return whether it was that."""
+        if self._read:
+            return False
+        step = self._next()
+        if isinstance(step, Step):
+            self._read.append(step)
+        return isinstance(step, Skipped)
+
+    def _next(self) -> Step | Skipped | None:
+        if self._read:
+            return self._read.popleft()
+        if self._failure is not None:
+            return None
+        try:
+            return next(self._steps, None)
+        except AccelError as error:
+            self._failure = error
+        except Exception as error:  # whatever the user's stream raises
+            problem = f"reading the stream failed: {type(error).__name__}: {error}"
+            self._failure = DataError(problem, where=f"rank {self._ctx.rank}, batches")
+            self._failure.__cause__ = error
+        return None
 
 
 def steps_after(size: int, limit: int, step_bytes: int) -> int:
@@ -62,3 +87,11 @@ def steps_after(size: int, limit: int, step_bytes: int) -> int:
         step_bytes: of one step.
     """
     return max(1, min(2 * size, limit, _MOST_BYTES // max(step_bytes, 1)))
+
+
+def batch_bytes(data: object) -> int:
+    """Return the bytes of a batch's tensors; those of a large one if it cannot be taken apart."""
+    try:
+        return sum(leaf.nbytes for _, leaf in tensors(data))
+    except TreeError:
+        return _MOST_BYTES

@@ -70,8 +70,14 @@ class _Piece(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, parts=pinned)
 
 
-class _Skipped(msgspec.Struct, frozen=True):
-    """A worker's word on how far it has come on its way to where it starts."""
+class Skipped(msgspec.Struct, frozen=True):
+    """A reader's word on how far it has come on its way to where it starts.
+
+    Attributes:
+        worker: which of its processes.
+        elements: that this one has read and dropped.
+        of: how many it will.
+    """
 
     worker: int
     elements: int
@@ -88,7 +94,7 @@ def read_steps(
     start: StreamPosition,
     replay: bool,
     options: dict[str, Any],
-) -> Generator[Step]:
+) -> Generator[Step | Skipped]:
     """Read a stream from a position to the end of its epoch. No communication.
 
     A step is given as soon as one more element is known to follow; with tail `drop`, one more step.
@@ -104,23 +110,25 @@ def read_steps(
         options: of torch's DataLoader.
 
     Yields:
-        Steps; workers take turns.
+        Steps; workers take turns. Before them, now and then, how far a reader is that reads again what it skips.
 
     Raises:
         DataError: the stream ends before the position.
-        TreeError: the first batch holds a container that cannot be taken apart.
+        TreeError: a batch holds a container that cannot be taken apart.
     """
     _warn_of_replay(source, start, replay)
     chunks = _Chunks(source, plan, collate, (epoch, key, start.workers, replay))
     alone = options["num_workers"] == 0
     with isolated_rng() if alone else contextlib.nullcontext():
         items = iter(DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options))
-    turns, first = _Turns(items, start, isolated_rng if alone else contextlib.nullcontext), True
+    turns = _Turns(items, start, isolated_rng if alone else contextlib.nullcontext)
     try:
+        for skipped in turns.skip():
+            _log().warning("skipped %d of %d elements (worker %d)", skipped.elements, skipped.of, skipped.worker)
+            yield skipped
         while (piece := turns.next()) is not None:
-            for part in piece.parts.values() if first else ():
+            for part in piece.parts.values():
                 check_movable(part.data)
-            first = False
             more = piece.more or turns.any_left()
             yield Step(piece.parts, piece.counts, more, turns.position())
     except Exception as error:
@@ -141,6 +149,15 @@ class _Turns:
         self._order = deque(sorted(workers, key=lambda worker: (worker < start.turn, worker)))
         self._waiting: dict[int, deque[_Piece]] = {worker: deque() for worker in workers}
         self._going: set[int] = set()  # said that they have more
+
+    def skip(self) -> Iterator[Skipped]:
+        """Wait until all workers are where they start; give what they say until then."""
+        for worker in self._order if any(each.elements for each in self._positions) else ():
+            while not self._waiting[worker]:
+                if isinstance(item := self._item(), Skipped):
+                    yield item
+                else:
+                    self._waiting[item.worker].append(item)
 
     def next(self) -> _Piece | None:
         """Return the next step's piece, None at the end."""
@@ -169,13 +186,13 @@ class _Turns:
 
     def _hear(self, worker: int) -> _Piece:
         while not self._waiting[worker]:
-            with self._guard():
-                item = next(self._items)
-            if isinstance(item, _Skipped):
-                _log().info("skipped %d of %d elements of a stream (worker %d)", item.elements, item.of, item.worker)
-            else:
-                self._waiting[item.worker].append(item)
+            item = self._item()
+            self._waiting[item.worker].append(item)
         return self._waiting[worker][0]
+
+    def _item(self) -> Any:
+        with self._guard():
+            return next(self._items)
 
 
 class _Chunks(IterableDataset[Any]):
@@ -194,7 +211,7 @@ class _Chunks(IterableDataset[Any]):
     ) -> None:
         self.__dict__.update(_source=source, _rest=(plan, collate, begin))
 
-    def __iter__(self) -> Iterator[_Piece | _Skipped]:
+    def __iter__(self) -> Iterator[_Piece | Skipped]:
         source: Any = self.__dict__["_source"]
         plan, collate, (epoch, key, positions, replay) = self.__dict__["_rest"]
         info = get_worker_info()
@@ -236,10 +253,10 @@ def _twin(source: Any) -> Any:
 
 def _pieces(
     stream: _Seeded, plan: Cut, collate: Callable[[Any], Any], worker: int, start: int
-) -> Iterator[_Piece | _Skipped]:
+) -> Iterator[_Piece | Skipped]:
     ahead = plan.size if plan.tail == "drop" else 1
     for at in stream.skip_to(start, (ahead, plan.size - ahead)):
-        yield _Skipped(worker, at, start)
+        yield Skipped(worker, at, start)
     held = stream.take(ahead)
     if len(held) < ahead:
         yield _Piece(worker, {}, [], False, WorkerPosition(start, ended=True))
@@ -305,7 +322,7 @@ class _Seeded:
                     got=str(self.at),
                     fix="The cursor belongs to another stream; begin the epoch again with Cursor(seed=, epoch=).",
                 )
-            if time.monotonic() - told > _REPORT_S or self.at == elements:
+            if time.monotonic() - told > _REPORT_S:
                 told = time.monotonic()
                 yield self.at
 

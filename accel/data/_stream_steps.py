@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from accel.comm import Call, call_site, exchange, fail
+from accel.comm import Call, call_site, exchange, fail, shared_failure
 from accel.context import DistContext
 from accel.data._dispatch import Parcel, Receiver, Sender
-from accel.data._plan import Cursor, SampleCount
+from accel.data._plan import Cursor, SampleCount, check_entry, check_places
 from accel.data._stream import StreamLoader
-from accel.data._stream_ahead import Ahead, steps_after
+from accel.data._stream_ahead import Ahead, batch_bytes, steps_after
 from accel.data._stream_cut import Part
 from accel.data._stream_handing import Handing
 from accel.data._stream_position import StreamPosition, WorkerPosition
-from accel.data._stream_read import Step, read_steps
-from accel.errors import AccelError, DataError
+from accel.data._stream_read import Skipped, Step, read_steps
+from accel.data._transfer import moved
+from accel.errors import DataError
 from accel.random import Key
-from accel.tree import tensors
 
 _STREAM = "a stream"  # what a cursor's `of` says
 
@@ -37,11 +37,19 @@ class Given(NamedTuple):
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank is: its node, its part of the data, and the most steps that it puts into a message."""
+    """Where a rank is: its node and its part of the data; and how it would read.
+
+    Attributes:
+        node: its number.
+        part: of the data, among the data-parallel ranks.
+        limit: the most steps that it puts into a message.
+        ahead: whether it has workers, so that a batch can be read and moved ahead of the one that is given.
+    """
 
     node: int
     part: int
     limit: int
+    ahead: bool
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
@@ -66,42 +74,46 @@ def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Gene
     Args and errors are those of `batches`.
 
     Yields:
-        Batches on the CPU, and what is known about each.
+        Batches on the context's device, and what is known about each.
     """
     site = call_site()
-    if loader.prepared_for != (ctx.rank, ctx.world_size):
-        error = DataError(
-            "the loader was prepared for another rank",
-            expected=f"rank {ctx.rank} of {ctx.world_size}",
-            got="rank {} of {}".format(*loader.prepared_for),
-            fix="Prepare it with this context.",
-        )
+    try:
+        check_entry((ctx.rank, ctx.world_size), loader.prepared_for, cursor)
+    except DataError as error:
         fail(ctx.comm, Call("batches", site=site), error)
     facts = f"stream {loader.mode}, batch {loader.batch_size}, of all {loader.global_batch}, tail {loader.tail}"
     where = f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} consumed"
     opening = Call("batches", f"{where}\n{facts}\n{loader.world_size} data-parallel ranks", site)
-    here = _Place(ctx.node_rank, loader.rank, loader.steps_per_message if ctx.world_size > 1 else 1)
+    here = _Place(ctx.node_rank, loader.rank, loader.steps_per_message, loader.num_workers > 0)
     places = [_decode(message, _Place) for message in exchange(ctx.comm, opening, _encode(here))]
     call = Call("batches, next steps", facts, site)
     parts = [place.part for place in places]
-    duplicate = loader.rank in parts[: ctx.rank]
+    check_places(parts, loader.world_size)
     if loader.is_shared:
         nodes = [place.node if loader.mode == "elements" else 0 for place in places]
         handing = Handing(ctx, call, nodes, parts)
-        limit = min(places[reader].limit for reader in handing.readers)
-        steps = _handed_out(ctx, loader, cursor, handing, Ahead(ctx, call, _read(loader, cursor, handing.mine)), limit)
+        ahead = Ahead(ctx, call, _read(loader, cursor, handing.mine) if handing.reads else iter(()))
+        readers = [places[reader] for reader in handing.readers]
+        steps = _handed_out(ctx, loader, cursor, handing, ahead, _limit(readers))
     else:
-        limit = min(place.limit for place in places)
-        steps = _apart(ctx, loader, cursor, call, parts, limit)
-    for data, given in steps:
+        ahead, readers = Ahead(ctx, call, _read(loader, cursor, (0,))), places
+        steps = _apart(ctx, loader, cursor, ahead, call, parts, _limit(readers))
+    if cursor.consumed:
+        ahead.catch_up()
+    duplicate = loader.rank in parts[: ctx.rank]
+    for data, given in moved(steps, ctx.device, ahead=all(place.ahead for place in readers)):
         yield data, given._replace(duplicate=duplicate)
 
 
+def _limit(readers: list[_Place]) -> int:
+    """The most steps in a message; one where a rank is alone: nothing is read before its turn."""
+    return min(place.limit for place in readers) if len(readers) > 1 else 1
+
+
 def _apart(
-    ctx: DistContext, loader: StreamLoader, cursor: Cursor, call: Call, parts: list[int], limit: int
+    ctx: DistContext, loader: StreamLoader, cursor: Cursor, ahead: Ahead, call: Call, parts: list[int], limit: int
 ) -> Iterator[tuple[Any, Given]]:
     """Every rank reads; what stands in for one whose stream has ended is its last batch, or another rank's."""
-    ahead = Ahead(ctx, call, _read(loader, cursor, (0,)))
     kept: Part | None = None
     position, consumed, size = cursor.stream, cursor.consumed, 1
     while True:
@@ -126,7 +138,7 @@ def _apart(
 
 
 def _word(steps: list[Step], kept: Part | None) -> _Word:
-    size = sum(leaf.nbytes for _, leaf in tensors(steps[0].parts[0].data)) if steps else 0
+    size = batch_bytes(steps[0].parts[0].data) if steps else 0
     return _Word([step.counts[0] for step in steps], bool(steps) and steps[-1].more, not steps and kept is None, size)
 
 
@@ -167,10 +179,8 @@ def _lend(ctx: DistContext, call: Call, kept: Part | None, bare: list[bool]) -> 
     lender = bare.index(False)
     payload, head = torch.empty(0, dtype=torch.uint8), 16
     if ctx.rank == lender and kept is not None:
-        try:
+        with shared_failure(ctx.comm, "batches"):
             parcel = Sender().pack(kept.data)
-        except AccelError as error:
-            fail(ctx.comm, call, error)
         payload = torch.cat([torch.tensor([parcel.label, kept.rows]).view(torch.uint8), parcel.buffer])
     lent = exchange(ctx.comm, call, payload)[lender]
     if kept is not None:
@@ -185,7 +195,7 @@ def _handed_out(
     """The first rank of each node, or rank 0, reads; the others get their batches from it."""
     consumed, size = cursor.consumed, 1
     while True:
-        steps = ahead.take(size) if handing.reads else []
+        steps = ahead.take(size)
         given = handing.hand(steps)
         if not given:
             raise _nothing(cursor, loader)
@@ -200,7 +210,7 @@ def _handed_out(
         size = steps_after(size, limit, handing.step_bytes)
 
 
-def _read(loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterator[Step]:
+def _read(loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterator[Step | Skipped]:
     own = [] if loader.is_shared else [loader.rank]
     yield from read_steps(
         loader.source,

@@ -250,6 +250,12 @@ class Unsized(Dataset):
         return index
 
 
+class Begun(DataLoader):
+    """As a StatefulDataLoader that has loaded a state."""
+
+    next_iter_state = {"_snapshot": 3}  # noqa: RUF012
+
+
 DATA = list(range(10))
 REFUSED = {
     "stream": (lambda: DataLoader(Stream()), "no positions to shard.*stream="),
@@ -265,6 +271,7 @@ REFUSED = {
     "all dropped": (lambda: DataLoader(DATA, batch_size=11, drop_last=True), "drops the whole epoch"),
     "own iteration": (lambda: Filtering(DATA), "changes what is iterated: got Filtering.*collate_fn"),
     "own iterator": (lambda: Counting(DATA), "changes what is iterated"),
+    "begun": (lambda: Begun(DATA), "a cursor says where to begin.*a loaded state_dict"),
     "no loader": (lambda: DATA, "got list.*DataLoader"),
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 
 import pytest
 import torch
@@ -217,6 +218,41 @@ def test_a_rank_whose_stream_has_ended_repeats_its_last_batch_until_all_have(ran
         [([0, 1], 2, 3, False), ([2, 3], 2, 2, False), ([4], 1, 1, True)],
         [([0], 1, 3, False), ([0], 0, 2, False), ([0], 0, 1, True)],
     ]
+
+
+class Encoding(UserDict):
+    """What tokenizers return: no container that could be taken apart, but it moves itself."""
+
+    def to(self, device):
+        return self
+
+
+@pytest.mark.parametrize("mode", ["shards", "own"])
+def test_batches_that_move_themselves_need_no_container(ranks, mode):
+    def rank(ctx):
+        loader = make_loader(ctx, Stream(9), mode, 2, collate_fn=lambda rows: Encoding(id=[row[0] for row in rows]))
+        return [batch.data["id"] for batch in accel.batches(ctx, loader, Cursor())]
+
+    whole = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+    assert ranks.run(rank, 2) == [whole] * 2 if mode == "own" else [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [5, 7]]]
+
+
+@pytest.mark.parametrize(("mode", "ahead"), [("dispatch", True), ("own", False)])
+def test_all_ranks_read_ahead_or_none(ranks, monkeypatch, mode, ahead):
+    """A batch that one rank alone asks for ahead of its turn would meet the others in another call."""
+    asked = []
+
+    def watch(items, device, *, ahead):
+        asked.append(ahead)
+        return items
+
+    def rank(ctx):
+        loader = make_loader(ctx, Stream(9), mode, 2, num_workers=int(ctx.rank == 0))
+        return len(list(accel.batches(ctx, loader, Cursor())))
+
+    monkeypatch.setattr("accel.data._stream_steps.moved", watch)
+    assert set(ranks.run(rank, 2)) == {3 if mode == "dispatch" else 5}
+    assert asked == [ahead] * 2
 
 
 class Ready(IterableDataset):

@@ -149,6 +149,8 @@ def test_a_rank_that_calls_something_else_meanwhile(ranks):
     [
         (torch.Generator(), r"cannot be handed to another rank.*got Generator.*\$\.x"),
         (2**70, r"numbers up to 64 bits.*got int.*\$\.x"),
+        (os.fsdecode(b"\xff.png"), r"Unicode text.*got str '\\udcff\.png'.*\$\.x"),
+        ({2**70: 1}, r"cannot be handed to another rank.*got dict.*\$\.x"),
         (torch.ones(2).to_sparse(), r"cannot be sent.*\$\.x"),
     ],
 )
@@ -164,6 +166,36 @@ def test_a_container_that_cannot_be_taken_apart(ranks, mode):
         return make_loader(ctx, Stream(9), mode, 2, collate_fn=lambda _: {"x": UserDict() if odd else 1})
 
     _everywhere(ranks, make, TreeError, r"rank \d: .*cannot be taken apart.*got UserDict.*\$\.x")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_container_that_cannot_be_taken_apart_in_a_later_batch(ranks, mode, workers):
+    def collate(samples):
+        return UserDict() if samples[0][0] >= 6 else torch.tensor(samples)
+
+    make = lambda ctx: make_loader(ctx, Stream(40), mode, 2, collate_fn=collate, num_workers=workers)  # noqa: E731
+    _everywhere(ranks, make, TreeError, r"cannot be taken apart.*got UserDict", steps=1)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "own"])
+def test_places_that_leave_a_part_to_no_rank(ranks, mode):
+    """Otherwise half of the samples would be read and dropped."""
+    make = lambda ctx: make_loader(ctx, Stream(9), mode, 2, data_parallel=(0, 2))  # noqa: E731
+    said = r"read by no rank: expected indices 0 to 1, got \[0, 0\] by rank"
+    _everywhere(ranks, make, DataError, said, world=2)
+
+
+@pytest.mark.parametrize("wrong", [{1}, {0, 1}])
+def test_what_is_no_cursor(ranks, wrong):
+    def rank(ctx):
+        loader = make_loader(ctx, Stream(9), "dispatch", 2)
+        with pytest.raises(DataError, match=r"not a cursor.*got 3"):
+            next(accel.batches(ctx, loader, 3 if ctx.rank in wrong else Cursor()))
+        accel.wait_for_everyone(ctx)
+        return True
+
+    assert all(ranks.run(rank, 2))
 
 
 def test_a_class_that_other_ranks_cannot_import(ranks):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import CheckpointError, Cursor, DataError
+from accel.comm import exchange_values
 from accel.data import StreamPosition, WorkerPosition
 
 MODES = ["shards", "elements", "dispatch"]
@@ -134,7 +133,6 @@ def test_a_rank_whose_stream_had_ended_resumes_without_any_batch_of_its_own(rank
 
 def test_a_stream_that_can_only_be_replayed_says_so_and_how_far_it_is(caplog, monkeypatch):
     monkeypatch.setattr("accel.data._stream_read._REPORT_S", -1.0)
-    caplog.set_level(logging.INFO, "accel.data")
     ctx = accel.single()
     whole = _run(ctx, Cursor(), Stream, size=4)
     assert not caplog.records
@@ -143,8 +141,32 @@ def test_a_stream_that_can_only_be_replayed_says_so_and_how_far_it_is(caplog, mo
     texts = [record.getMessage() for record in caplog.records]
     assert "Stream is read again from its beginning and 12 elements are skipped" in texts[0]
     assert "no state_dict" in texts[0]
-    assert texts[1:] == [f"skipped {at} of 12 elements of a stream (worker 0)" for at in (1, 4, 5, 8, 9, 12)]
-    assert caplog.records[0].levelno == logging.WARNING
+    assert texts[1:] == [f"skipped {at} of 12 elements (worker 0)" for at in (1, 4, 5, 8, 9, 12)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_wait_for_a_long_replay_hear_of_it(ranks, monkeypatch, mode, workers):
+    """Otherwise they would give up on the one that reads, at the time-out of a message."""
+    heard = []
+
+    def counting(comm, call, value, kind):
+        heard.append(value)
+        return exchange_values(comm, call, value, kind)
+
+    def rank(ctx):
+        options = {"n": 31, "mode": mode, "num_workers": workers}
+        whole = _run(ctx, Cursor(seed=1), Stream, **options)
+        heard.clear()
+        accel.wait_for_everyone(ctx)
+        assert _same(_run(ctx, whole[3].next, Stream, **options), whole[4:])
+        return True
+
+    monkeypatch.setattr("accel.data._stream_read._REPORT_S", -1.0)
+    monkeypatch.setattr("accel.data._stream_ahead.exchange_values", counting)
+    assert all(ranks.run(rank, 2))
+    assert heard.count(True) >= (4 if workers == 0 else 2)
+    assert heard[-2:] == [False, False]
 
 
 class Forgetful(Stateful):

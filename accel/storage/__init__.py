@@ -14,6 +14,9 @@ from accel.storage._files import open_directory as open_directory
 from accel.storage._files import sha256 as sha256
 from accel.storage._files import sync_folder as sync_folder
 from accel.storage._files import write_file as write_file
+from accel.storage._lock import LOCK as LOCK
+from accel.storage._lock import FolderLock as FolderLock
+from accel.storage._lock import take_lock as take_lock
 from accel.storage._stage import Leftover as Leftover
 from accel.storage._stage import commit as commit
 from accel.storage._stage import leftovers as leftovers
@@ -22,10 +25,7 @@ from accel.storage._stage import remove_flat as remove_flat
 from accel.storage._stage import set_aside as set_aside
 
 if TYPE_CHECKING:
-    from accel.storage._lock import LOCK as LOCK
-from accel.storage._lock import FolderLock as FolderLock
-from accel.storage._lock import take_lock as take_lock
-from accel.storage._safetensors import dtype_name as dtype_name
+    from accel.storage._safetensors import dtype_name as dtype_name
     from accel.storage._safetensors import read_tensors as read_tensors
     from accel.storage._safetensors import stored_dtype as stored_dtype
     from accel.storage._safetensors import write_tensors as write_tensors

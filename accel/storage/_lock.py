@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One writer at a time in a folder: a file that names who holds it, and that the system unlocks when that process ends.
+
+The file is made exclusively. Its holder also locks it by `flock`, which no death outlives: so whoever finds the file on
+the same host can tell a living holder from one that is gone, whatever process has its number now. Where the file
+system has no `flock`, the process's number and its start tell the same. Of a holder on another host nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from accel.errors import CheckpointError
+from accel.storage._files import disk_errors
+from accel.storage._stage import host_name, is_alive
+
+LOCK = "save.lock"
+
+_FILLED_S = 0.4  # by then whoever made the file has named itself, or is gone
+_PATIENCE_S = 0.8  # where others keep taking the lock, or clearing it away
+_PAUSE_S = 0.02
+_LONGEST = 4096
+_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds a lock.
+
+    Attributes:
+        host, pid: the process.
+        started: when it started, in the system's own count; "" where that cannot be told.
+        since: when it took the lock, in UTC.
+    """
+
+    host: str
+    pid: int
+    started: str
+    since: str
+
+
+class FolderLock:
+    """A lock that is held until `release`; by the process, whichever of its threads calls."""
+
+    __slots__ = ("_file", "_path")
+
+    def __init__(self, file: int, path: Path) -> None:
+        self._file = file
+        self._path = path
+
+    def release(self) -> None:
+        """Let the next writer in. Never raises: a file that cannot be removed is seen to be nobody's."""
+        if self._file < 0:
+            return
+        with contextlib.suppress(OSError):
+            if _is_at(self._file, self._path):  # else somebody has removed ours, and this is another's
+                os.unlink(self._path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked process may hold the file open, too
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        self._file = -1
+
+
+def take_lock(folder: Path) -> FolderLock:
+    """Take the folder's lock, from a holder that is gone if need be; wait less than a second.
+
+    Args:
+        folder: an existing folder.
+
+    Raises:
+        CheckpointError: another writer holds it, named by host and process; or the disk failed.
+    """
+    path, start = folder / LOCK, time.monotonic()
+    with disk_errors(path):
+        while True:
+            if (mine := _make(path)) is not None:
+                return mine
+            waited = time.monotonic() - start
+            if (holder := _clear(path, late=waited > _FILLED_S)) is not None or waited > _PATIENCE_S:
+                raise _refusal(path, holder)
+            time.sleep(_PAUSE_S)
+
+
+def _make(path: Path) -> FolderLock | None:
+    """Make the file; None if there is one."""
+    try:
+        file = os.open(path, _MAKE, 0o666)
+    except FileExistsError:
+        return None
+    lock = FolderLock(file, path)
+    try:
+        _ = _flock(file)
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        _ = os.write(file, msgspec.json.encode(Holder(host_name(), os.getpid(), _started(os.getpid()), since)))
+        os.fsync(file)  # so that other hosts can read it
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _clear(path: Path, *, late: bool) -> Holder | None:
+    """Remove a file whose holder is gone; return a holder that is not.
+
+    Args:
+        path: the file.
+        late: whether a file that names nobody has had the time to be filled.
+    """
+    try:
+        file = os.open(path, _OPEN)
+    except FileNotFoundError:
+        return None
+    try:
+        holder = _read(file)
+        if holder is not None and holder.host != host_name():
+            return holder
+        locked = _flock(file)
+        if locked is False or (locked is None and holder is not None and not _is_gone(holder)):
+            return holder
+        # only who has the file locked, and sees it in its place, removes it: never one that another has just made
+        if (holder is not None or late) and _is_at(file, path):
+            os.unlink(path)
+        return None
+    finally:
+        os.close(file)
+
+
+def _read(file: int) -> Holder | None:
+    try:
+        return msgspec.json.decode(os.pread(file, _LONGEST, 0), type=Holder)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _flock(file: int) -> bool | None:
+    """Lock a file unless another holds it; None where the file system cannot tell."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
+            return None
+        raise
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_gone(holder: Holder) -> bool:
+    started = _started(holder.pid)
+    another = bool(started and holder.started) and started != holder.started
+    return another or not is_alive(holder.pid)
+
+
+def _started(pid: int) -> str:
+    """When a process started, in clock ticks since the system did; "" where that cannot be told."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError, UnicodeDecodeError):
+        return ""
+
+
+def _refusal(path: Path, holder: Holder | None) -> CheckpointError:
+    if holder is None:
+        got = "a lock whose holder cannot be told"
+    else:
+        here = " (this host)" if holder.host == host_name() else ""
+        me = ", which is this process" if here and holder.pid == os.getpid() else ""
+        got = f"process {holder.pid} on host {holder.host}{here}{me}, saving since {holder.since}"
+    return CheckpointError(
+        "another writer is saving into this folder",
+        expected="one writer at a time",
+        got=got,
+        where=str(path),
+        fix="Give each run a folder of its own. If that process is gone, delete this file.",
+    )

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from accel.checkpoint._plan import tied as tied
     from accel.checkpoint._read import Saved as Saved
     from accel.checkpoint._read import read_checkpoint as read_checkpoint
-    from accel.checkpoint._save import Content as Content
     from accel.checkpoint._save import save as save
     from accel.checkpoint._settle import settle as settle
+    from accel.checkpoint._snapshot import Content as Content
 
 _WITH_TORCH = {
     "_codec": ("check_tensor", "decode", "encode"),
     "_plan": ("Plan", "plan_writes", "tied"),
     "_read": ("Saved", "read_checkpoint"),
-    "_save": ("Content", "save"),
+    "_save": ("save",),
     "_settle": ("settle",),
+    "_snapshot": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

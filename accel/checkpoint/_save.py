@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: ranks agree on what they hold, each writes its share into one stage, rank 0 commits, all return or raise."""
+"""Saving: each rank writes its share into one stage, rank 0 commits, all return or raise."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 
 from accel.checkpoint._directory import committed, is_committed, is_exactly_ours, step_name, step_of
-from accel.checkpoint._manifest import FORMAT, MANIFEST, RANKS, Item, Manifest, Piece, TensorEntry, encode_manifest
-from accel.checkpoint._plan import Plan, checksum, plan_writes, tied
+from accel.checkpoint._manifest import MANIFEST, Manifest, encode_manifest
 from accel.checkpoint._settle import settle
+from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import AccelError, CheckpointError
 from accel.storage import (
     FileEntry,
     commit,
-    dtype_name,
     leftovers,
     make_folder,
     make_stage,
@@ -32,30 +27,6 @@ from accel.storage import (
     write_file,
     write_tensors,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
-    """What one rank brings to a checkpoint.
-
-    Attributes:
-        shared: tensors that are equal on all ranks; any rank may write them.
-        main: tensors of which rank 0's count.
-        items: everything else by item; rank 0's count.
-        row: bytes of this rank's own, kept for it.
-    """
-
-    shared: Mapping[str, torch.Tensor]
-    main: Mapping[str, torch.Tensor]
-    items: Mapping[str, Item]
-    row: bytes
-
-
-class _Rank(msgspec.Struct, frozen=True):
-    """What every rank says before a save: its own bytes, and what its share of the state sums up to."""
-
-    row: bytes
-    checksum: int
 
 
 class _Share(msgspec.Struct, frozen=True):
@@ -83,40 +54,35 @@ def save(ctx: DistContext, out: Path, content: Content, *, step: int, keep: int 
         CollectiveMismatch: ranks hold different tensors.
     """
     target, site = out / step_name(step), call_site()
-    aliases = tied({**content.shared, **content.main})
-    shared = {name: tensor for name, tensor in content.shared.items() if name not in aliases}
-    main = {name: tensor for name, tensor in content.main.items() if name not in aliases}
-    detail = "\n".join([f"step {step}", *_facts(shared), *sorted(f"{a} is {b}" for a, b in aliases.items())])
-    ranks = settle(ctx, Call("save_state", detail, site), None, _Rank(content.row, checksum(shared)), _Rank)
-    if len({rank.checksum for rank in ranks}) > 1:
-        if ctx.is_main_process:
-            _warn("ranks hold different parameters or optimizer states; %s holds rank 0's", target)
-        main, shared = {**shared, **main}, {}
-    main[RANKS] = _stack([rank.row for rank in ranks])
-    plan = plan_writes({k: v.nbytes for k, v in shared.items()}, {k: v.nbytes for k, v in main.items()}, ctx.world_size)
+    snapshot = take_snapshot(ctx, content, step=step, site=site)
+    write(ctx, target, snapshot, site=site)
+    if ctx.is_main_process and keep is not None:
+        _retain(target, keep)
+    return target
+
+
+def write(ctx: DistContext, target: Path, snapshot: Snapshot, *, site: str) -> None:
+    """Write what all ranks have agreed on, and commit it. A collective; no live tensor but the snapshot's is read.
+
+    Args:
+        ctx: the context.
+        target: the checkpoint's folder.
+        snapshot: this rank's.
+        site: the call of the user's that this is part of.
+
+    Raises:
+        CheckpointError: the disk failed, the same on every rank; nothing else has changed.
+    """
     stage = _open_stage(ctx, target, site)
     try:
-        shares = _write_shares(ctx, stage, plan, {**shared, **main}, site)
-        manifest = Manifest(
-            format=FORMAT,
-            accel=importlib.metadata.version("accel"),
-            torch=str(torch.__version__),
-            step=step,
-            world_size=ctx.world_size,
-            files={share.name: share.entry for share in shares if share.entry is not None},
-            tensors=_entries({**shared, **main}, plan),
-            aliases=aliases,
-            items=dict(content.items),
-        )
-        _commit(ctx, stage, target, manifest, site)
+        shares = _write_share(ctx, stage, snapshot, site)
+        files = {share.name: share.entry for share in shares if share.entry is not None}
+        _commit(ctx, stage, target, msgspec.structs.replace(snapshot.manifest, files=files), site)
     except BaseException:
         if ctx.is_main_process:
             with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
                 remove_flat(stage)
         raise
-    if ctx.is_main_process and keep is not None:
-        _retain(target, keep)
-    return target
 
 
 def _open_stage(ctx: DistContext, target: Path, site: str) -> Path:
@@ -133,16 +99,12 @@ def _open_stage(ctx: DistContext, target: Path, site: str) -> Path:
     return target.parent / names[0]
 
 
-def _write_shares(
-    ctx: DistContext, stage: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], site: str
-) -> list[_Share]:
+def _write_share(ctx: DistContext, stage: Path, snapshot: Snapshot, site: str) -> list[_Share]:
     """Write this rank's share; return what every rank wrote, once all have."""
-    error, share = None, _Share(_file_name(ctx.rank, ctx.world_size), None)
-    names = plan.ranks[ctx.rank]
+    error, share = None, _Share(snapshot.file, None)
     try:
-        if names:
-            entry = write_tensors(stage, share.name, {name: tensors[name] for name in names})
-            share = _Share(share.name, entry)
+        if snapshot.tensors:
+            share = _Share(snapshot.file, write_tensors(stage, snapshot.file, snapshot.tensors))
     except (CheckpointError, RuntimeError) as failure:  # RuntimeError: a device that fails while it is copied from
         error = failure
     return settle(ctx, Call("save_state: writing", site=site), error, share, _Share)
@@ -200,33 +162,6 @@ def _discard(path: Path) -> None:
         remove_flat(set_aside(path))
     except CheckpointError as error:
         _warn("%s could not be deleted: %s", path, error)
-
-
-def _entries(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, TensorEntry]:
-    files = {name: _file_name(rank, len(plan.ranks)) for rank, names in enumerate(plan.ranks) for name in names}
-    return {
-        name: TensorEntry(
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            pieces=(Piece(files[name], (0,) * tensor.dim(), tuple(tensor.shape)),),
-        )
-        for name, tensor in sorted(tensors.items())
-    }
-
-
-def _stack(rows: list[bytes]) -> torch.Tensor:
-    """Put every rank's bytes into one tensor [world, longest + 4]: length in four bytes, bytes, zeros."""
-    width = max(len(row) for row in rows)
-    padded = b"".join(len(row).to_bytes(4, "little") + row.ljust(width, b"\0") for row in rows)
-    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(len(rows), width + 4)
-
-
-def _facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in sorted(tensors.items())]
-
-
-def _file_name(rank: int, world_size: int) -> str:
-    return f"tensors-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def _warn(text: str, *values: object) -> None:

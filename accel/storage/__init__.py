@@ -14,6 +14,9 @@ from accel.storage._files import open_directory as open_directory
 from accel.storage._files import sha256 as sha256
 from accel.storage._files import sync_folder as sync_folder
 from accel.storage._files import write_file as write_file
+from accel.storage._lock import LOCK as LOCK
+from accel.storage._lock import FolderLock as FolderLock
+from accel.storage._lock import take_lock as take_lock
 from accel.storage._stage import Leftover as Leftover
 from accel.storage._stage import commit as commit
 from accel.storage._stage import leftovers as leftovers

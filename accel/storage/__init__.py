@@ -14,6 +14,10 @@ from accel.storage._files import open_directory as open_directory
 from accel.storage._files import sha256 as sha256
 from accel.storage._files import sync_folder as sync_folder
 from accel.storage._files import write_file as write_file
+from accel.storage._header import Header as Header
+from accel.storage._header import TensorHeader as TensorHeader
+from accel.storage._header import encode_header as encode_header
+from accel.storage._header import read_header as read_header
 from accel.storage._lock import LOCK as LOCK
 from accel.storage._lock import FolderLock as FolderLock
 from accel.storage._lock import take_lock as take_lock

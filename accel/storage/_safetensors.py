@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The safetensors format, written straight from the tensors' memory and read as views on a file's bytes.
-
-A file is eight bytes of header length, a JSON header of name -> dtype, shape and byte range, and the bytes of the
-tensors without gaps. Reference: https://github.com/huggingface/safetensors, "Format".
-"""
+"""Tensors as safetensors files: written straight from their memory and read as views on a file's bytes."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
 import torch
 
-from accel.errors import CheckpointError
 from accel.storage._files import Bytes, FileEntry, write_file
-
-_LARGEST_HEADER = 100_000_000  # what the reference implementation accepts
-_WORD = 8
-
-
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+from accel.storage._header import TensorHeader, encode_header, read_header
 
 
 def stored_dtype(dtype: torch.dtype) -> str | None:
@@ -58,29 +42,30 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+def write_tensors(
+    folder: Path, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
     """Write tensors as a new safetensors file, return once it is on the disk.
 
     Args:
         folder: an existing folder.
         name: the new file's.
         tensors: of any device, stride and shape, of a dtype that `stored_dtype` knows.
+        metadata: texts to put into the header.
 
     Raises:
         CheckpointError: the disk failed, is full or forbids it.
     """
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
     order = sorted(plain, key=lambda key: (-plain[key].element_size(), key))  # keeps every tensor aligned
-    header, position = dict[str, _Entry](), 0
+    header, position = dict[str, TensorHeader](), 0
     for key in order:
         tensor = plain[key]
         dtype = stored_dtype(tensor.dtype)
         assert dtype is not None, key
-        header[key] = _Entry(dtype, tuple(tensor.shape), (position, position + tensor.nbytes))
+        header[key] = TensorHeader(dtype, tuple(tensor.shape), (position, position + tensor.nbytes))
         position += tensor.nbytes
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % _WORD)
-    chunks: list[Bytes] = [len(text).to_bytes(_WORD, "little") + text, *(_memory(plain[key]) for key in order)]
+    chunks: list[Bytes] = [encode_header(header, metadata or {}), *(_memory(plain[key]) for key in order)]
     return write_file(folder, name, chunks)
 
 
@@ -94,32 +79,12 @@ def read_tensors(data: memoryview, where: str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the header contradicts itself or the file's length.
     """
-    length = int.from_bytes(data[:_WORD], "little")
-    if len(data) < _WORD or length > min(_LARGEST_HEADER, len(data) - _WORD):
-        raise _broken("the header does not fit the file", where)
-    try:
-        header = msgspec.json.decode(data[_WORD : _WORD + length], type=dict[str, _Entry])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _broken(f"the header cannot be read: {error}", where) from error
-    payload, position = data[_WORD + length :], 0
-    dtypes = _dtypes()
-    tensors: dict[str, torch.Tensor] = {}
-    for key, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
-        start, end = entry.data_offsets
-        dtype = dtypes.get(entry.dtype)
-        if dtype is None:
-            raise _broken(f"{key!r} has the unknown dtype {entry.dtype!r}", where)
-        if (
-            start != position
-            or not start <= end <= len(payload)
-            or math.prod(entry.shape) * dtype.itemsize != end - start
-        ):
-            raise _broken(f"the byte range of {key!r} does not fit its shape and its neighbours", where)
-        position = end
-        tensors[key] = _view(payload[start:end], dtype, entry.shape)
-    if position != len(payload):
-        raise _broken("bytes after the last tensor", where)
-    return tensors
+    header, dtypes = read_header(data, where), _dtypes()
+    payload = data[header.end :]
+    return {
+        name: _view(payload[slice(*entry.data_offsets)], dtypes[entry.dtype], entry.shape)
+        for name, entry in header.tensors.items()
+    }
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +113,3 @@ def _dtypes() -> dict[str, torch.dtype]:
     known = (getattr(torch, name) for name in dir(torch))
     dtypes = [dtype for dtype in known if isinstance(dtype, torch.dtype) and dtype != torch.complex128]
     return {name: dtype for dtype in dtypes if (name := stored_dtype(dtype)) is not None}
-
-
-def _broken(problem: str, where: str) -> CheckpointError:
-    return CheckpointError(problem, expected="a safetensors file", where=where)

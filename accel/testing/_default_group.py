@@ -11,10 +11,12 @@ by the way that torch made for its own test backend named "threaded".
 from __future__ import annotations
 
 import inspect
+import operator
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -28,16 +30,17 @@ from accel.testing._errors import SimulationError
 from accel.testing._group import BACKEND, SimulatedGroup
 
 _c10d: Any = distributed_c10d
-_cpp: Any = _c10d.torch._C._distributed_c10d
+_cpp: Any = sys.modules.get("torch._C._distributed_c10d")
 _mesh: Any = device_mesh
-_HOOKS = (
-    (
-        _c10d,
-        ("_world", "_World", "_register_process_group", "_resolve_process_group", "_unregister_all_process_groups"),
+_HOOKS = {
+    "torch.distributed.distributed_c10d": (
+        "_world", "_World", "_register_process_group", "_resolve_process_group", "_unregister_all_process_groups",
+        "Backend.register_backend", "Backend._plugins", "Backend.backend_list", "Backend.backend_type_map",
+        "Backend.backend_capability",
     ),
-    (_cpp, ("_set_thread_isolation_mode", "_get_work_registry_size")),
-    (_mesh, ("get_backend", "threading")),
-)
+    "torch._C._distributed_c10d": ("_set_thread_isolation_mode", "_get_work_registry_size"),
+    "torch.distributed.device_mesh": ("get_backend", "threading", "DeviceMesh"),
+}  # fmt: skip
 # What c10d's container of state leads to in globals of its module; each rank needs its own.
 _TABLES = {
     "pg_map": dict,
@@ -83,10 +86,12 @@ def check_hooks() -> None:
     Raises:
         SimulationError: what is missing or new.
     """
-    for module, names in _HOOKS:
+    for module, names in _HOOKS.items():
         for name in names:
-            if not hasattr(module, name):
-                _refuse(f"{module.__name__}.{name}", "nothing of that name")
+            try:
+                _ = operator.attrgetter(name)(sys.modules[module])
+            except (AttributeError, KeyError):
+                _refuse(f"{module}.{name}", "nothing of that name")
     for name, value in cast("Mapping[str, object]", vars(_c10d._World)).items():
         if isinstance(value, property) and value.fget is not None and name not in _TABLES:
             used = inspect.getclosurevars(value.fget).globals
@@ -94,25 +99,24 @@ def check_hooks() -> None:
                 _refuse("no state but what a simulation can replace", f"{name} in {', '.join(shared)}")
 
 
-class _RankTables(_c10d._World):
-    """c10d's tables as one rank sees them: attributes of its own hide the properties that lead to globals."""
+def _rank_tables() -> type[Any]:
+    """The class of c10d's tables as one rank sees them: own attributes hide the properties that lead to globals."""
+    return type("_RankTables", (_c10d._World,), dict.fromkeys(_TABLES))
 
-    pg_map = pg_names = pg_group_ranks = pg_backend_config = group_count = tags_to_pg = pg_to_tag = None
 
-    def __init__(self, group: SimulatedGroup, store: object) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch does not tell
-        for name, make in _TABLES.items():
-            setattr(self, name, make())
-        name, tag = group.group_name, f"ptd:{group.group_name}"
-        tables: Any = self
-        tables.default_pg = group
-        tables.group_count = 1
-        tables.pg_map[group] = (BACKEND, store)
-        tables.pg_names[group] = name
-        tables.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
-        tables.pg_backend_config[group] = f"cpu:{BACKEND}"
-        tables.tags_to_pg.update({"": [group], tag: [group]})
-        tables.pg_to_tag[group] = tag
+def _fill(tables: Any, group: SimulatedGroup, store: object) -> None:
+    """Enter the default group into tables that are a rank's own."""
+    for name, make in _TABLES.items():
+        setattr(tables, name, make())
+    name, tag = group.group_name, f"ptd:{group.group_name}"
+    tables.default_pg = group
+    tables.group_count = 1
+    tables.pg_map[group] = (BACKEND, store)
+    tables.pg_names[group] = name
+    tables.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    tables.pg_backend_config[group] = f"cpu:{BACKEND}"
+    tables.tags_to_pg.update({"": [group], tag: [group]})
+    tables.pg_to_tag[group] = tag
 
 
 class _StandIn:
@@ -136,31 +140,38 @@ class _Hooks:
     def __init__(self) -> None:
         self._users = 0
         self._threads = threading.local()
-        self._real: Any = None
-        self._mesh_backend: Any = None
+        self._real: Any = _c10d._world
+        self._mesh_backend: Any = _mesh.get_backend
+        self._tables = _rank_tables()
+        self._undo = ExitStack()
 
     def hold(self) -> None:
-        """Count a user; the first puts the hooks in place."""
+        """Count a user; the first puts the hooks in place, all or none."""
+        if not self._users:
+            with ExitStack() as undo:
+                self._put(undo)
+                self._undo = undo.pop_all()
         self._users += 1
-        if self._users > 1:
-            return
-        self._real, self._mesh_backend = _c10d._world, _mesh.get_backend
-        _register_backend()
-        _isolate_threads(True)
-        _c10d._world = _StandIn(self)
-        _mesh.get_backend = self._backend_for_mesh
-        _mesh.threading = SimpleNamespace(**vars(threading) | {"get_ident": self._mesh_owner})
 
     def release(self) -> None:
         """Count a user off; the last removes the hooks."""
         self._users -= 1
-        if self._users:
-            return
-        _mesh.threading = threading
-        _mesh.get_backend = self._mesh_backend
-        _c10d._world = self._real
-        _isolate_threads(False)
-        _unregister_backend()
+        if not self._users:
+            self._undo.close()
+
+    def _put(self, undo: ExitStack) -> None:
+        _register_backend()
+        undo.callback(_unregister_backend)
+        _cpp._set_thread_isolation_mode(True)
+        undo.callback(_cpp._set_thread_isolation_mode, False)
+        stand_in = SimpleNamespace(**vars(threading) | {"get_ident": self._mesh_owner})
+        for place, name, value in (
+            (_c10d, "_world", _StandIn(self)),
+            (_mesh, "get_backend", self._backend_for_mesh),
+            (_mesh, "threading", stand_in),
+        ):
+            undo.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, value)
 
     def tables(self) -> Any:
         """What c10d knows, as the calling thread sees it."""
@@ -177,7 +188,8 @@ class _Hooks:
         Raises:
             SimulationError: torch does not see the group.
         """
-        self._threads.tables, self._threads.owner = _RankTables(group, store), uuid.uuid4().int
+        self._threads.tables, self._threads.owner = self._tables(), uuid.uuid4().int
+        _fill(self._threads.tables, group, store)
         try:
             _c10d._register_process_group(group.group_name, group)
             self._check(group)
@@ -194,8 +206,13 @@ class _Hooks:
             _refuse("the simulated group as default group", repr(dist.group.WORLD))
         if _c10d._resolve_process_group(group.group_name) is not group:
             _refuse("the simulated group under its name", "another group")
-        if group.rank() == 0 and _mesh.DeviceMesh("cpu", [0], _init_backend=False)._thread_id != self._threads.owner:
-            _refuse("meshes that are each rank's own", "a mesh that is equal on all ranks")
+        if group.rank() == 0:
+            try:
+                owner = _mesh.DeviceMesh("cpu", [0], _init_backend=False)._thread_id
+            except (TypeError, AttributeError) as error:
+                _refuse("meshes that know their thread", str(error))
+            if owner != self._threads.owner:
+                _refuse("meshes that are each rank's own", "a mesh that is equal on all ranks")
 
     def _backend_for_mesh(self, *args: Any, **options: Any) -> Any:
         return "threaded" if hasattr(self._threads, "owner") else self._mesh_backend(*args, **options)
@@ -210,10 +227,6 @@ def _forget_works(group: SimulatedGroup) -> None:
     for tensor in tensors:
         if _cpp._get_work_registry_size():
             torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def _isolate_threads(isolate: bool) -> None:
-    _cpp._set_thread_isolation_mode(isolate)
 
 
 def _register_backend() -> None:

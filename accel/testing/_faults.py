@@ -73,6 +73,8 @@ def check_faults(faults: Sequence[object], world_size: int) -> None:
     Raises:
         ConfigError: a rank outside of the world, a negative call or write, an unknown action or signal.
     """
+    if isinstance(faults, AnyFault):
+        raise ConfigError("faults come in a list", expected=f"[{faults!r}]", got=repr(faults), where="faults=")
     for number, fault in enumerate(faults):
         where = f"faults[{number}]"
         if not isinstance(fault, AnyFault):

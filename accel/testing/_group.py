@@ -70,7 +70,9 @@ class SimulatedWork(dist.Work):
         return future
 
     def is_completed(self) -> bool:
-        """Whether all ranks have come."""
+        """Whether all ranks have come, once each that can go on has had its turn: who asks may do so in a loop."""
+        if not self._event.done and not self._given_up:
+            self._rendezvous.poll(self._rank)
         return self._event.done
 
     def is_success(self) -> bool:
@@ -256,6 +258,8 @@ class SimulatedGroup(_Untyped):
         return work
 
     def _world_rank(self, rank: int) -> int:
+        if not 0 <= rank < self._size:
+            raise SimulationError("no such rank in the group", expected=f"0 to {self._size - 1}", got=str(rank))
         return self._rendezvous.members.ranks[rank]
 
     def _one_each(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from accel.testing._collectives import Buffers, Call, Run, fill, layout
 from accel.testing._errors import SimulationError
 from accel.testing._faults import Injector
 from accel.testing._networks import Network
-from accel.testing._scheduler import Scheduler, Stopped
+from accel.testing._scheduler import Scheduler, Stopped, name_ranks
 from accel.testing._sites import Site, call_site
 
 _SAME_CALLS = "Let every rank of the group make the same calls in the same order."
@@ -32,7 +32,7 @@ class Members:
     def __init__(self, name: str, ranks: Sequence[int], *, whole: bool) -> None:
         self.name = name
         self.ranks = tuple(ranks)
-        self.label = "" if whole else f" in group {name!r} of ranks {', '.join(map(str, ranks))}"
+        self.label = "" if whole else f" in group {name!r} of {name_ranks(ranks)}"
 
 
 class Meeting:
@@ -45,14 +45,14 @@ class Meeting:
         self.call = call
         self.members = members
         self.buffers: dict[int, Buffers] = {}
-        self.sites: dict[int, Site | None] = {}
+        self.sites: dict[int, Site] = {}
         self.waiters: list[int] = []
         self.done = False
 
     def describe(self, rank: int) -> str:
         """Say what `rank` called, where, and who has come."""
-        came = f"joined by rank {', '.join(map(str, sorted(self.sites)))} of {len(self.members.ranks)}"
-        return f"{self.call} at {self.sites[rank]}: collective #{self.number}{self.members.label}, {came}"
+        came = f"joined by {name_ranks(sorted(self.sites))} of {len(self.members.ranks)}"
+        return f"{self.sites[rank].calls(self.call)}: collective #{self.number}{self.members.label}, {came}"
 
 
 class Transfer:
@@ -102,7 +102,7 @@ class Transfer:
         """Say what `rank` called, and where."""
         sender = "any rank" if self.source is None else f"rank {self.source}"
         peer = f"to rank {self.target}" if self.kind == "send" else f"from {sender}"
-        return f"{self.kind}({layout(self.tensor)}) {peer}, tag {self.tag}{self.members.label}, at {self.site}"
+        return self.site.calls(f"{self.kind}({layout(self.tensor)}) {peer}, tag {self.tag}{self.members.label}")
 
 
 class Traffic:
@@ -135,8 +135,8 @@ class Traffic:
         self.scheduler.stop(
             CollectiveMismatch(
                 f"ranks disagree about group {known.members.name!r}",
-                expected=f"ranks {', '.join(map(str, known.members.ranks))} as first asked for at {known.site}",
-                got=f"ranks {', '.join(map(str, ranks))}",
+                expected=f"{name_ranks(known.members.ranks)} as first asked for at {known.site}",
+                got=name_ranks(ranks),
                 where=str(call_site()),
                 fix="Let all ranks make the same groups in the same order, members or not.",
             )
@@ -248,6 +248,14 @@ class Rendezvous:
             SimulationError: the calling thread is not the rank.
         """
         self._scheduler.wait(rank, event)
+
+    def poll(self, rank: int) -> None:
+        """Let others go on before `rank` asks how far a call is.
+
+        Raises:
+            SimulationError: the calling thread is not the rank.
+        """
+        self._scheduler.poll(rank)
 
     def unfinished(self) -> list[str]:
         """Describe the calls that were made and not waited for, and whose peers never came."""

@@ -7,18 +7,28 @@ nobody else runs meanwhile, "no rank can go on" is a fact and not a guess by tim
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
 from accel.testing._errors import Deadlock, SimulationError
 from accel.testing._streams import RankStreams
+from accel.testing._threads import no_thread
 
 
 class Stopped(BaseException):
     """Unwinds a rank of a run that is over. No `Exception`, so that user code does not catch it by accident."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in the order given, as in "rank 1" or "ranks 0, 4-7"."""
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0])]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 class Waitable(Protocol):
@@ -55,9 +65,12 @@ class Scheduler:
         self._runnable = deque(range(size))
         self._waiting: dict[int, Waitable] = {}
         self._delayed: deque[int] = deque()
+        self._asking: set[int] = set()  # who has asked in vain since something last happened
         self._ended: dict[int, str] = {}
         self._threads: dict[int, int] = {}
+        self._process = os.getpid()
         self._batons = [threading.Lock() for _ in range(size)]
+        self._stopping = threading.Event()  # set when the run is over, too
         self._over = threading.Event()
         for baton in self._batons:
             baton.acquire()
@@ -67,9 +80,14 @@ class Scheduler:
         self._bodies = dict(enumerate(bodies))
         self._resume(self._choose())
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait until all ranks have ended, at most `timeout_s` seconds; tell whether they have."""
-        return self._over.wait(timeout_s)
+    def join(self, timeout_s: float, unwind_s: float) -> bool:
+        """Wait until all ranks have ended, and tell whether they have.
+
+        Args:
+            timeout_s: seconds to wait at most while all is well.
+            unwind_s: seconds to wait at most once the run is being stopped.
+        """
+        return self._stopping.wait(timeout_s) and self._over.wait(unwind_s)
 
     def enter(self, rank: int) -> None:
         """Note that the calling thread is `rank` from now on."""
@@ -84,9 +102,10 @@ class Scheduler:
         """
         self._ended[rank] = how
         del self._threads[rank]
-        if self._runnable or self._waiting or self._delayed:
+        if self._any_left():
             self._resume(self._choose())
         else:
+            self._stopping.set()
             self._over.set()
 
     def check(self, rank: int, what: str) -> None:
@@ -97,8 +116,13 @@ class Scheduler:
             what: the call, for the message.
 
         Raises:
-            SimulationError: another thread calls.
+            SimulationError: another thread calls, or another process.
         """
+        if self._process != os.getpid():
+            raise SimulationError(
+                f"{what} was called by a process that simulated rank {rank} has forked",
+                fix="Call collectives in the rank itself: the other ranks are threads of its process.",
+            )
         if self._threads.get(rank) != threading.get_ident():
             raise SimulationError(
                 f"{what} was called by a thread that is not the simulated rank {rank}",
@@ -112,6 +136,16 @@ class Scheduler:
     def pause(self, rank: int) -> None:
         """Let another rank go first if the seed says so."""
         if self._random is not None and self._runnable:
+            self._runnable.append(rank)
+            self._hand_over(rank)
+
+    def poll(self, rank: int) -> None:
+        """Let every rank that can go on do so first: `rank` asks whether something has happened, and may ask again."""
+        self.check(rank, "is_completed")
+        self._asking.add(rank)
+        if self._delayed and self._asking.issuperset(self._runnable):  # nothing happens without a delayed one
+            self._runnable.append(self._delayed.popleft())
+        if self._runnable:
             self._runnable.append(rank)
             self._hand_over(rank)
 
@@ -131,6 +165,7 @@ class Scheduler:
     def happened(self, event: Waitable) -> None:
         """Mark an event as done; those who wait for it can go on."""
         event.done = True
+        self._asking.clear()
         for rank in event.waiters:
             if self._waiting.pop(rank, None) is not None:
                 self._runnable.append(rank)
@@ -138,18 +173,20 @@ class Scheduler:
     def stop(self, cause: BaseException) -> None:
         """Stop the run; every rank unwinds at its next call. The first cause counts."""
         self.cause = self.cause or cause
+        self._stopping.set()
 
     def thread_of(self, rank: int) -> int | None:
         """The identifier of the thread that runs `rank`; None before it started and after it ended."""
         return self._threads.get(rank)
 
     def report(self) -> str:
-        """One line for each rank: where it waits, or how it ended."""
-        return "".join(f"\n  rank {rank}: {self._status(rank)}" for rank in range(self.size))
+        """Where each rank waits, or how it ended: a line for each, or for several in a row that are alike."""
+        alike = itertools.groupby(range(self.size), self._status)
+        return "".join(f"\n  {name_ranks(list(ranks))}: {status}" for status, ranks in alike)
 
     def _status(self, rank: int) -> str:
         if rank in self._waiting:
-            return f"waits in {self._waiting[rank].describe(rank)}"
+            return f"waiting in {self._waiting[rank].describe(rank)}"
         if rank in self._delayed:
             return "delayed, as asked for"
         return self._ended.get(rank, "running" if rank in self._threads else "not started")
@@ -181,10 +218,20 @@ class Scheduler:
             raise Stopped
 
     def _resume(self, rank: int) -> None:
-        self._streams.load(rank)
-        self.running = rank
-        body = self._bodies.pop(rank, None)
-        if body is None:
-            self._batons[rank].release()
-        else:
-            body()
+        """Let `rank` run; where its thread cannot start, let the next one see why."""
+        while True:
+            self._streams.load(rank)
+            self.running = rank
+            body = self._bodies.pop(rank, None)
+            if body is None:
+                return self._batons[rank].release()
+            try:
+                return body()
+            except RuntimeError as error:
+                self.stop(no_thread(rank, self.size, error))
+            if not self._any_left():
+                return self._over.set()
+            rank = self._choose()
+
+    def _any_left(self) -> bool:
+        return bool(self._runnable or self._waiting or self._delayed)

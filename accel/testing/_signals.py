@@ -2,7 +2,7 @@
 """Signal handlers of simulated ranks, kept apart: each rank is a process of its own as far as it can tell.
 
 Python sets handlers on the main thread only, and for the whole process. So while simulations run, `signal.signal`,
-`signal.getsignal` and `signal.raise_signal` ask first whether a simulated rank is calling.
+`signal.getsignal` and `signal.raise_signal` lead a simulated rank here; see `_process.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import errno
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -60,44 +58,3 @@ class RankSignals:
 
 
 CURRENT: ContextVar[RankSignals] = ContextVar("accel.testing.signals")
-
-_LOCK = threading.Lock()
-
-
-class _Routed:
-    """Stands in for a function of `signal`, and knows how many simulations want it to."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.original: Callable[..., Any] = getattr(signal, name)
-        self.users = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mine = CURRENT.get(None)
-        # A process forked by a rank, such as a loader's worker, has real signals.
-        function = self.original if mine is None or mine.process != os.getpid() else getattr(mine, self.name)
-        return function(*args, **kwargs)
-
-
-@contextmanager
-def rank_signals() -> Generator[None]:
-    """Route the functions of `signal` by rank for the block; blocks may nest, and overlap in several threads."""
-    names = ("signal", "getsignal", "raise_signal")
-    with _LOCK:
-        routed = [_install(name) for name in names]
-    try:
-        yield
-    finally:
-        with _LOCK:
-            for each in routed:
-                each.users -= 1
-                if not each.users and getattr(signal, each.name) is each:
-                    setattr(signal, each.name, each.original)
-
-
-def _install(name: str) -> _Routed:
-    found = getattr(signal, name)
-    routed = found if isinstance(found, _Routed) else _Routed(name)
-    routed.users += 1
-    setattr(signal, name, routed)
-    return routed

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TypeVar, get_args
+from typing import TypeVar, cast, get_args
 
-import torch
 import torch.distributed as dist
 
 from accel.context import DistContext, from_group
@@ -17,7 +17,7 @@ from accel.testing._default_group import Enter, default_groups
 from accel.testing._errors import SimulationError
 from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network
-from accel.testing._signals import rank_signals
+from accel.testing._process import changed_process
 from accel.testing._streams import GlobalStreams, RankStreams
 from accel.testing._threads import Crew, FreshThreads, KeptThreads
 from accel.testing._world import World
@@ -36,6 +36,9 @@ class Simulator:
         self._threads = KeptThreads()
         self._streams = GlobalStreams()
         self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Simulator({'closed' if self._closed else ''})"
 
     def __enter__(self) -> Simulator:
         return self
@@ -63,7 +66,7 @@ class Simulator:
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         return self.run_groups(
-            lambda group: fn(from_group(group, device="cpu")),
+            _with_context(fn),
             world_size,
             seed=seed,
             timeout_s=timeout_s,
@@ -149,7 +152,7 @@ def simulate(
     [0, 10, 20]
     """
     return simulate_groups(
-        lambda group: fn(from_group(group, device="cpu")),
+        _with_context(fn),
         world_size,
         seed=seed,
         timeout_s=timeout_s,
@@ -203,13 +206,14 @@ def _run(
     default_group: bool,
     network: Network | None,
 ) -> list[T]:
-    _check(world_size, timeout_s, network)
+    _check_callable(fn)
+    _check(world_size, seed, timeout_s, network)
     check_faults(faults, world_size)
-    own_group = dist.group.WORLD
     groups: AbstractContextManager[Enter] = default_groups() if default_group else nullcontext(nullcontext)
     if default_group:  # torch keeps caches of its meshes by thread: no other rank may ever have the thread
         threads = FreshThreads()
-    with _one_torch_thread(), rank_signals(), groups as around:
+    with changed_process(), groups as around:
+        own_group = dist.group.WORLD
         ranks = RankStreams(streams, world_size)
         world = World(fn, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around)
         workers = threads.take(world_size)
@@ -228,21 +232,24 @@ def _run(
     return results
 
 
-def _check(world_size: int, timeout_s: float, network: str | None) -> None:
+def _with_context(fn: Callable[[DistContext], T]) -> Callable[[dist.ProcessGroup], T]:
+    _check_callable(fn)
+    return lambda group: fn(from_group(group, device="cpu"))
+
+
+def _check_callable(fn: object) -> None:
+    if not callable(fn):
+        raise ConfigError("nothing to run", expected="a function of one argument", got=repr(fn), where="fn=")
+
+
+def _check(world_size: object, seed: object, timeout_s: object, network: str | None) -> None:
     if network is not None:
         check_choice(network, get_args(Network), "no network of that name", where="network=")
-    if world_size < 1:
-        raise ConfigError("no world of that size", expected="1 rank or more", got=str(world_size), where="world_size=")
-    if not timeout_s > 0:
-        raise ConfigError("not a time-out", expected="seconds, above 0", got=repr(timeout_s), where="timeout_s=")
-
-
-@contextmanager
-def _one_torch_thread() -> Generator[None]:
-    # Each rank's thread would else start a team of its own; the setting is for the whole process.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    if type(world_size) is not int or world_size < 1:
+        raise ConfigError("no world of that size", expected="1 rank or more", got=repr(world_size), where="world_size=")
+    if seed is not None and type(seed) is not int:
+        raise ConfigError("no seed of a schedule", expected="an int or None", got=repr(seed), where="seed=")
+    if type(timeout_s) not in (int, float) or not 0 < cast(float, timeout_s) <= threading.TIMEOUT_MAX:
+        raise ConfigError(
+            "not a time-out", expected="seconds, above 0 and finite", got=repr(timeout_s), where="timeout_s="
+        )

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import itertools
 import sys
+import threading
 import traceback
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import NamedTuple
 
 import torch
 
 _HERE = Path(__file__).resolve().parent
-_MACHINERY = (f"{Path(torch.__file__).resolve().parent}/", f"{_HERE}/")
 _LIBRARY = f"{_HERE.parent}/"
+_STARTS = (f"{_HERE}/", threading.__file__)  # what every rank's stack begins with
+_NOT_THE_USER_S = (*_STARTS, _LIBRARY, f"{Path(torch.__file__).resolve().parent}/", contextlib.__file__)
 _LOOK_UPS = ("init_process_group", "_get_default_group", "get_group_rank", "get_global_rank")
+_INNERMOST = 4  # frames of a stack that are shown
 
 
 class Line(NamedTuple):
@@ -29,40 +33,43 @@ class Line(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The line that made a call, and the line outside of accel that led to it when that is another one."""
+    """The line that made a call, and accel's function that it called if that made the call on its behalf."""
 
     line: Line
-    caller: Line | None
+    function: str | None
 
     def __str__(self) -> str:
-        return str(self.line) if self.caller is None else f"{self.line} (from {self.caller})"
+        return str(self.line) if self.function is None else f"{self.line}, in {self.function}"
+
+    def calls(self, call: object) -> str:
+        """Say that the line made a call: what the user called comes first."""
+        return f"{call} at {self.line}" if self.function is None else f"{self.function} at {self.line} ({call})"
 
 
-def call_site() -> Site | None:
-    """Return the nearest line outside torch and this package; None if there is none."""
-    frame = _outside(inspect.currentframe(), _MACHINERY)
-    if frame is None:
-        return None
-    line = Line(frame.f_code, frame.f_lineno)
-    if not frame.f_code.co_filename.startswith(_LIBRARY):
-        return Site(line, None)
-    caller = _outside(frame, (*_MACHINERY, _LIBRARY))
-    return Site(line, caller and Line(caller.f_code, caller.f_lineno))
+def call_site() -> Site:
+    """Return the nearest line outside of torch and accel; the outermost of theirs if there is none outside."""
+    frame = outermost = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    function: str | None = None
+    while frame is not None and (name := frame.f_code.co_filename).startswith(_NOT_THE_USER_S):
+        if not name.startswith(_STARTS):
+            outermost = frame
+            if name.startswith(_LIBRARY):
+                function = f"accel.{frame.f_code.co_name}"
+        frame = frame.f_back
+    found = frame or outermost
+    return Site(Line(found.f_code, found.f_lineno), function)
 
 
 def stack_of(thread: int) -> str:
-    """Return the innermost lines of a thread's stack, by its identifier."""
+    """Return the innermost lines of a rank's stack, by its thread's identifier."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    return "".join(traceback.format_stack(frame)[-4:]).rstrip() if frame is not None else "    (the thread has ended)"
+    if frame is None:
+        return "    (the thread has ended)"
+    stack = itertools.dropwhile(lambda each: each.filename.startswith(_STARTS), traceback.extract_stack(frame))
+    return "".join(traceback.format_list(list(stack)[-_INNERMOST:])).rstrip()
 
 
 def asked_for_default_group(error: BaseException) -> bool:
     """Whether an exception came from where c10d looks for its default group, or for a group that it made itself."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(code.co_name in _LOOK_UPS and code.co_filename.endswith("distributed_c10d.py") for code in frames)
-
-
-def _outside(frame: FrameType | None, folders: tuple[str, ...]) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.startswith(folders):
-        frame = frame.f_back
-    return frame

@@ -54,17 +54,20 @@ class RankStreams:
         self._streams = streams
         self._caller = streams.capture()
         self._ranks = [self._caller] * size
+        self._closed = False
 
     def save(self, rank: int) -> None:
         """Remember the streams as the state of `rank`, which stops running."""
         self._ranks[rank] = self._streams.capture()
 
     def load(self, rank: int) -> None:
-        """Set the streams to the state of `rank`, which goes on."""
-        self._streams.restore(self._ranks[rank])
+        """Set the streams to the state of `rank`, which goes on; not for ranks that outlive their run."""
+        if not self._closed:
+            self._streams.restore(self._ranks[rank])
 
     def close(self) -> None:
-        """Set the streams to what the caller had."""
+        """Set the streams to what the caller had, for good."""
+        self._closed = True
         self._streams.restore(self._caller)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
+from accel.testing._errors import SimulationError
+
 Job = Callable[[], None]
 
 _NAME = "accel-simulated-rank"
@@ -42,6 +44,11 @@ class KeptWorker:
         self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; threads of a process that was forked do not run in the other."""
+        return self._thread.is_alive()
+
     def submit(self, job: Job) -> None:
         """Do this job after those submitted before; it must not raise."""
         self._jobs.put(job)
@@ -67,9 +74,19 @@ class KeptThreads:
         self._idle: list[KeptWorker] = []
 
     def take(self, count: int) -> list[Worker]:
-        """Return `count` workers, new ones where too few are idle."""
-        kept = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
-        return [*kept, *(KeptWorker() for _ in range(count - len(kept)))]
+        """Return `count` workers, new ones where too few are idle.
+
+        Raises:
+            SimulationError: the system has no more threads.
+        """
+        taken: list[Worker] = []
+        try:
+            while len(taken) < count:
+                taken.append(self._idle_worker() or KeptWorker())
+        except RuntimeError as error:
+            self.give_back(taken, free=True)
+            raise no_thread(len(taken), count, error) from error
+        return taken
 
     def give_back(self, workers: list[Worker], *, free: bool) -> None:
         """Keep workers for later if they are free; the threads of others end after their job."""
@@ -79,6 +96,13 @@ class KeptThreads:
         else:
             for worker in mine:
                 worker.retire()
+
+    def _idle_worker(self) -> KeptWorker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+        return None
 
     def close(self) -> None:
         """End all idle workers and wait for them."""
@@ -97,8 +121,9 @@ class FreshWorker:
 
     def submit(self, job: Job) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=job, name=_NAME, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=job, name=_NAME, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end, at most `timeout_s` seconds."""
@@ -118,6 +143,13 @@ class FreshThreads:
         for worker in workers:
             if free and isinstance(worker, FreshWorker):
                 worker.join(timeout_s=10.0)
+
+
+def no_thread(rank: int, size: int, error: RuntimeError) -> SimulationError:
+    """The error of a thread that python could not start."""
+    return SimulationError(
+        f"no thread for rank {rank} of {size}", got=str(error), fix="Simulate fewer ranks, or raise the user's limit."
+    )
 
 
 def interrupt(thread: int, error: type[BaseException]) -> None:

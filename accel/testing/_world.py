@@ -7,7 +7,8 @@ import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Generic, TypeVar
+from types import CoroutineType, GeneratorType
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from accel.testing._errors import Deadlock, SimulationError
 from accel.testing._faults import AnyFault, Injector
 from accel.testing._group import SimulatedGroup
 from accel.testing._networks import Network
+from accel.testing._process import enter_rank
 from accel.testing._rendezvous import Traffic
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._signals import Killed
@@ -25,7 +27,8 @@ from accel.testing._threads import Worker, interrupt
 
 T = TypeVar("T")
 
-_UNWIND_S = 0.25  # for ranks to reach their next call and end there
+_UNWIND_S = 5.0  # for the ranks of a run that failed to clean up, which takes no time unless they wait for something
+_HALT_S = 0.25  # for the ranks of a run that took too long to reach their next call and end there
 _INTERRUPT_S = 2.0  # for a rank that makes no calls to see the interrupt
 
 
@@ -71,9 +74,9 @@ class World(Generic[T]):
         Returns:
             Whether the workers are free again.
         """
-        self._scheduler.start([partial(worker.submit, self._job(rank)) for rank, worker in enumerate(workers)])
         try:
-            if self._scheduler.join(timeout_s):
+            self._scheduler.start([partial(worker.submit, self._job(rank)) for rank, worker in enumerate(workers)])
+            if self._scheduler.join(timeout_s, _UNWIND_S):
                 return True
         except BaseException as error:  # such as KeyboardInterrupt: no rank may go on behind the caller's back
             self._halt(error)
@@ -116,13 +119,14 @@ class World(Generic[T]):
     def _body(self, rank: int) -> None:
         scheduler = self._scheduler
         scheduler.enter(rank)
-        self._faults.enter(rank)
         how = "stopped"
         try:
             if scheduler.cause is None:
+                self._faults.enter(rank)
+                enter_rank()
                 group = SimulatedGroup(self._everyone, rank)
                 with self._around(group), torch.enable_grad():
-                    self._results[rank] = self._fn(group)
+                    self._results[rank] = _check_ran(self._fn(group))
                 how = "returned"
         except Stopped:
             pass
@@ -138,12 +142,12 @@ class World(Generic[T]):
         scheduler = self._scheduler
         scheduler.stop(cause)
         rank = scheduler.running
-        if scheduler.join(_UNWIND_S):
+        if scheduler.join(0, _HALT_S):
             return True
         thread = scheduler.thread_of(rank)
         if scheduler.running == rank and thread is not None:  # it makes no calls: a loop, or a wait outside of torch
             interrupt(thread, Stopped)
-        return scheduler.join(_INTERRUPT_S)
+        return scheduler.join(0, _INTERRUPT_S)
 
     def _timeout_error(self, timeout_s: float) -> SimulationError:
         rank = self._scheduler.running
@@ -161,3 +165,17 @@ class World(Generic[T]):
     def _left_waiting(self) -> str:
         cause = self._scheduler.cause
         return f"; no other rank could end without it:{cause.got}" if isinstance(cause, Deadlock) else ""
+
+
+def _check_ran(result: T) -> T:
+    """Return a result, unless it is a function that has yet to run."""
+    if isinstance(result, CoroutineType | GeneratorType):
+        unrun = cast(Any, result)
+        unrun.close()  # else python warns of it
+        raise SimulationError(
+            "the function has not run",
+            expected="a function that does its work when it is called",
+            got=f"{type(unrun).__name__} {unrun.__name__}",
+            fix="Leave out `async` and `yield`, or pass a function that runs this one to its end.",
+        )
+    return result

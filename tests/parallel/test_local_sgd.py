@@ -160,7 +160,7 @@ def test_a_rank_that_fails_says_nothing_to_the_others(ranks: Simulator) -> None:
 
     with pytest.raises(InjectedFault) as caught:
         ranks.run(rank, 2)
-    assert "rank 0: waits in" in "".join(caught.value.__notes__)
+    assert "rank 0: waiting in" in "".join(caught.value.__notes__)
 
 
 def test_ranks_that_average_at_other_steps_are_told(ranks: Simulator) -> None:

@@ -84,7 +84,7 @@ def test_what_a_handler_raises_is_raised_at_the_call(ranks):
     with pytest.raises(SystemExit) as caught:
         ranks.run_groups(rank, 2, faults=[Fault(0, 0, "terminate")])
     assert caught.value.code == 143
-    assert "rank 1: waits in barrier()" in caught.value.__notes__[0]
+    assert "rank 1: waiting in barrier()" in caught.value.__notes__[0]
     with pytest.raises(KeyboardInterrupt):
         ranks.run_groups(
             lambda group: dist.barrier(group=group), 2, faults=[Fault(0, 0, "terminate", signal=signal.SIGINT)]

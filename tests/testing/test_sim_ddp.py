@@ -120,7 +120,7 @@ def test_a_deadlock_inside_of_the_reducer_unwinds_and_the_next_run_works():
             loss.backward()
 
     for _ in range(3):
-        with pytest.raises(Deadlock, match=r"rank 0: waits in all_reduce\(SUM, float64\[\d+\]\) at test_sim_ddp.py"):
+        with pytest.raises(Deadlock, match=r"rank 0: waiting in all_reduce\(SUM, float64\[\d+\]\) at test_sim_ddp.py"):
             simulate_groups(rank, 2)
     assert len(simulate_groups(_train, 2)) == 2
 

@@ -17,7 +17,6 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from accel.errors import CollectiveMismatch
 from accel.testing import Deadlock, SimulationError, Simulator, simulate, simulate_groups
-from accel.testing._default_group import check_hooks
 from accel.testing._group import SimulatedGroup
 
 SEEDS = [None, 0, 1]
@@ -336,40 +335,6 @@ def test_a_simulator_runs_both_kinds():
         for default_group in (False, True, False, True):
             got = simulator.run_groups(lambda group: dist.is_initialized(), 2, default_group=default_group)
             assert got == [default_group] * 2
-
-
-def test_a_torch_without_a_hook_is_refused(monkeypatch):
-    check_hooks()
-    monkeypatch.setattr(distributed_c10d._World, "news", property(lambda self: distributed_c10d._pg_map), raising=False)
-    assert _default(dist.get_rank, 1) == [0]
-    monkeypatch.setattr(distributed_c10d._World, "news", property(_reads_a_global), raising=False)
-    with pytest.raises(SimulationError, match=r"news in _SHARED.*in torch"):
-        _default(dist.get_rank, 1)
-    monkeypatch.undo()
-    monkeypatch.delattr(device_mesh, "get_backend")
-    with pytest.raises(SimulationError, match=r"device_mesh\.get_backend.*in torch"):
-        _default(dist.get_rank, 1)
-
-
-def test_a_torch_that_takes_no_notice_of_the_hooks_is_refused(monkeypatch):
-    monkeypatch.setattr(device_mesh.DeviceMesh, "_thread_id", _Ignores(), raising=False)
-    with pytest.raises(SimulationError, match="equal on all ranks"):
-        _default(dist.get_rank, 1)
-
-
-class _Ignores:
-    def __get__(self, mesh, owner=None):
-        return None
-
-    def __set__(self, mesh, value):
-        pass
-
-
-_SHARED: dict[str, int] = {}
-
-
-def _reads_a_global(world):
-    return _SHARED
 
 
 def test_a_rank_that_opens_a_real_default_group_is_told(monkeypatch):

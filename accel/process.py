@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
-from accel.comm import Call, as_tensor, exchange, fail
+from accel.comm import Call, as_tensor, exchange, fail, start
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
 
@@ -235,7 +235,9 @@ def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
 
 
 def _meet(ctx: DistContext, name: str) -> None:
-    exchange(ctx.comm, Call(name), as_tensor(b""))
+    ctx.comm.check_open()
+    if ctx.comm.size > 1:
+        _ = start(ctx.comm, Call(name), as_tensor(b""))()
 
 
 def _only(here: bool, function: Callable[P, R]) -> Callable[P, R | None]:

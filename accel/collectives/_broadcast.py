@@ -10,7 +10,7 @@ import torch
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, check_rank, make_call, read_leaves
 from accel.collectives._pack import Packing, bytes_of, plan_packing, plan_parcels, sections, split, to_bytes
-from accel.comm import INLINE_BYTES, Call, as_tensor, broadcast_flat, shared_failure, start
+from accel.comm import Call, as_tensor, broadcast_flat, inline_bytes, shared_failure, start
 from accel.context import DistContext
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def _broadcast(ctx: DistContext, leaves: Leaves, call: Call, src: int) -> list[t
     counts, sends = [leaf.numel() for leaf in leaves.tensors], ctx.rank == src
     received: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
-    if whole.nbytes <= INLINE_BYTES and leaves.on_cpu:
+    if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
         answers = start(ctx.comm, call, to_bytes(whole, leaves.tensors) if sends else as_tensor(b""))()
         for group, elements in sections(whole, answers.inline[src]):
             received.update(split(group, elements))

@@ -10,7 +10,7 @@ import torch
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, make_call, read_leaves
 from accel.collectives._pack import plan_packing, plan_parcels, sections, split, to_bytes
-from accel.comm import INLINE_BYTES, Call, ReduceOp, all_reduce_flat, as_tensor, shared_failure, start
+from accel.comm import Call, ReduceOp, all_reduce_flat, as_tensor, inline_bytes, shared_failure, start
 from accel.context import DistContext
 from accel.errors import TreeError, check_choice
 
@@ -60,7 +60,7 @@ def _reduce(ctx: DistContext, leaves: Leaves, call: Call, op: Reduction) -> list
     counts = [leaf.numel() for leaf in leaves.tensors]
     reduced: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
-    if whole.nbytes <= INLINE_BYTES and leaves.on_cpu:
+    if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
         answers = start(ctx.comm, call, to_bytes(whole, leaves.tensors))()
         for group, elements in sections(whole, answers.inline):
             reduced.update(split(group, _combine(elements, op), give=True))

@@ -13,7 +13,7 @@ import torch
 
 from accel.collectives._leaves import Leaves
 from accel.collectives._pack import Packing, aligned, bytes_of, plan_packing, plan_parcels, sections, split, to_bytes
-from accel.comm import INLINE_BYTES, Answers, Call, all_gather_flat, as_bytes, as_tensor, gather_bytes, start
+from accel.comm import Answers, Call, all_gather_flat, as_bytes, as_tensor, gather_bytes, inline_bytes, start
 from accel.context import DistContext
 
 _LENGTH = struct.Struct("<I")
@@ -54,17 +54,18 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
     Returns:
         New tensors; None where they are not wanted.
     """
-    rows = [shape[0] if shape else 1 for shape in leaves.shapes]
-    own = _share(leaves, rows, [leaf.numel() for leaf in leaves.tensors])
-    wait = start(ctx.comm, call, _first_payload(leaves, own), variant=own.head)
+    rows, room = [shape[0] if shape else 1 for shape in leaves.shapes], inline_bytes(ctx.comm)
+    own = _share(leaves, rows, [leaf.numel() for leaf in leaves.tensors], room)
+    wait = start(ctx.comm, call, _first_payload(leaves, own, room), variant=own.head)
     shares = [own] * ctx.world_size
     parcels = _parcels(ctx, leaves, shares) if own.inline is None else []  # packed while the first message travels
     answers = wait()
     if not answers.same:
         shares = _all_shares(ctx, leaves, rows, answers)
     wanted = dst in (None, ctx.rank)
-    packings = [share.inline for share in shares if share.inline is not None]
-    if len(packings) == ctx.world_size:
+    different = [own] if answers.same else shares
+    packings = [share.inline for share in different if share.inline is not None]
+    if len(packings) == len(different):
         joined = _join(leaves, shares, packings, _behind_heads(shares, answers)) if wanted else {}
         return [joined[i] for i in range(len(rows))] if wanted else None
     if not answers.same:
@@ -84,26 +85,25 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
     return [joined[i] for i in range(len(rows))] if wanted else None
 
 
-def _share(leaves: Leaves, rows: list[int], counts: list[int]) -> _Share:
+def _share(leaves: Leaves, rows: list[int], counts: list[int], room: int) -> _Share:
     encoded = msgspec.msgpack.encode(rows)
     head, inline = _LENGTH.pack(len(encoded)) + encoded, None
     if leaves.on_cpu:
         packing = plan_packing(leaves.dtypes, counts, range(len(rows)))
-        inline = packing if aligned(len(head)) + packing.nbytes <= INLINE_BYTES else None
+        inline = packing if aligned(len(head)) + packing.nbytes <= room else None
     return _Share(rows, counts, head, inline)
 
 
-def _first_payload(leaves: Leaves, own: _Share) -> torch.Tensor:
+def _first_payload(leaves: Leaves, own: _Share, room: int) -> torch.Tensor:
     if own.inline is None:
-        return as_tensor(own.head if len(own.head) <= INLINE_BYTES else b"")
+        return as_tensor(own.head if len(own.head) <= room else b"")
     return to_bytes(own.inline, leaves.tensors, own.head)
 
 
 def _behind_heads(shares: list[_Share], answers: Answers) -> torch.Tensor | list[torch.Tensor]:
-    leads = [aligned(len(share.head)) for share in shares]
     if answers.same:
-        return answers.inline[:, leads[0] :]
-    return [row[lead:] for row, lead in zip(answers.inline, leads, strict=True)]
+        return answers.inline[:, aligned(len(shares[0].head)) :]
+    return [row[aligned(len(share.head)) :] for row, share in zip(answers.inline, shares, strict=True)]
 
 
 def _all_shares(ctx: DistContext, leaves: Leaves, rows: list[int], answers: Answers) -> list[_Share]:
@@ -115,8 +115,12 @@ def _all_shares(ctx: DistContext, leaves: Leaves, rows: list[int], answers: Answ
     else:  # so many tensors that not even the rows fit
         gathered = all_gather_flat(ctx.comm, torch.tensor(rows, device=ctx.comm.control))
         everyones = [[int(n) for n in each] for each in gathered.cpu()]
-    widths = [math.prod(shape[1:]) for shape in leaves.shapes]
-    return [_share(leaves, each, [n * width for n, width in zip(each, widths, strict=True)]) for each in everyones]
+    widths, room = [math.prod(shape[1:]) for shape in leaves.shapes], inline_bytes(ctx.comm)
+    different = {
+        rows: _share(leaves, list(rows), [n * width for n, width in zip(rows, widths, strict=True)], room)
+        for rows in set(map(tuple, everyones))
+    }
+    return [different[tuple(each)] for each in everyones]
 
 
 def _parcels(ctx: DistContext, leaves: Leaves, shares: list[_Share]) -> list[_Parcel]:
@@ -137,7 +141,8 @@ def _join(
 
     Args:
         leaves, shares, packings: what was sent, by rank.
-        parts: each rank's bytes; one tensor of shape [ranks, bytes] if all ranks sent tensors of the same shapes.
+        parts: each rank's bytes; one tensor of shape [ranks, bytes] if all ranks sent tensors of the same shapes, for
+            which the first packing is enough.
     """
     joined: dict[int, torch.Tensor] = {}
     if isinstance(parts, torch.Tensor):
@@ -151,7 +156,9 @@ def _join(
             for i, own in zip(group.members, torch.split(elements, group.counts), strict=True):
                 found.setdefault(i, []).append(own)
     for i, same in found.items():
-        joined[i] = _shaped(torch.cat(same), leaves.shapes[i], sum(share.rows[i] for share in shares))
+        whole = same[0].new_empty(sum(map(len, same)))
+        torch.cat(same, out=whole)  # into a given tensor, because autocast takes part in a plain cat
+        joined[i] = _shaped(whole, leaves.shapes[i], sum(share.rows[i] for share in shares))
     return joined
 
 

@@ -10,11 +10,11 @@ from accel.comm._handle import Comm as Comm
 from accel.comm._handle import adopt as adopt
 from accel.comm._handle import alone as alone
 from accel.comm._handle import connect as connect
-from accel.comm._message import INLINE_BYTES as INLINE_BYTES
 from accel.comm._message import Answers as Answers
 from accel.comm._message import as_bytes as as_bytes
 from accel.comm._message import as_tensor as as_tensor
 from accel.comm._message import fail as fail
+from accel.comm._message import inline_bytes as inline_bytes
 from accel.comm._message import start as start
 from accel.comm._torch import ReduceOp as ReduceOp
 from accel.comm._torch import all_gather_flat as all_gather_flat

@@ -2,7 +2,8 @@
 """The first message of every call: of fixed size, with a fingerprint of the call and room for a small payload.
 
 Because it has the same size whatever the call, ranks that call different things still meet in it, see each other's
-fingerprints, and all raise `CollectiveMismatch`. The same message carries a rank's failure to the others.
+fingerprints, and all raise `CollectiveMismatch`. The same message carries a rank's failure to the others. Each rank
+gets one from each, so it is smaller where there are many.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from accel.comm._handle import Comm
 from accel.comm._torch import all_gather_flat, gather_bytes, start_all_gather
 from accel.errors import CollectiveMismatch, ErrorRecord, describe, rebuild
 
-EAGER_BYTES = 4096
-HEADER_BYTES = 64
-INLINE_BYTES = EAGER_BYTES - HEADER_BYTES
+_MOST_BYTES = 4096
+_LEAST_BYTES = 512
+_RECEIVED_BYTES = 64 * 1024  # by a rank from all, between these limits
 
-_HEADER = struct.Struct("<16s16sQ?")  # the fields of _Head
+_HEADER = struct.Struct("<16s16sQ?23x")  # the fields of _Head
+HEADER_BYTES = _HEADER.size  # a multiple of 16
 
 
 class _Head(NamedTuple):
@@ -42,12 +44,17 @@ class Answers(NamedTuple):
     Attributes:
         same: whether all ranks sent the same variant and equally many bytes.
         sizes: bytes of each rank's payload.
-        inline: the payloads as far as they fit, uint8, shape [size, INLINE_BYTES], on the CPU.
+        inline: the payloads as far as they fit, uint8, shape [size, inline_bytes(comm)], on the CPU.
     """
 
     same: bool
     sizes: list[int]
     inline: torch.Tensor
+
+
+def inline_bytes(comm: Comm) -> int:
+    """The bytes of a payload that fit the first message, the same on all ranks; a multiple of 16."""
+    return _message_bytes(comm) - HEADER_BYTES
 
 
 def start(
@@ -73,13 +80,14 @@ def start(
         CollectiveMismatch: ranks made different calls; on every rank, by the function returned.
         AccelError: a rank failed; the same error on every rank, by the function returned.
     """
-    data, received = bytearray(EAGER_BYTES), bytearray(EAGER_BYTES * comm.size)
+    length = _message_bytes(comm)
+    data, room = bytearray(length), bytearray(length * comm.size)
     fingerprint = _digest(f"{call.name}\n{call.detail}".encode())
     _HEADER.pack_into(data, 0, fingerprint, _digest(variant), payload.numel(), failed)
-    message, rows = torch.frombuffer(data, dtype=torch.uint8), torch.frombuffer(received, dtype=torch.uint8)
+    message, rows = torch.frombuffer(data, dtype=torch.uint8), torch.frombuffer(room, dtype=torch.uint8)
     if payload.numel():
-        inline = payload[:INLINE_BYTES]
-        message[HEADER_BYTES : HEADER_BYTES + inline.numel()] = inline
+        fitting = payload[: length - HEADER_BYTES]
+        message[HEADER_BYTES : HEADER_BYTES + fitting.numel()] = fitting
     on_cpu = comm.control.type == "cpu"
     sent, arriving = (message, rows) if on_cpu else (message.to(comm.control), rows.to(comm.control))
     arrive = start_all_gather(comm, arriving, sent)
@@ -88,11 +96,11 @@ def start(
         arrive()
         if not on_cpu:
             _ = rows.copy_(arriving)
-        inline = rows.view(comm.size, EAGER_BYTES)[:, HEADER_BYTES:]
-        mine, starts = data[:HEADER_BYTES], range(0, len(received), EAGER_BYTES)
-        if not failed and all(received[at : at + HEADER_BYTES] == mine for at in starts):
+        received = rows.view(comm.size, length)
+        headers, inline = as_bytes(received[:, :HEADER_BYTES]), received[:, HEADER_BYTES:]
+        if not failed and headers == bytes(data[:HEADER_BYTES]) * comm.size:
             return Answers(True, [payload.numel()] * comm.size, inline)
-        heads = [_Head._make(_HEADER.unpack_from(received, at)) for at in starts]
+        heads = list(map(_Head._make, _HEADER.iter_unpack(headers)))
         if any(head.failed for head in heads):
             _raise_failure(comm, heads, payload, inline, cause)
         if any(head.fingerprint != heads[0].fingerprint for head in heads):
@@ -134,7 +142,7 @@ def _raise_failure(
     rank = next(i for i, head in enumerate(heads) if head.failed)
     size = heads[rank].payload_bytes
     data = inline[rank, :size]
-    if size > INLINE_BYTES:
+    if size > inline.shape[1]:
         mine = payload if comm.rank == rank else payload.new_empty(0)
         data = gather_bytes(comm, mine, [size if i == rank else 0 for i in range(comm.size)])
         assert data is not None  # all ranks want it
@@ -146,11 +154,13 @@ def _raise_failure(
 
 def _raise_mismatch(comm: Comm, call: Call, heads: list[_Head]) -> NoReturn:
     other = next(i for i, head in enumerate(heads) if head.fingerprint != heads[0].fingerprint)
-    detail = call.explain() if call.explain is not None else call.detail
-    text = as_tensor(f"{call.label}\n{call.name}\n{detail}".encode(errors="backslashreplace"))
-    lengths = all_gather_flat(comm, torch.tensor([text.numel()], dtype=torch.int64, device=comm.control))
-    sizes = [int(length) for length in lengths.flatten()]
-    gathered = gather_bytes(comm, text, sizes)
+    text = b""
+    if comm.rank in (0, other):
+        detail = call.explain() if call.explain is not None else call.detail
+        text = f"{call.label}\n{call.name}\n{detail}".encode(errors="backslashreplace")
+    mine = torch.tensor([len(text)], dtype=torch.int64, device=comm.control)
+    sizes = [int(length) for length in all_gather_flat(comm, mine).flatten()]
+    gathered = gather_bytes(comm, as_tensor(text), sizes)
     assert gathered is not None  # all ranks want it
     texts = torch.split(gathered, sizes)
     (label, *left), (other_label, *right) = (as_bytes(texts[i]).decode().split("\n") for i in (0, other))
@@ -162,6 +172,11 @@ def _raise_mismatch(comm: Comm, call: Call, heads: list[_Head]) -> NoReturn:
         got=f"rank {other}: {other_label}" + f" ({theirs})" * bool(theirs),
         fix="Let every rank make the same calls, in the same order, with the same structure.",
     )
+
+
+def _message_bytes(comm: Comm) -> int:
+    share = _RECEIVED_BYTES // comm.size // HEADER_BYTES * HEADER_BYTES
+    return max(_LEAST_BYTES, min(share, _MOST_BYTES))
 
 
 def _digest(data: bytes) -> bytes:

@@ -79,12 +79,12 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
     out = mine.new_empty(sum(sizes))
     if not out.numel():
         return out
-    few = max(sizes) < _BROADCAST_BYTES
+    few, filled = max(sizes) < _BROADCAST_BYTES, [rank for rank, size in enumerate(sizes) if size]
     if len(set(sizes)) == 1 and (few or mine.device.type != "cpu"):
         start_all_gather(comm, out, mine)()
     elif few and comm.direct:
         _swap(comm, torch.split(out, list(sizes)), mine)()
-    elif few:
+    elif few and len(filled) > 2:
         padded = mine.new_zeros(max(sizes))
         padded[: mine.numel()] = mine
         rows = all_gather_flat(comm, padded)
@@ -92,8 +92,7 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
     else:
         parts = torch.split(out, list(sizes))
         _ = parts[comm.rank].copy_(mine)
-        filled = [(rank, part) for rank, part in enumerate(parts) if part.numel()]
-        _start(comm, lambda: [_broadcast(comm, part, rank) for rank, part in filled])()
+        _start(comm, lambda: [_broadcast(comm, parts[rank], rank) for rank in filled])()
     return out
 
 

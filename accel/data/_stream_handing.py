@@ -9,12 +9,12 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.comm import INLINE_BYTES, Call, exchange, fail, receive_flat, send_flat
+from accel.comm import Call, exchange, inline_bytes, receive_flat, send_flat, shared_failure
 from accel.context import DistContext
 from accel.data._dispatch import Parcel, Receiver, Sender
 from accel.data._stream_cut import Part
 from accel.data._stream_read import Step
-from accel.errors import AccelError, DataError
+from accel.errors import DataError
 
 _ALIGN = 16
 
@@ -103,10 +103,8 @@ class Handing:
             DataError: readers have read different streams; on every rank.
         """
         ctx = self._ctx
-        try:
+        with shared_failure(ctx.comm, "batches"):
             packed = [self._pack(step) for step in steps]
-        except AccelError as error:
-            fail(ctx.comm, self._call, error)
         messages = exchange(ctx.comm, self._call, self._message(steps, packed))
         notes = {reader: _read_note(messages[reader]) for reader in sorted(set(self._readers))}
         count = _agreed({reader: note.steps for reader, (note, _) in notes.items()})
@@ -141,7 +139,7 @@ class Handing:
                 )
             )
         note = _Note(told)
-        if _head(note).numel() + sum(sum(step.sizes) for step in told) > INLINE_BYTES:
+        if _head(note).numel() + sum(sum(step.sizes) for step in told) > inline_bytes(self._ctx.comm):
             return _head(note)
         follow = [parcels[rank].buffer for rank in self._senders for parcels in packed]
         return torch.cat([_head(_Note(told, inline=True)), *follow])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import accel
 from accel import CollectiveMismatch, ConfigError, TreeError
-from accel.comm import INLINE_BYTES
+from accel.comm import inline_bytes
 from accel.tree import tensors
 
 DTYPES = (
@@ -110,11 +110,17 @@ def test_a_column_of_few_rows_is_sent(ranks, rows):
 
 @pytest.mark.parametrize("extra", [-17, -16, -15, -1, 0, 1, 16, 4096])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_payloads_around_the_size_of_the_first_message(ranks, extra, ragged):
-    rows = INLINE_BYTES - 16 + extra  # 16 for the lengths
-    inputs = [torch.arange(rows if rank or not ragged else 3, dtype=torch.int64).to(torch.uint8) for rank in range(3)]
-    for result in ranks.run(lambda ctx: accel.gather(ctx, inputs[ctx.rank]), 3):
-        assert torch.equal(result, torch.cat(inputs))
+@pytest.mark.parametrize("size", [3, 17, 129])  # which have first messages of other sizes
+def test_payloads_around_the_size_of_the_first_message(ranks, extra, ragged, size):
+    def mine(ctx, rank):
+        rows = inline_bytes(ctx.comm) - 16 + extra  # 16 for the lengths
+        return torch.arange(rows if rank or not ragged else 3).to(torch.uint8)
+
+    def rank(ctx):
+        joined = torch.cat([mine(ctx, rank) for rank in range(size)])
+        return torch.equal(accel.gather(ctx, mine(ctx, ctx.rank)), joined)
+
+    assert all(ranks.run(rank, size))
 
 
 def test_results_are_copies_on_any_number_of_ranks(ranks):

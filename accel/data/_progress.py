@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Generator, Iterable
@@ -20,21 +21,22 @@ def progress(
     *,
     total: int | None = None,
     label: str = "",
-    show: bool | None = None,
+    show: bool = True,
     file: TextIO | None = None,
     every_s: float | None = None,
 ) -> Generator[Batch]:
     """Give the batches, and show on the main rank how far they are. No communication beyond theirs.
 
-    A bar that redraws itself on a terminal; elsewhere, if asked, one line each time. The rate counts the real samples
-    of all ranks since the start, and the bar where the epoch stands, so that a resumed one does not begin at nothing.
+    A bar that redraws itself on a terminal; elsewhere, as in a log, a line now and then and one at the end. The rate
+    counts the real samples of all ranks since the start, and the bar where the epoch stands, so that a resumed one does
+    not begin at nothing.
 
     Args:
         ctx: the context.
         batches: from `accel.batches`.
         total: samples in the epoch, such as `loader.samples`; without it there is neither bar nor remaining time.
         label: what is shown first; the epoch by default.
-        show: whether to show anything; by default if the file is a terminal.
+        show: whether to show anything.
         file: where to; standard error by default.
         every_s: seconds between two showings; by default 0.2 on a terminal and 10 elsewhere.
 
@@ -43,7 +45,7 @@ def progress(
     """
     out = sys.stderr if file is None else file
     terminal = out.isatty()
-    if not ctx.is_main_process or not (terminal if show is None else show):
+    if not ctx.is_main_process or not show:
         yield from batches
         return
     pause = (0.2 if terminal else 10.0) if every_s is None else every_s
@@ -58,7 +60,7 @@ def progress(
                 shown = now
                 name = label or f"epoch {batch.next.epoch - batch.is_last}"
                 at = (total if batch.is_last else batch.next.consumed) or seen
-                line = _line(name, at, total, seen, now - started)
+                line = _line(name, at, total, seen, now - started, _columns(out) if terminal else None)
                 out.write(f"\r{line}\x1b[K" if terminal else f"{line}\n")
                 out.flush()
     finally:
@@ -67,15 +69,26 @@ def progress(
             out.flush()
 
 
-def _line(label: str, at: int, total: int | None, seen: int, seconds: float) -> str:
+def _columns(terminal: TextIO) -> int:
+    """How wide a line may be; a terminal may not know its size."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or 80
+    except (OSError, ValueError):  # not a file of the system's
+        return 80
+
+
+def _line(label: str, at: int, total: int | None, seen: int, seconds: float, columns: int | None) -> str:
+    """Say how far an epoch is; in less than so many columns, because what breaks into two lines is not redrawn."""
     rate = seen / seconds if seconds > 0 else 0.0
     speed = f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2f} samples/s"
     if not total:
-        return f"{label}: {at:,} samples  {speed}"
+        return f"{label}: {at:,} samples  {speed}"[: columns and columns - 1]
     done = min(at / total, 1.0)
-    bar = "#" * int(done * _BAR)
-    left = f"  {_clock_text((total - at) / rate)} left" if rate and at < total else f"  {_clock_text(seconds)}"
-    return f"{label}: {done:4.0%} [{bar:.<{_BAR}}] {at:,}/{total:,} samples  {speed}{left}"
+    time_left = f"{_clock_text((total - at) / rate)} left" if rate and at < total else _clock_text(seconds)
+    head, rest = f"{label}: {done:4.0%}", f" {at:,}/{total:,} samples  {speed}  {time_left}"
+    width = _BAR if columns is None else min(_BAR, columns - len(f"{head} []{rest}") - 1)
+    bar = f" [{'#' * int(done * width):.<{width}}]" if width > 0 else ""
+    return f"{head}{bar}{rest}"[: columns and columns - 1]
 
 
 def _clock_text(seconds: float) -> str:

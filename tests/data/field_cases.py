@@ -9,12 +9,14 @@ Names say which finding of the survey of Accelerate 1.15 a case answers.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import time
 import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -144,6 +146,65 @@ def case_w24_a_loop_that_is_left_does_not_shift_the_next(ctx):
         cursors = [one.next, other.next]
     assert cursors == [Cursor(consumed=4, of="10 samples in sequence"), Cursor(epoch=1)]
     assert gathered(ctx, DataLoader(range(10), batch_size=1), cursors[0]) == [4, 5, 6, 7, 8, 9]
+
+
+def case_w24_a_window_ends_with_the_loop(ctx):
+    long, short = (accel.prepare_loader(ctx, DataLoader(range(n), batch_size=1)) for n in (20, 6))
+    model = accel.prepare_model(ctx, torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(steps=2)
+    for epoch in range(2):
+        for one, other in zip(*(accel.batches(ctx, each, Cursor(epoch=epoch)) for each in (long, short)), strict=False):
+            accum = accum.next(last=other.is_last)
+            with accel.accumulate(ctx, accum, model):
+                loss = model((one.data + other.data)[:, None].float()).mean()
+                accum = accel.backward(ctx, loss, scaler, accum, weight=one.valid)
+            if accum.sync:
+                step = accel.optimizer_step(ctx, optimizer, scaler, accum)
+                accum, scaler = step.accum, step.scaler
+        assert (accum.micro, accum.updates) == (0, 2 * (epoch + 1))
+        assert all(each.grad is None or not each.grad.any() for each in model.parameters())
+
+
+def counting(patch) -> list[str]:
+    """The names of torch's collectives, as they are called from now on."""
+    called = []
+
+    def counted(name, function):
+        def run(*args, **kwargs):
+            called.append(name)
+            return function(*args, **kwargs)
+
+        return run
+
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce", "broadcast", "scatter", "isend", "irecv"):
+        if hasattr(dist, name):
+            patch.setattr(dist, name, counted(name, getattr(dist, name)))
+    return called
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("pickled")
+
+
+def case_w47_an_average_of_many_parameters_is_one_message(ctx):
+    model = accel.prepare_local_model(ctx, torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(20))))
+    with pytest.MonkeyPatch.context() as patch:
+        called = counting(patch)
+        accel.local_sgd_step(ctx, model, accel.LocalSgd(every=1))
+    assert 1 <= called.count("all_reduce") + called.count("broadcast") <= 1, called
+    assert len(called) <= 3, called  # and the small message that checks it
+
+
+def case_w48_shapes_that_differ_are_told_without_pickle(ctx):
+    loader = accel.prepare_loader(ctx, DataLoader(range(11), batch_size=3))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dumps", "loads", "Pickler", "Unpickler"):
+            patch.setattr(pickle, name, refuse)
+        found = [accel.gather_for_metrics(ctx, b.data, b).tolist() for b in accel.batches(ctx, loader, Cursor())]
+        padded = accel.pad_across_processes(ctx, torch.ones(2 + ctx.rank, 3))
+    assert found == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    assert padded.shape == (3, 3)
 
 
 def case_w49_skipping_reads_nothing(ctx):

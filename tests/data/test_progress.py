@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress line: the main rank only, where the epoch stands, and nothing where nobody looks."""
+"""The progress line: the main rank only, where the epoch stands, as wide as there is room."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 
 import pytest
@@ -18,6 +19,17 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def columns(monkeypatch):
+    """Sets how wide the terminal says it is."""
+
+    def say(width):
+        monkeypatch.setattr(Terminal, "fileno", lambda _: 1)
+        monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((width, 24)))
+
+    return say
+
+
 def _run(ctx, out, cursor=None, stop=-1, **options) -> tuple[int, str]:
     loader = accel.prepare_loader(ctx, DataLoader(range(50), batch_size=5))
     seen = 0
@@ -29,7 +41,8 @@ def _run(ctx, out, cursor=None, stop=-1, **options) -> tuple[int, str]:
     return seen, out.getvalue()
 
 
-def test_a_terminal_shows_the_samples_of_all_ranks_once(ranks):
+def test_a_terminal_shows_the_samples_of_all_ranks_once(ranks, columns):
+    columns(120)
     results = ranks.run(lambda ctx: _run(ctx, Terminal(), every_s=0), 2)
     assert [seen for seen, _ in results] == [25, 25]
     shown = results[0][1].split("\r")[1:]
@@ -53,13 +66,23 @@ def test_a_line_that_is_left_ends():
     assert "15/50" not in text  # the batch in which the loop was left is not done
 
 
-@pytest.mark.parametrize(
-    ("show", "lines"), [(None, 0), (False, 0), (True, 1)], ids=["by default", "refused", "asked for"]
-)
-def test_what_is_no_terminal_gets_lines_only_where_asked(show, lines):
-    seen, text = _run(accel.single(), io.StringIO(), show=show)
+@pytest.mark.parametrize(("width", "shown"), [(0, 80), (20, 20), (40, 40), (70, 70), (80, 80), (200, 200)])
+def test_a_line_is_never_wider_than_its_terminal(columns, width, shown):
+    """What breaks into two lines cannot be drawn again."""
+    columns(width)
+    _, text = _run(accel.single(), Terminal(), every_s=0)
+    lines = text.replace("\x1b[K", "").strip().split("\r")
+    assert len(lines) == 10
+    assert all(len(line) < shown for line in lines)
+    assert all(("[" in line) == (shown >= 70) for line in lines)
+
+
+@pytest.mark.parametrize(("options", "lines"), [({}, 1), ({"show": False}, 0), ({"every_s": 0}, 10)])
+def test_what_is_no_terminal_gets_lines(options, lines):
+    """So what a launcher reads through a pipe, or a log, holds them too."""
+    seen, text = _run(accel.single(), io.StringIO(), **options)
     assert seen == 50
-    assert text.count("\n") == lines
+    assert text.count("\n") == text.count("epoch 0") == lines
     assert "\r" not in text
     assert "\x1b" not in text
 
@@ -67,7 +90,7 @@ def test_what_is_no_terminal_gets_lines_only_where_asked(show, lines):
 def test_without_a_total_it_counts():
     ctx, out = accel.single(), io.StringIO()
     loader = accel.prepare_loader(ctx, DataLoader(range(7), batch_size=5))
-    for _ in accel.progress(ctx, accel.batches(ctx, loader, Cursor()), file=out, show=True, every_s=0):
+    for _ in accel.progress(ctx, accel.batches(ctx, loader, Cursor()), file=out, every_s=0):
         pass
     first, last = out.getvalue().splitlines()
     assert re.fullmatch(r"epoch 0: 5 samples  [\d,.]+ samples/s", first)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
+    from accel.checkpoint import Keep as Keep
     from accel.checkpoint import latest_checkpoint as latest_checkpoint
     from accel.collectives import broadcast as broadcast
     from accel.collectives import broadcast_object_list as broadcast_object_list
@@ -117,7 +118,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "checkpoint": ("latest_checkpoint",),
+    "checkpoint": ("Keep", "latest_checkpoint"),
     "collectives": (
         "broadcast",
         "broadcast_object_list",

@@ -7,6 +7,9 @@ What lists and checks folders works without torch; all else is loaded when it is
 from typing import TYPE_CHECKING
 
 from accel.checkpoint._directory import latest_checkpoint as latest_checkpoint
+from accel.checkpoint._keep import Keep as Keep
+from accel.checkpoint._keep import check_keep as check_keep
+from accel.checkpoint._keep import check_metrics as check_metrics
 from accel.checkpoint._manifest import RANKS as RANKS
 from accel.checkpoint._manifest import Item as Item
 from accel.checkpoint._manifest import ItemKind as ItemKind
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import decode as decode
     from accel.checkpoint._codec import encode as encode
     from accel.checkpoint._plan import Plan as Plan
+    from accel.checkpoint._plan import checksum as checksum
     from accel.checkpoint._plan import plan_writes as plan_writes
     from accel.checkpoint._plan import tied as tied
     from accel.checkpoint._read import Saved as Saved
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 _WITH_TORCH = {
     "_codec": ("check_tensor", "decode", "encode"),
-    "_plan": ("Plan", "plan_writes", "tied"),
+    "_plan": ("Plan", "checksum", "plan_writes", "tied"),
     "_read": ("Saved", "read_checkpoint"),
     "_save": ("save",),
     "_settle": ("settle",),

@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from accel.checkpoint._manifest import MANIFEST, Manifest, decode_manifest
 from accel.errors import CheckpointError
-from accel.storage import OpenDirectory, disk_errors, leftovers, open_directory
+from accel.storage import OpenDirectory, disk_errors, leftovers, open_directory, sha256
 
 _LARGEST_MANIFEST = 64 * 2**20
+_HASHERS = 4
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
 
@@ -27,14 +29,16 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
 
 
-def latest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
+def latest_checkpoint(out: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
     """Return the newest committed checkpoint by step, None if there is none. No communication.
 
-    A folder whose manifest or files are missing, cut or damaged in the manifest is skipped with a warning of the logger
-    `accel.checkpoint`. Bytes of files are checked by `load_state`, not here.
+    A folder whose manifest is damaged, or whose files are missing or of another size, is skipped with a warning of the
+    logger `accel.checkpoint`.
 
     Args:
         out: the folder that was given to `save_state`; it need not exist.
+        verify: whether to read every file and skip a folder in which a byte has changed, too. Without it, such a
+            folder is returned, and refused by `load_state`.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -44,9 +48,11 @@ def latest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
         return None
     seen = None
     while (candidates := _candidates(folder)) != seen:  # a writer may replace all of them while they are looked at
-        for step, _, path in candidates:
+        for step, _, path, _ in candidates:
             try:
-                inspect(path, step)
+                manifest = inspect(path, step)
+                if verify:
+                    check_bytes(path, manifest)
             except CheckpointError as error:
                 logging.getLogger("accel.checkpoint").warning("%s is not a checkpoint and is skipped: %s", path, error)
             else:
@@ -97,6 +103,19 @@ def inspect(path: Path, step: int | None) -> Manifest:
     return manifest
 
 
+def check_bytes(path: Path, manifest: Manifest) -> None:
+    """Compare every byte of a checkpoint's files with its manifest.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; it is named.
+    """
+    with open_directory(path) as folder, ThreadPoolExecutor(_HASHERS) as pool:
+        files = {name: folder.read(name, size=entry.size) for name, entry in manifest.files.items()}
+        for name, digest in zip(files, pool.map(_digest, files.values()), strict=True):
+            if digest != manifest.files[name].sha256:
+                raise folder.refusal(name, "damaged: the digest does not fit the contents")
+
+
 def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
     """Return an open folder's manifest and its digest.
 
@@ -114,11 +133,24 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
     return decode_manifest(folder.read(MANIFEST, limit=_LARGEST_MANIFEST), str(folder.path / MANIFEST))
 
 
-def _candidates(folder: Path) -> list[tuple[int, bool, Path]]:
-    """What may be a checkpoint by its name, newest first: step, whether it has its final name, path."""
+def _digest(data: memoryview) -> str:
+    return sha256([data])
+
+
+def _candidates(folder: Path) -> list[tuple[int, bool, Path, tuple[int, int]]]:
+    """What may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
     with disk_errors(folder):
         named = [(step_of(name), True, folder / name) for name in os.listdir(folder)]
     # a writer that died between two renames left the former checkpoint of its step aside
     aside = [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
-    found = [(step, final, path) for step, final, path in named + aside if step is not None]
+    found = [(step, final, path, _identity(path)) for step, final, path in named + aside if step is not None]
     return sorted(found, reverse=True)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What tells a folder from another that has its name later."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_ctime_ns

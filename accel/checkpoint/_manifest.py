@@ -76,6 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         tensors: by full name.
         aliases: other names of tensors.
         items: by the name that they were saved under.
+        metrics: what it is rated by, if anything.
     """
 
     format: int
@@ -87,6 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str]
     items: dict[str, Item]
+    metrics: dict[str, float] = {}
 
 
 class _Version(msgspec.Struct, frozen=True):

@@ -58,13 +58,16 @@ class _Rank(msgspec.Struct, frozen=True):
     checksum: int
 
 
-def take_snapshot(ctx: DistContext, content: Content, *, step: int, site: str) -> Snapshot:
+def take_snapshot(
+    ctx: DistContext, content: Content, *, step: int, metrics: Mapping[str, float], site: str
+) -> Snapshot:
     """Compare what the ranks hold, and divide the writing among them. A collective; nothing is written.
 
     Args:
         ctx: the context.
         content: what this rank holds.
         step: names the checkpoint.
+        metrics: what it is rated by; rank 0's count.
         site: the call of the user's that this is part of.
 
     Raises:
@@ -96,6 +99,7 @@ def take_snapshot(ctx: DistContext, content: Content, *, step: int, site: str) -
             tensors=_entries(tensors, plan),
             aliases=aliases,
             items=dict(content.items),
+            metrics=dict(metrics),
         ),
     )
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel.checkpoint import Content, read_checkpoint, save, settle
+from accel.checkpoint import Content, Keep, check_keep, check_metrics, read_checkpoint, save, settle
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
@@ -24,7 +24,8 @@ def save_state(
     items: Mapping[str, object],
     *,
     step: int,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
     allow_non_finite: bool = False,
 ) -> Path:
     """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
@@ -38,7 +39,9 @@ def save_state(
         out: the folder of this run's checkpoints, on a file system that all nodes share; made if it is missing.
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name.
         step: names the checkpoint, 0 or above.
-        keep: how many checkpoints stay, 1 or above: this one and the newest others; None for all.
+        keep: which checkpoints stay: a number from 1, this one and the newest others; or a `Keep`; None for all. They
+            are deleted after the commit, and only if they hold nothing but what accel wrote.
+        metrics: finite numbers to keep the best by, stored with the checkpoint; rank 0's count.
         allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
             beside the -inf of masks.
 
@@ -46,14 +49,17 @@ def save_state(
         The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed.
 
     Raises:
-        ConfigError: no items, a name, step or keep out of range, or a record that is not at a step's end.
-        CheckpointError: something cannot be stored, or the disk failed; the same on every rank, nothing has changed.
+        ConfigError: no items, a name, step, keep or metric out of range, or a record that is not at a step's end.
+        CheckpointError: something cannot be stored, another process, which is named, is saving into the folder, or the
+            disk failed; the same on every rank, nothing has changed.
         NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
     """
-    error, content = None, None
+    error, content, rule, rated = None, None, None, {}
     try:
-        _check_numbers(step, keep)
+        _check_step(step)
+        rule = check_keep(keep)
+        rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
         content = capture(ctx, items)
         if not allow_non_finite:
@@ -62,7 +68,7 @@ def save_state(
         error = failure
     settle(ctx, Call("save_state", f"step {step}\nkeep {keep}", call_site()), error, b"", bytes)
     assert isinstance(content, Content)  # settle raised otherwise
-    return save(ctx, Path(out), content, step=step, keep=keep)
+    return save(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
 
 
 def load_state(ctx: DistContext, path: str | os.PathLike[str], items: Mapping[str, object]) -> dict[str, object]:
@@ -111,16 +117,9 @@ def load_state(ctx: DistContext, path: str | os.PathLike[str], items: Mapping[st
     return changes.values
 
 
-def _check_numbers(step: int, keep: int | None) -> None:
+def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step < _LARGEST_STEP:
         raise ConfigError("not a step", expected="an integer from 0", got=repr(step), where="save_state, step=")
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(
-            "no checkpoint would stay",
-            expected="keep of 1 or above, or None to keep all",
-            got=repr(keep),
-            where="save_state, keep=",
-        )
 
 
 def _check_same(digests: list[str], path: Path) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ckpt_helpers import CPU
 
-from accel.checkpoint import latest_checkpoint
+from accel.checkpoint import Keep, latest_checkpoint
 from accel.errors import CheckpointError
+from accel.storage import LOCK, take_lock
 from accel.training._state import load_state, save_state
 
 
@@ -40,6 +42,53 @@ def test_retention_never_deletes_what_accel_did_not_write(tmp_path: Path, caplog
     names = {"step-00000000", "step-00000001", "step-00000002", "step-00000004", "step-00000005.bak", "step-final"}
     assert set(os.listdir(tmp_path)) == names
     assert "step-00000001 stays" in caplog.text
+
+
+def test_checkpoints_stay_by_step_and_by_metric(tmp_path: Path) -> None:
+    losses = [5.0, 1.0, 4.0, 2.0, 3.0, 3.0, 4.0, 5.0]
+    for step, loss in enumerate(losses):
+        rule = Keep(newest=2, every=4, best=2, by="loss")
+        save_state(CPU, tmp_path, {"x": step}, step=step, keep=rule, metrics={"loss": loss, "other": 0.0})
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in (0, 1, 3, 4, 6, 7)]
+    save_state(CPU, tmp_path, {"x": 8}, step=9, keep=Keep(best=1, by="loss"))  # one without a metric is never the best
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000009"]
+
+
+@pytest.mark.parametrize("keep", [None, 1, 2, 3])
+def test_a_run_that_is_started_again_goes_on_where_it_was_and_rotates(keep: int | None, tmp_path: Path) -> None:
+    saved: list[int] = []
+    for _ in range(3):
+        found = latest_checkpoint(tmp_path)
+        loaded = load_state(CPU, found, {"x": 0}) if found is not None else {"x": -1}
+        assert loaded["x"] == (saved[-1] if saved else -1)
+        for step in range(len(saved), len(saved) + 4):
+            assert save_state(CPU, tmp_path, {"x": step}, step=step, keep=keep) == latest_checkpoint(tmp_path)
+            saved.append(step)
+            left = saved if keep is None else saved[-keep:]
+            assert sorted(os.listdir(tmp_path)) == [f"step-{each:08d}" for each in left]
+
+
+def test_what_writers_of_any_host_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    save_state(CPU, tmp_path, {"x": 1}, step=1)
+    aside = tmp_path / "step-00000002.old-elsewhere-77-01234567"
+    save_state(CPU, tmp_path, {"x": 2}, step=2).rename(aside)
+    (tmp_path / "step-00000003.tmp-elsewhere-77-01234567").mkdir()
+    (tmp_path / "step-00000003.tmp-elsewhere-77-01234567" / "manifest.json").write_text("{")
+    assert latest_checkpoint(tmp_path) == aside
+    save_state(CPU, tmp_path, {"x": 4}, step=4)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00000004"]
+
+
+def test_a_folder_that_is_being_saved_into_is_refused_and_can_be_read(tmp_path: Path) -> None:
+    path = save_state(CPU, tmp_path, {"x": 1}, step=1)
+    lock = take_lock(tmp_path)
+    with pytest.raises(CheckpointError, match=f"another writer .* process {os.getpid()} on host"):
+        save_state(CPU, tmp_path, {"x": 2}, step=2)
+    assert latest_checkpoint(tmp_path, verify=True) == path
+    assert load_state(CPU, path, {"x": 0}) == {"x": 1}
+    assert sorted(os.listdir(tmp_path)) == [LOCK, "step-00000001"]
+    lock.release()
+    save_state(CPU, tmp_path, {"x": 2}, step=2)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -85,6 +134,19 @@ def test_latest_skips_what_is_no_checkpoint_and_says_so(tmp_path: Path, caplog: 
     messages = {record.args[0].name: str(record.args[1]) for record in caplog.records if isinstance(record.args, tuple)}  # type: ignore[union-attr]
     assert messages.keys() == reasons.keys()
     assert all(any(word in messages[name] for word in words.split("|")) for name, words in reasons.items()), messages
+
+
+def test_latest_verified_skips_damaged_bytes_and_names_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [save_state(CPU, tmp_path, {"x": torch.ones(9)}, step=step) for step in range(3)]
+    for path in paths[1:]:
+        file = next(path.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert latest_checkpoint(tmp_path) == paths[2]
+    assert latest_checkpoint(tmp_path, verify=True) == paths[0]
+    assert [record.getMessage().count("safetensors: damaged") for record in caplog.records] == [1, 1]
+    assert load_state(CPU, paths[0], {"x": torch.zeros(9)})["x"].equal(torch.ones(9))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from accel.checkpoint import latest_checkpoint
 from accel.errors import CheckpointError, ConfigError
+from accel.storage import LOCK
 from accel.training._state import load_state, save_state
 
 OPTIMIZERS = {
@@ -336,6 +337,7 @@ def test_every_file_and_two_folders_are_flushed(tmp_path: Path, monkeypatch: pyt
     real, calls = os.fsync, []
     monkeypatch.setattr(os, "fsync", lambda file: calls.append(os.readlink(f"/proc/self/fd/{file}")) or real(file))
     path = save_state(CPU, tmp_path, {"x": torch.ones(2)}, step=0)
+    assert Path(calls.pop(0)).name == LOCK
     assert [Path(call).suffix for call in calls[:2]] == [".safetensors", ".json"]
     assert ".tmp-" in calls[2]
     assert calls[3] == str(tmp_path)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.checkpoint import latest_checkpoint
 from accel.context import DistContext, session
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
+from accel.storage import take_lock
 from accel.testing import simulate
 from accel.training._state import load_state, save_state
 
@@ -113,6 +114,20 @@ def test_ddp_leaves_no_trace(tmp_path: Path) -> None:
     model = network(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     load_state(CPU, tmp_path / "step-00000000", {"model": model, "optimizer": optimizer})
+
+
+def test_a_second_writer_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+
+    def body(ctx: DistContext) -> str:
+        return outcome(lambda: save_state(ctx, tmp_path, {"x": 1}, step=0))
+
+    results = simulate(body, 3)
+    assert len(set(results)) == 1
+    assert results[0].startswith("CheckpointError: rank 0: another writer is saving into this folder")
+    assert f"got process {os.getpid()} on host" in results[0]
+    lock.release()
+    assert simulate(body, 3) == [f"returned {tmp_path / 'step-00000000'}"] * 3
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

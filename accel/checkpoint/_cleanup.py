@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a writer deletes: what dead writers left, and checkpoints that are not to stay. Only while it holds the lock."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from accel.checkpoint._directory import committed, inspect, is_committed, is_exactly_ours, step_of
+from accel.checkpoint._keep import Keep, plan_keep
+from accel.errors import AccelError, CheckpointError
+from accel.storage import leftovers, remove_flat, set_aside
+
+
+def sweep(out: Path) -> None:
+    """Remove half-written stages, and what was moved aside; who holds the lock knows that their writers are gone."""
+    for left in leftovers(out):
+        step = step_of(left.target)
+        if step is None:
+            continue
+        target = out / left.target
+        try:
+            if left.kind == "tmp":
+                remove_flat(left.path)
+            elif is_committed(target, step):
+                discard(left.path)
+            elif is_committed(left.path, step) and not target.exists():
+                left.path.rename(target)
+        except (AccelError, OSError) as error:
+            warn("%s was left by a writer that is gone and could not be removed: %s", left.path, error)
+
+
+def retain(newest: Path, keep: Keep) -> None:
+    """Delete the committed checkpoints that are not to stay beside the one just written."""
+    current = step_of(newest.name)
+    assert current is not None, newest
+    try:
+        paths = dict(committed(newest.parent))
+        saved: dict[int, Mapping[str, float]] = {step: inspect(path, step).metrics for step, path in paths.items()}
+    except CheckpointError as error:
+        warn("older checkpoints stay in %s: %s", newest.parent, error)
+        return
+    stay = plan_keep(saved, current, keep)
+    for step, path in paths.items():
+        if step not in stay:
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint; first it loses its name, so that no reader ever finds half of one."""
+    if not is_exactly_ours(path):
+        warn("%s stays: it holds what accel did not write, or is no valid checkpoint", path)
+        return
+    try:
+        remove_flat(set_aside(path))
+    except CheckpointError as error:
+        warn("%s could not be deleted: %s", path, error)
+
+
+def warn(text: str, *values: object) -> None:
+    """Tell the logger of checkpoints."""
+    logging.getLogger("accel.checkpoint").warning(text, *values)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a save: rank 0 opens a stage under the folder's lock, each rank writes its share, rank 0 commits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from accel.checkpoint._cleanup import discard, sweep
+from accel.checkpoint._manifest import MANIFEST, encode_manifest
+from accel.checkpoint._settle import settle
+from accel.checkpoint._snapshot import Snapshot
+from accel.comm import Call
+from accel.context import DistContext
+from accel.errors import CheckpointError
+from accel.storage import (
+    FileEntry,
+    FolderLock,
+    commit,
+    make_folder,
+    make_stage,
+    remove_flat,
+    take_lock,
+    write_file,
+    write_tensors,
+)
+
+
+class Share(msgspec.Struct, frozen=True):
+    """A file that a rank has written, None if it had nothing to write."""
+
+    name: str
+    entry: FileEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where a checkpoint is being written.
+
+    Attributes:
+        path: the folder, the same on every rank.
+        lock: on the folder of all checkpoints; rank 0's to release.
+    """
+
+    path: Path
+    lock: FolderLock | None
+
+    def abandon(self) -> None:
+        """Remove the folder and let the next writer in, if this is rank 0."""
+        if self.lock is not None:
+            with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
+                remove_flat(self.path)
+            self.lock.release()
+
+    def close(self) -> None:
+        """Let the next writer in, if this is rank 0."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def open_stage(ctx: DistContext, target: Path, site: str, error: Exception | None = None) -> Stage:
+    """Let rank 0 take the lock, clear up after dead writers and make the stage. A collective.
+
+    Args:
+        ctx: the context.
+        target: the checkpoint's folder.
+        site: the call of the user's that this is part of.
+        error: what went wrong on this rank before, if anything did.
+
+    Raises:
+        CheckpointError: another writer is saving, or the disk failed; on every rank.
+    """
+    stage = None
+    if ctx.is_main_process and error is None:
+        try:
+            stage = _make(target)
+        except CheckpointError as failure:
+            error = failure
+    call = Call("save_state: opening the stage", site=site)
+    try:
+        names = settle(ctx, call, error, stage.path.name if stage is not None else "", str)
+    except BaseException:
+        if stage is not None:
+            stage.abandon()
+        raise
+    return stage or Stage(target.parent / names[0], None)
+
+
+def write_share(stage: Path, snapshot: Snapshot) -> Share:
+    """Write this rank's share. No communication.
+
+    Raises:
+        CheckpointError: the disk failed.
+        RuntimeError: a device failed while it was copied from.
+    """
+    if not snapshot.tensors:
+        return Share(snapshot.file, None)
+    return Share(snapshot.file, write_tensors(stage, snapshot.file, snapshot.tensors))
+
+
+def commit_stage(stage: Path, target: Path, snapshot: Snapshot, shares: Sequence[Share]) -> None:
+    """Write the manifest of what all ranks have written, and commit. Rank 0's work; no communication.
+
+    Raises:
+        CheckpointError: the disk failed; whatever had the target's name has it back.
+    """
+    files = {share.name: share.entry for share in shares if share.entry is not None}
+    write_file(stage, MANIFEST, [encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))])
+    if (aside := commit(stage, target)) is not None:
+        discard(aside)
+
+
+def _make(target: Path) -> Stage:
+    make_folder(target.parent)
+    lock = take_lock(target.parent)
+    try:
+        sweep(target.parent)
+        return Stage(make_stage(target), lock)
+    except BaseException:
+        lock.release()
+        raise

@@ -3,45 +3,84 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 
+from accel.cli._flags import add_fields, resolve_flags, value_flags
 from accel.cli._parser import Parser
-from accel.errors import LaunchError
-from accel.launch import launch
+from accel.config import LaunchConfig
+from accel.errors import ConfigError, LaunchError
+from accel.launch import LaunchPlan, Target, check_target, launch, plan_here
 
-_NPROC = "--nproc-per-node"
-_USAGE = f"accel launch [{_NPROC} N] script.py [args...]"
+_USAGE = "accel launch [flags] script.py [args...]"
+_ABOUT = "Run a script on N processes of this machine. Flags override ACCEL_* variables, those override the file."
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a script on N processes of this machine; return the exit status."""
     own, rest = split_words(words)
-    parser = Parser("accel launch", usage=_USAGE, description="Run a script on N processes of this machine.")
-    _ = parser.add_argument(_NPROC, metavar="N", default="1", help="how many processes to start (default: 1)")
-    count = _count(parser.read(own).nproc_per_node)
-    if not rest:
-        raise LaunchError("no script was given", expected=_USAGE, fix="Name the script to run.")
-    return launch(rest[0], rest[1:], nproc_per_node=count, environ=environ)
+    known = parser().read(own)
+    config = resolve_flags(known, environ).config
+    target = _target(known, rest)
+    if known.dry_run:
+        print(_dry_run(target, config, environ), end="")
+        return 0
+    return launch(target.name, target.args, kind=target.kind, config=config, environ=environ)
+
+
+def parser() -> Parser:
+    """Return the parser of the launcher's own flags."""
+    built = Parser("accel launch", usage=_USAGE, description=_ABOUT)
+    add_fields(built)
+    _ = built.add_argument("-m", "--module", action="store_true", help="the script is a module, as after `python -m`")
+    _ = built.add_argument("--no-python", action="store_true", help="the script is a program of its own")
+    _ = built.add_argument(
+        "--dry-run", action="store_true", help="print each process's command and environment, and start nothing"
+    )
+    return built
 
 
 def split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the command line before the script: the launcher's flags, then the script and all that follows it."""
+    flags = value_flags()
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words[:at], words[at + 1 :]
-        at += 2 if words[at] == _NPROC else 1
+        at += 2 if words[at] in flags else 1
     return words[:at], words[at:]
 
 
-def _count(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(
-            "the number of processes is not a number",
-            expected="an integer of at least 1",
-            got=repr(text),
-            where=_NPROC,
-            fix="Give the number of processes to start on this machine.",
-        ) from None
+def _target(known: argparse.Namespace, rest: Sequence[str]) -> Target:
+    if known.module and known.no_python:
+        raise ConfigError(
+            "a module is run by python", got="--module and --no-python", where="accel launch", fix="Leave one out."
+        )
+    if not rest:
+        raise LaunchError("no script was given", expected=_USAGE, fix="Name the script to run.")
+    kind = "module" if known.module else "program" if known.no_python else "script"
+    return Target(kind=kind, name=rest[0], args=tuple(rest[1:]))
+
+
+def _dry_run(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> str:
+    check_target(target, environ)
+    return describe_plan(plan_here(target, config, environ, record_dir="."), environ)
+
+
+def describe_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
+    """Return a plan as commands for a shell: for each process what its environment differs in, and its program.
+
+    Args:
+        plan: what would be started.
+        environ: the environment that the shell already has.
+    """
+    text: list[str] = []
+    for process in plan.processes:
+        unset = [f"-u {name}" for name in environ if name not in process.environ]
+        changed = [
+            f"{name}={shlex.quote(value)}" for name, value in process.environ.items() if environ.get(name) != value
+        ]
+        lines = [" ".join(["env", *unset]), *changed, shlex.join(process.program)]
+        text.append(f"# rank {process.rank}\n" + " \\\n    ".join(lines) + "\n")
+    return "\n".join(text)

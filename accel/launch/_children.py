@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 
 from accel.errors import LaunchError
 from accel.launch._plan import LaunchPlan, ProcessPlan
 from accel.launch._record import Failure, read_failure
-from accel.launch._relay import Relay, Sink
+from accel.launch._relay import Log, Pipe, Relay, Sink
 
 
 class Children:
@@ -25,11 +26,13 @@ class Children:
         """Start every process of a plan; return the relay that shows their output, None if they show it themselves.
 
         Raises:
-            LaunchError: the system refuses; the processes started until then have been killed.
+            LaunchError: a log file cannot be written, or the system refuses; what was started has been killed.
         """
         alone = len(plan.processes) == 1
+        logs = _open_logs(plan)
+        piped = not alone or bool(logs)
         for process in plan.processes:
-            pipe = None if alone else subprocess.PIPE
+            pipe = subprocess.PIPE if piped else None
             stdin = None if process.rank == 0 else subprocess.DEVNULL
             try:
                 popen = subprocess.Popen(
@@ -49,7 +52,7 @@ class Children:
                     fix="Start fewer processes, or raise the limits that `ulimit -a` shows.",
                 ) from error
             self._processes.append((process, popen))
-        return None if alone else self._relay()
+        return self._relay(plan, logs) if piped else None
 
     def running(self) -> list[int]:
         """Return the ranks that have not ended."""
@@ -81,15 +84,40 @@ class Children:
         for _, popen in self._processes:
             _ = popen.communicate()
 
-    def _relay(self) -> Relay:
+    def _relay(self, plan: LaunchPlan, logs: Mapping[int, Log]) -> Relay:
         out, err = os.fstat(1), os.fstat(2)
         stdout = Sink(1)
         stderr = stdout if os.path.samestat(out, err) else Sink(2)  # one terminal has one cursor
+        prefixed = plan.prefix and len(plan.processes) > 1
         pipes = [(process.rank, popen.stdout, stdout) for process, popen in self._processes]
         pipes += [(process.rank, popen.stderr, stderr) for process, popen in self._processes]
-        relay = Relay((rank, pipe, sink) for rank, pipe, sink in pipes if pipe is not None)
+        relay = Relay(
+            (
+                Pipe(
+                    pipe,
+                    None if plan.quiet and rank else sink,
+                    prefix=b"[rank %d] " % rank if prefixed else b"",
+                    log=logs.get(rank),
+                )
+                for rank, pipe, sink in pipes
+                if pipe is not None
+            ),
+            logs.values(),
+        )
         relay.start()
         return relay
+
+
+def _open_logs(plan: LaunchPlan) -> dict[int, Log]:
+    try:
+        return {process.rank: Log(plan.log_dir, process.rank) for process in plan.processes if plan.log_dir}
+    except OSError as error:
+        raise LaunchError(
+            "a log file cannot be written",
+            got=str(error.strerror),
+            where=str(error.filename),
+            fix="Name another folder with --log-dir.",
+        ) from error
 
 
 def _signal_group(pid: int, number: int) -> bool:

@@ -9,62 +9,68 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
-from accel.errors import LaunchError, did_you_mean
-from accel.launch._plan import plan_launch
+from accel.config import LaunchConfig, resolve
+from accel.errors import LaunchError
+from accel.launch._machine import read_machine
+from accel.launch._plan import LaunchPlan, plan_launch
 from accel.launch._run import run_plan
+from accel.launch._target import Target, check_target
 
 _WORKER = str(Path(__file__).with_name("_worker.py"))
 
 
-def launch(script: str, args: Sequence[str] = (), *, nproc_per_node: int = 1, environ: Mapping[str, str]) -> int:
+def launch(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    config: LaunchConfig | None = None,
+    kind: Literal["script", "module", "program"] = "script",
+    environ: Mapping[str, str],
+) -> int:
     """Run a script on N processes of this machine and wait for them.
 
     Args:
-        script: path of the script every process runs.
+        script: path of the script every process runs; with `kind`, a module's dotted name or a program.
         args: the script's own arguments, handed on as they are.
-        nproc_per_node: how many processes.
+        config: how many processes, where, and how; None for what the `ACCEL_*` variables in `environ` say.
+        kind: what `script` is.
         environ: the environment that each process's own one starts from; `os.environ` is never written.
 
     Returns:
         The exit status: 0, the failing rank's, or 128 plus the number of the signal that stopped the launch.
 
     Raises:
-        LaunchError: the script cannot be read, `nproc_per_node` is below 1, or the system refuses.
-        EnvError: `environ` holds an `ACCEL_*` setting that the processes would refuse.
+        LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses.
+        ConfigError: a variable holds what its field does not take.
+        EnvError: `environ` holds another setting that the processes would refuse.
     """
-    check_script(script)
+    target = Target(kind=kind, name=script, args=tuple(args))
+    config = resolve({}, environ).config if config is None else config
+    check_target(target, environ)
     with _record_dir() as record_dir:
-        plan = plan_launch(
-            script,
-            args,
-            nproc_per_node=nproc_per_node,
-            environ=environ,
-            interpreter=(sys.executable, _WORKER),
-            parent_pid=os.getpid(),
-            port=free_port(),
-            cores=len(os.sched_getaffinity(0)),
-            record_dir=record_dir,
-        )
+        plan = plan_here(target, config, environ, record_dir=record_dir)
+        _make_log_dir(config.log_dir)
         return run_plan(plan)
 
 
-def check_script(script: str) -> None:
-    """Refuse a script that no process could run.
+def plan_here(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, record_dir: str) -> LaunchPlan:
+    """Plan a launch on this machine, now: its cores and GPUs, a free port, this process as the parent.
 
     Raises:
-        LaunchError: it is not there, is no file, or may not be read.
+        LaunchError, EnvError: as `plan_launch` does, or there is no free port.
     """
-    path = Path(script)
-    if path.is_file() and os.access(path, os.R_OK):
-        return
-    if path.is_dir():
-        problem, got, fix = "the script is a folder", script, "Name the script inside it."
-    elif path.exists():
-        problem, got, fix = "the script cannot be read", script, "Check its type and permissions with `ls -l`."
-    else:
-        problem, got, fix = "there is no such script", script, _nearest(path)
-    raise LaunchError(problem, expected="the path of a Python file", got=repr(got), where=os.getcwd(), fix=fix)
+    return plan_launch(
+        target,
+        config,
+        environ=environ,
+        machine=read_machine(),
+        interpreter=(sys.executable, _WORKER),
+        parent_pid=os.getpid(),
+        port=free_port(),
+        record_dir=record_dir,
+    )
 
 
 def free_port() -> int:
@@ -86,6 +92,20 @@ def free_port() -> int:
         ) from error
 
 
+def _make_log_dir(folder: str) -> None:
+    try:
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            "there is no folder for log files",
+            expected="a folder that can be written",
+            got=str(error.strerror),
+            where=f"log_dir={folder}",
+            fix="Name another one with --log-dir.",
+        ) from error
+
+
 def _record_dir() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True)
@@ -96,8 +116,3 @@ def _record_dir() -> tempfile.TemporaryDirectory[str]:
             got=str(error),
             fix="Make room in it, or set TMPDIR to another one.",
         ) from error
-
-
-def _nearest(path: Path) -> str:
-    hint = did_you_mean(path.name, (near.name for near in path.parent.glob("*.py")))
-    return hint if hint.startswith("Did you mean") else "Check the path."

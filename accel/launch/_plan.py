@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from accel.env import read_env
+from accel.config import FIELDS, LaunchConfig, to_text
+from accel.env import SETTINGS, read_env
 from accel.errors import LaunchError
+from accel.launch._machine import Machine, visible_gpus
+from accel.launch._target import Target
 
 # Another launcher's notes to its own children. One of them makes torch look for a store that its agent holds open,
 # and there is no such agent here.
@@ -20,78 +24,140 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: its position among all processes.
+        program: what it amounts to, as a user would type it.
         command: what to execute, program first.
         environ: its whole environment.
         record: the file it writes its failure to, should it fail.
     """
 
     rank: int
+    program: tuple[str, ...]
     command: tuple[str, ...]
     environ: dict[str, str]
     record: str
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All processes of a launch, in order of rank."""
+    """All processes of a launch, in order of rank, and what the launcher does for them.
+
+    Attributes:
+        processes: what to start.
+        log_dir: the folder for a log file of each process; empty for none.
+        prefix: whether lines of output begin with their rank, where there are several processes.
+        quiet: whether the output of rank 0 alone is shown.
+        stop_grace_s: seconds between the wish to stop and the end by force.
+    """
 
     processes: tuple[ProcessPlan, ...]
+    log_dir: str = ""
+    prefix: bool = True
+    quiet: bool = False
+    stop_grace_s: float = 10.0
 
 
 def plan_launch(
-    script: str,
-    args: Sequence[str] = (),
+    target: Target,
+    config: LaunchConfig,
     *,
-    nproc_per_node: int = 1,
     environ: Mapping[str, str],
+    machine: Machine,
     interpreter: Sequence[str],
     parent_pid: int,
     port: int,
-    cores: int,
     record_dir: str,
 ) -> LaunchPlan:
     """Plan the processes of a launch on one node.
 
     Args:
-        script: path of the script every process runs.
-        args: the script's own arguments, handed on as they are.
-        nproc_per_node: how many processes.
+        target: what every process runs.
+        config: how; `ACCEL_*` variables of its fields in `environ` count for nothing beside it.
         environ: the environment that each process's own one starts from.
+        machine: what the processes share.
         interpreter: the command that runs the worker: program and leading arguments.
         parent_pid: the process that will start them; they end when it does.
         port: where rank 0 is to listen, on 127.0.0.1.
-        cores: how many CPU cores the processes share.
         record_dir: the folder for failure records.
 
     Returns:
         The plan; planning the same values twice gives equal plans.
 
     Raises:
-        LaunchError: `nproc_per_node` is below 1.
-        EnvError: `environ` holds an `ACCEL_*` setting that the processes would refuse.
+        LaunchError: more processes than GPUs, or GPUs that are not there.
+        EnvError: `environ` holds a setting that the processes would refuse.
     """
-    if nproc_per_node < 1:
-        raise LaunchError(
-            "a launch needs a process",
-            expected="an integer of at least 1",
-            got=str(nproc_per_node),
-            where="--nproc-per-node",
-            fix="Give the number of processes to start on this machine.",
-        )
-    shared = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN)}
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc_per_node)))
+    gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus)))
+    count = _count(config, gpus)
+    shared = _shared(config, environ, gpus, threads=max(1, machine.cores // count))
+    launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
     processes: list[ProcessPlan] = []
-    for rank in range(nproc_per_node):
+    for rank in range(count):
         record = f"{record_dir}/rank-{rank}.json"
         processes.append(
             ProcessPlan(
                 rank=rank,
-                command=(*interpreter, record, str(parent_pid), script, *args),
-                environ=shared | _variables(rank, nproc_per_node, port),
+                program=(*launcher, target.name, *target.args),
+                command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
+                environ=shared | _variables(rank, count, port),
                 record=record,
             )
         )
     _ = read_env(processes[0].environ)  # refuses here, once, what every rank would refuse
-    return LaunchPlan(processes=tuple(processes))
+    return LaunchPlan(
+        processes=tuple(processes),
+        log_dir=config.log_dir,
+        prefix=config.prefix,
+        quiet=config.quiet,
+        stop_grace_s=config.stop_grace_s,
+    )
+
+
+def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the GPUs that the processes may share out among them; none if they compute elsewhere."""
+    if config.device not in ("auto", "cuda"):
+        return ()
+    if config.gpu_ids == "all":
+        if config.device == "cuda" and not visible:
+            raise LaunchError(
+                "no GPU is visible",
+                got=f"device={config.device}",
+                fix="Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or compute on the CPU with --cpu.",
+            )
+        return visible
+    if max(config.gpu_ids) >= len(visible):
+        raise LaunchError(
+            "there is no such GPU",
+            expected=f"ids from 0 to {len(visible) - 1}" if visible else "a machine with a visible GPU",
+            got=f"gpu_ids={to_text(config.gpu_ids)} and {len(visible)} visible GPUs",
+            fix="Ids count the GPUs that CUDA_VISIBLE_DEVICES leaves visible, from 0.",
+        )
+    return tuple(visible[index] for index in config.gpu_ids)
+
+
+def _count(config: LaunchConfig, gpus: tuple[str, ...]) -> int:
+    if config.nproc_per_node == "auto":
+        return max(1, len(gpus))
+    if gpus and config.nproc_per_node > len(gpus):
+        raise LaunchError(
+            "more processes than GPUs",
+            expected=f"at most {len(gpus)}",
+            got=f"nproc_per_node={config.nproc_per_node}",
+            fix=f"Start {len(gpus)}, or compute on the CPU with --cpu.",
+        )
+    return config.nproc_per_node
+
+
+def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, ...], *, threads: int) -> dict[str, str]:
+    settled = {field.variable for field in FIELDS}
+    shared = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN) and name not in settled}
+    for field in FIELDS:
+        value = getattr(config, field.name)
+        if field.variable in SETTINGS and value != "auto":
+            shared[field.variable] = to_text(value)
+    if config.gpu_ids != "all":
+        shared["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if config.threads_per_process != "auto":
+        shared["OMP_NUM_THREADS"] = str(config.threads_per_process)
+    return {"OMP_NUM_THREADS": str(threads)} | shared
 
 
 def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -52,15 +52,50 @@ class Sink:
             _write_all(self._fd, b"\n")
 
 
+class Log:
+    """The file that keeps what one rank prints, behind what earlier launches left in it.
+
+    Args:
+        folder: where it is.
+        rank: whose it is.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._file = open(log_path(folder, rank), "ab", buffering=0)  # noqa: SIM115 - open until the relay ends
+
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Write whole lines; when the disk is full, say so once and write no more."""
+        if self._file.closed:
+            return
+        try:
+            _write_all(self._file.fileno(), b"".join(lines))
+        except OSError as error:
+            self._file.close()
+            _write_all(2, f"accel: {self._file.name} ends here: {error.strerror}\n".encode())
+
+    def close(self) -> None:
+        """Close the file; closing twice is closing once."""
+        self._file.close()
+
+
+def log_path(folder: str, rank: int) -> str:
+    """Return the path of a rank's log file."""
+    return os.path.join(folder, f"rank-{rank}.log")
+
+
 class Relay(threading.Thread):
     """A thread that copies pipes to sinks until all are at their end.
 
     It is a thread of its own so that a reader who does not read delays the output only, never the launcher.
     """
 
-    def __init__(self, pipes: Iterable[tuple[int, IO[bytes], Sink]]) -> None:
+    def __init__(self, pipes: Iterable[Pipe], logs: Iterable[Log] = ()) -> None:
         super().__init__(name="accel-launch-relay", daemon=True)
-        self._pipes = [_Pipe(rank, pipe, sink) for rank, pipe, sink in pipes]
+        self._pipes = list(pipes)
+        self._logs = list(logs)
         self._ended = threading.Event()
 
     def end(self) -> None:
@@ -78,15 +113,25 @@ class Relay(threading.Thread):
                 for key, _ in ready:
                     if not key.data.copy():
                         _ = selector.unregister(key.fileobj)
-            for pipe in self._pipes:
-                pipe.close()
+            for each in (*self._pipes, *self._logs):
+                each.close()
 
 
-class _Pipe:
-    def __init__(self, rank: int, source: IO[bytes], sink: Sink) -> None:
+class Pipe:
+    """What one process prints on one of its streams.
+
+    Args:
+        source: where it can be read.
+        sink: where its lines are shown; None for nowhere.
+        prefix: what each line shown begins with.
+        log: where its lines are kept besides.
+    """
+
+    def __init__(self, source: IO[bytes], sink: Sink | None, *, prefix: bytes, log: Log | None = None) -> None:
         self.source = source
-        self._prefix = b"[rank %d] " % rank
+        self._prefix = prefix
         self._sink = sink
+        self._log = log
         self._rest = b""
 
     def copy(self) -> bool:
@@ -94,7 +139,7 @@ class _Pipe:
         chunk = os.read(self.source.fileno(), _CHUNK_BYTES)
         lines, self._rest = split_lines(self._rest + chunk)
         try:
-            self._sink.write(self._prefix, lines)
+            self._write(lines)
         except OSError:  # nobody reads: closing our end tells the child, as its own stream would have
             self._rest = b""
             chunk = b""
@@ -109,10 +154,17 @@ class _Pipe:
         self.source.close()
         try:
             if self._rest:
-                self._sink.write(self._prefix, [self._rest.rstrip(b"\r") + b"\n"])
-            self._sink.finish(self._prefix)
+                self._write([self._rest.rstrip(b"\r") + b"\n"])
+            if self._sink is not None:
+                self._sink.finish(self._prefix)
         except OSError:
             return
+
+    def _write(self, lines: list[bytes]) -> None:
+        if self._log is not None:
+            self._log.write(lines)
+        if self._sink is not None:
+            self._sink.write(self._prefix, lines)
 
 
 def _write_all(fd: int, data: bytes | bytearray) -> None:

@@ -19,10 +19,11 @@ _HINTS = (
 )
 
 
-def failure_report(first: Failure, others: Iterable[Failure] = ()) -> str:
+def failure_report(first: Failure, others: Iterable[Failure] = (), log: str = "") -> str:
     """Return the report of a failed run: one line for the culprit, one for the others, the culprit's traceback."""
     lines = [f"accel: rank {first.rank} {_what(first)}"]
     lines += [f"accel: {hint}" for number, hint in _HINTS if first.status == -number]
+    lines += [f"accel: its output is in {log}"] if log else []
     after = [f"rank {other.rank} {_what(other)}" for other in sorted(others, key=lambda other: other.time_s)]
     lines += [f"accel: after it, {text}" for text in after[:_MOST_OTHERS]]
     if len(after) > _MOST_OTHERS:

@@ -10,13 +10,12 @@ import time
 from accel.launch._children import Children
 from accel.launch._plan import LaunchPlan
 from accel.launch._record import Failure, culprit, exit_code, stop_number
-from accel.launch._relay import Relay
+from accel.launch._relay import Relay, log_path
 from accel.launch._report import failure_report, stop_report
 from accel.launch._signals import NOTICES, STOPPING, Signals, listening
 
 _SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
 _FAILED_GRACE_S = 2.5  # with the above, nothing of a failed run is left after 3 s
-_STOPPED_GRACE_S = 10.0  # to write a checkpoint
 _LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
 _KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
 _POLL_S = 0.05
@@ -27,7 +26,7 @@ def run_plan(plan: LaunchPlan) -> int:
 
     Their output goes to this process's own streams. When a rank fails, the others get SIGTERM, and SIGKILL if they
     are still there 2.5 s later; then the report of the rank that failed first is written to stderr. SIGINT and
-    SIGTERM are handed on, with 10 s to end; a second one kills. SIGUSR1 and SIGUSR2 are handed on.
+    SIGTERM are handed on, with the plan's time to end; a second one kills. SIGUSR1 and SIGUSR2 are handed on.
 
     Args:
         plan: what to start.
@@ -42,14 +41,14 @@ def run_plan(plan: LaunchPlan) -> int:
     with listening() as signals:
         children = Children()
         relay = children.start(plan)
-        status, report = _supervise(children, signals)
+        status, report = _supervise(children, signals, plan)
         _drain(relay, signals)
     _ = sys.stderr.write(report)
     sys.stderr.flush()
     return status
 
 
-def _supervise(children: Children, signals: Signals) -> tuple[int, str]:
+def _supervise(children: Children, signals: Signals, plan: LaunchPlan) -> tuple[int, str]:
     while children.running() and not children.failures():
         number = signals.wait(None)
         if number in NOTICES:
@@ -57,14 +56,14 @@ def _supervise(children: Children, signals: Signals) -> tuple[int, str]:
         # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
         elif number and all(number in (-failure.status, stop_number(failure)) for failure in children.failures()):
             children.signal(number)
-            return _stop(children, signals, number)
+            return _stop(children, signals, number, plan.stop_grace_s)
     failures = children.failures()
     if failures and all(map(stop_number, failures)):  # the ranks agreed to stop, and the others are about to end
-        return _stop(children, signals, stop_number(failures[0]))
-    return _fail(children, signals) if failures else (0, "")
+        return _stop(children, signals, stop_number(failures[0]), plan.stop_grace_s)
+    return _fail(children, signals, plan.log_dir) if failures else (0, "")
 
 
-def _fail(children: Children, signals: Signals) -> tuple[int, str]:
+def _fail(children: Children, signals: Signals, log_dir: str) -> tuple[int, str]:
     hurry = _wait(children, signals, _SETTLE_S)
     failures = children.failures()
     if not hurry:
@@ -73,11 +72,12 @@ def _fail(children: Children, signals: Signals) -> tuple[int, str]:
     _ = children.signal_groups(signal.SIGKILL)
     _ = _wait(children, signals, _KILLED_GRACE_S)
     first = culprit(failures)
-    return exit_code(first.status), failure_report(first, [other for other in failures if other is not first])
+    log = log_path(log_dir, first.rank) if log_dir else ""
+    return exit_code(first.status), failure_report(first, [other for other in failures if other is not first], log)
 
 
-def _stop(children: Children, signals: Signals, number: int) -> tuple[int, str]:
-    hurry = _wait(children, signals, _STOPPED_GRACE_S)
+def _stop(children: Children, signals: Signals, number: int, grace_s: float) -> tuple[int, str]:
+    hurry = _wait(children, signals, grace_s)
     late = children.running()
     if not late and not hurry:
         _ = children.signal_groups(signal.SIGTERM)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of a launch executes: the user's script as `__main__`, with its failure written down.
+"""What each process of a launch executes: the user's script or module as `__main__`, with its failure written down.
 
-Run by path, as `python _worker.py RECORD PARENT SCRIPT ARGS...`: with `-m`, files of the current folder could take
+Run by path, as `python _worker.py RECORD PARENT KIND NAME ARGS...`: with `-m`, files of the current folder could take
 the place of modules imported here, and interpreter flags against that would reach the script's own children.
 """
 
@@ -16,7 +16,9 @@ import signal
 import sys
 import time
 import traceback
+from importlib.abc import InspectLoader
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec
 from types import FrameType, ModuleType, TracebackType
 
 from accel.launch._frames import is_users
@@ -25,25 +27,28 @@ from accel.launch._record import FailureRecord, crash_path, write_record
 _PR_SET_PDEATHSIG = 1
 
 
-def main(record: str, parent: int, script: str, args: list[str]) -> None:
-    """Run a script as `python script.py args...` would, and write down why it failed.
+def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> None:
+    """Run a script as `python script.py args...` would, and write down why it failed; or become another program.
 
     Args:
         record: the file to write a failure to.
         parent: the process to end with.
-        script: path of the script.
-        args: the script's own arguments.
+        kind: "script", "module" or "program".
+        name: path of the script, dotted name of the module, or the program.
+        args: its own arguments.
 
     Raises:
         BaseException: whatever the script raises, so that the interpreter ends as it would have without this.
     """
     die_with(parent)
+    if kind == "program":
+        os.execvp(name, [name, *args])
     if not faulthandler.is_enabled():
         faulthandler.enable(open(crash_path(record), "wb"), all_threads=False)  # noqa: SIM115 - open until the end
     rank = int(os.environ["RANK"])
-    sys.argv = [script, *args]
+    sys.argv = [name, *args]
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))
 
     started = os.getpid()  # what the script forks comes through here as well, but is no rank
 
@@ -53,7 +58,7 @@ def main(record: str, parent: int, script: str, args: list[str]) -> None:
 
     sys.excepthook = show_unrecorded  # the parent shows what is on record, once and last
     try:
-        run_script(script)
+        run_module(name) if kind == "module" else run_script(name)
     except BaseException as error:
         harmless = isinstance(error, SystemExit) and error.code in (None, 0)
         if os.getpid() == started and not harmless:
@@ -81,6 +86,25 @@ def run_script(script: str) -> None:
     code = loader.source_to_code(loader.get_data(path), path)
     module = ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __spec__=None, __cached__=None)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def run_module(name: str) -> None:
+    """Execute a module, or a package's `__main__`, as `python -m` does, in place like a script.
+
+    Raises:
+        ImportError: there is none of that name, or it has no code.
+    """
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise ImportError(f"no module named {name} that can be run", name=name)
+    module = module_from_spec(spec)
+    module.__name__ = "__main__"
+    sys.argv[0] = module.__file__ or name
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
 
@@ -128,4 +152,4 @@ def _file(frame: FrameType) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])

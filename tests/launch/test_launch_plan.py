@@ -5,31 +5,47 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accel.launch
-from accel.env import read_env
+from accel.config import FIELDS, LaunchConfig
+from accel.env import SETTINGS, read_env
 from accel.errors import EnvError, LaunchError
-from accel.launch import LaunchPlan, plan_launch
+from accel.launch import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
+from accel.launch._machine import read_gpus
 
 
 def plan(
-    n: int = 2, *, environ: dict[str, str] | None = None, args: tuple[str, ...] = (), cores: int = 8
+    n: int | Literal["auto"] = 2,
+    *,
+    environ: dict[str, str] | None = None,
+    args: tuple[str, ...] = (),
+    machine: Machine | None = None,
+    config: LaunchConfig | None = None,
+    target: Target | None = None,
 ) -> LaunchPlan:
     return plan_launch(
-        "train.py",
-        args,
-        nproc_per_node=n,
+        target or Target(name="train.py", args=args),
+        config or LaunchConfig(nproc_per_node=n),
         environ=environ or {},
+        machine=machine or Machine(cores=8),
         interpreter=("python", "worker"),
         parent_pid=42,
         port=29511,
-        cores=cores,
         record_dir="records",
     )
+
+
+def with_gpus(count: int) -> Machine:
+    return Machine(cores=8, gpus=(Gpu(name="H100", generation=9),) * count)
+
+
+def variables(plan: LaunchPlan, name: str) -> set[str | None]:
+    return {process.environ.get(name) for process in plan.processes}
 
 
 @given(st.integers(1, 64))
@@ -44,7 +60,8 @@ def test_every_process_knows_its_place_and_no_two_share_one(n: int) -> None:
 @given(st.lists(st.text(), max_size=6).map(tuple))
 def test_the_words_after_the_script_come_through_verbatim(args: tuple[str, ...]) -> None:
     for process in plan(args=args).processes:
-        assert process.command == ("python", "worker", process.record, "42", "train.py", *args)
+        assert process.command == ("python", "worker", process.record, "42", "script", "train.py", *args)
+        assert process.program == (sys.executable, "train.py", *args)
 
 
 @given(st.dictionaries(st.sampled_from(["HOME", "RANK", "WORLD_SIZE", "MASTER_ADDR", "NODE_RANK"]), st.text()))
@@ -67,23 +84,129 @@ def test_notes_of_another_launcher_to_its_children_are_dropped() -> None:
 
 @pytest.mark.parametrize(("n", "cores", "threads"), [(1, 8, "8"), (2, 8, "4"), (3, 8, "2"), (16, 8, "1")])
 def test_cores_are_shared_out(n: int, cores: int, threads: str) -> None:
-    assert {process.environ["OMP_NUM_THREADS"] for process in plan(n, cores=cores).processes} == {threads}
+    assert {process.environ["OMP_NUM_THREADS"] for process in plan(n, machine=Machine(cores=cores)).processes} == {
+        threads
+    }
 
 
 def test_a_chosen_number_of_threads_is_kept() -> None:
     assert plan(environ={"OMP_NUM_THREADS": "3"}).processes[0].environ["OMP_NUM_THREADS"] == "3"
 
 
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_process_is_no_launch(n: int) -> None:
-    with pytest.raises(LaunchError) as caught:
-        plan(n)
-    assert (caught.value.expected, caught.value.got) == ("an integer of at least 1", str(n))
+def test_the_records_settings_reach_every_rank_and_beat_the_environment() -> None:
+    config = LaunchConfig(nproc_per_node=2, device="cpu", precision="bf16", timeout_s=5, backend="gloo")
+    for process in plan(config=config, environ={"ACCEL_PRECISION": "fp16"}).processes:
+        env = read_env(process.environ)
+        assert (env.device, env.precision, env.timeout_s, env.backend) == ("cpu", "bf16", 5.0, "gloo")
 
 
-def test_a_setting_that_all_ranks_would_refuse_is_refused_once() -> None:
+def test_what_is_left_to_the_script_does_not_reach_it() -> None:
+    environ = {field.variable: "1" for field in FIELDS}
+    process = plan(environ=environ).processes[0]
+    assert not environ.keys() & process.environ.keys()
+
+
+def test_every_setting_of_a_rank_is_a_field_of_the_record() -> None:
+    assert set(SETTINGS) <= {field.variable for field in FIELDS}
+
+
+def test_a_misspelt_setting_is_refused_before_anything_starts() -> None:
     with pytest.raises(EnvError, match="ACCEL_PRECISION"):
-        plan(environ={"ACCEL_PRECISION": "fp17"})
+        plan(environ={"ACCEL_PRECISON": "bf16"})
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 1), (1, 1), (4, 4)])
+def test_auto_is_one_process_a_gpu(gpus: int, processes: int) -> None:
+    assert len(plan("auto", machine=with_gpus(gpus)).processes) == processes
+
+
+def test_auto_counts_what_is_visible_and_chosen() -> None:
+    machine, hidden = with_gpus(4), {"CUDA_VISIBLE_DEVICES": "3,1,GPU-7"}
+    assert len(plan("auto", machine=machine, environ=hidden).processes) == 3
+    chosen = plan(config=LaunchConfig(nproc_per_node="auto", gpu_ids=(0, 2)), machine=machine, environ=hidden)
+    assert len(chosen.processes) == 2
+    assert variables(chosen, "CUDA_VISIBLE_DEVICES") == {"3,GPU-7"}
+    on_cpu = plan(config=LaunchConfig(nproc_per_node="auto", device="cpu"), machine=machine)
+    assert len(on_cpu.processes) == 1
+
+
+def test_the_cpu_takes_any_number_of_processes() -> None:
+    assert len(plan(config=LaunchConfig(nproc_per_node=5, device="cpu"), machine=with_gpus(2)).processes) == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "told"),
+    [
+        (LaunchConfig(nproc_per_node=3), 2, "at most 2, got nproc_per_node=3"),
+        (LaunchConfig(device="cuda"), 0, "no GPU is visible"),
+        (LaunchConfig(gpu_ids=(0, 2)), 2, "ids from 0 to 1, got gpu_ids=0,2"),
+        (LaunchConfig(gpu_ids=(0,)), 0, "a machine with a visible GPU"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(config: LaunchConfig, gpus: int, told: str) -> None:
+    with pytest.raises(LaunchError, match=told):
+        plan(config=config, machine=with_gpus(gpus))
+
+
+@given(st.integers(0, 5), st.lists(st.integers(-1, 6), max_size=5))
+def test_visible_gpus_end_at_the_first_that_is_none(count: int, ids: list[int]) -> None:
+    shown = visible_gpus(",".join(map(str, ids)), count)
+    assert visible_gpus(None, count) == tuple(map(str, range(count)))
+    assert shown == tuple(map(str, ids[: len(shown)]))
+    assert len(shown) == len(ids) or not 0 <= ids[len(shown)] < count
+
+
+def test_chosen_threads_beat_the_environment() -> None:
+    chosen = plan(config=LaunchConfig(threads_per_process=5), environ={"OMP_NUM_THREADS": "3"})
+    assert variables(chosen, "OMP_NUM_THREADS") == {"5"}
+
+
+def test_modules_and_programs() -> None:
+    module = plan(target=Target(kind="module", name="pkg.train", args=("-x",))).processes[0]
+    assert module.program == (sys.executable, "-m", "pkg.train", "-x")
+    assert module.command[-3:] == ("module", "pkg.train", "-x")
+    assert plan(target=Target(kind="program", name="nvidia-smi")).processes[0].program == ("nvidia-smi",)
+
+
+class FakeNvml:
+    """NVIDIA's management library with two GPUs, of which the second does not answer."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.open = 0
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        self.open += self.status == 0
+        return self.status
+
+    def nvmlShutdown(self) -> int:  # noqa: N802
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:  # noqa: N802
+        handle._obj.value = index.value + 1
+        return 0
+
+    def nvmlDeviceGetName(self, handle: Any, name: Any, size: Any) -> int:  # noqa: N802
+        if handle.value == 1:
+            name.value = b"NVIDIA H100"
+        return 0 if handle.value == 1 else 15
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:  # noqa: N802
+        if handle.value == 1:
+            major._obj.value = 9
+        return 0 if handle.value == 1 else 15
+
+
+def test_gpus_are_read_from_the_driver_and_it_is_closed_again() -> None:
+    nvml = FakeNvml()
+    assert read_gpus(nvml) == (Gpu(name="NVIDIA H100", generation=9), Gpu(name="GPU", generation=0))
+    assert nvml.open == 0
+    assert read_gpus(FakeNvml(status=9)) == ()
 
 
 def test_no_module_beside_the_worker_could_be_taken_for_the_standard_librarys() -> None:

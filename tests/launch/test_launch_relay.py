@@ -8,7 +8,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.launch._relay import Relay, Sink, split_lines
+from accel.launch._relay import Pipe, Relay, Sink, split_lines
 
 TEXT = st.lists(st.sampled_from([b"a", b"\xff", b"\n", b"\r", b"\r\n"]), max_size=12).map(b"".join)
 
@@ -54,7 +54,7 @@ def test_a_last_line_without_its_end_is_shown() -> None:
     child, end = os.pipe()
     source, target = os.pipe()
     with os.fdopen(child, "rb", buffering=0) as pipe, os.fdopen(source, "rb") as file:
-        relay = Relay([(3, pipe, Sink(target))])
+        relay = Relay([Pipe(pipe, Sink(target), prefix=b"[rank 3] ")])
         relay.start()
         os.write(end, b"one\ntwo")
         os.close(end)
@@ -67,7 +67,7 @@ def test_a_pipe_that_somebody_still_holds_does_not_keep_the_relay() -> None:
     child, end = os.pipe()
     source, target = os.pipe()
     with os.fdopen(child, "rb", buffering=0) as pipe, os.fdopen(source, "rb") as file:
-        relay = Relay([(0, pipe, Sink(target))])
+        relay = Relay([Pipe(pipe, Sink(target), prefix=b"[rank 0] ")])
         relay.start()
         os.write(end, b"left")
         relay.end()

@@ -85,8 +85,9 @@ def test_neither_the_launcher_nor_its_worker_imports_torch(workspace: Workspace)
 def test_a_launch_does_not_change_the_environment_of_its_caller(workspace: Workspace) -> None:
     script = workspace.write("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])")
     code = (
-        "import os; from accel.launch import launch; before = dict(os.environ)\n"
-        f"launch({str(script)!r}, nproc_per_node=2, environ={{**os.environ, 'RANK': '7', 'WORLD_SIZE': '9'}})\n"
+        "import os; from accel.config import LaunchConfig; from accel.launch import launch; before = dict(os.environ)\n"
+        "outer = {**os.environ, 'RANK': '7', 'WORLD_SIZE': '9'}\n"
+        f"launch({str(script)!r}, config=LaunchConfig(nproc_per_node=2), environ=outer)\n"
         "assert before == dict(os.environ)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

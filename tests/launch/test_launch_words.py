@@ -14,6 +14,15 @@ from launching import Workspace
 from accel.cli import main
 from accel.cli._launch import split_words
 
+FILES = {
+    "script.py": "",
+    "bad.toml": "quiet = true\ndevice = cpu\n",
+    "bad.json": '{"quiet": true "prefix": false}',
+    "wrong.toml": "nproc_per_node = '2'\n",
+    "unknown.toml": "nproc_per_nod = 2\n",
+    "clash.toml": "gpu_ids = [0]\n",
+}
+
 
 @given(st.lists(st.text(min_size=1)), st.sampled_from([[], ["--nproc-per-node", "2"], ["--nproc-per-node=2"]]))
 def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list[str]) -> None:
@@ -29,13 +38,50 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
         (["launch", "nowhere.py"], "there is no such script"),
         (["launch", "scrip.py"], "Did you mean `script.py`?"),
         (["launch", "."], "the script is a folder"),
-        (["launch", "--nproc-per-node", "0", "script.py"], "an integer of at least 1, got 0"),
-        (["launch", "--nproc-per-node", "-1", "script.py"], "an integer of at least 1, got -1"),
-        (["launch", "--nproc-per-node", "two", "script.py"], "an integer of at least 1, got 'two'"),
-        (["launch", "--nproc-per-node=1.5", "script.py"], "an integer of at least 1, got '1.5'"),
+        (["launch", "--nproc-per-node", "0", "script.py"], "an integer of at least 1 or auto, got '0'"),
+        (["launch", "--nproc-per-node", "-1", "script.py"], "an integer of at least 1 or auto, got '-1'"),
+        (["launch", "--nproc-per-node", "two", "script.py"], "an integer of at least 1 or auto, got 'two'"),
+        (["launch", "--nproc-per-node=1.5", "script.py"], "an integer of at least 1 or auto, got '1.5'"),
         (["launch", "--nproc-per-node"], "expected one argument"),
         (["launch", "--nproc-per-nod", "2", "script.py"], "Did you mean `--nproc-per-node`?"),
         (["launch", "--nproc=2", "script.py"], "unknown flag: got '--nproc'"),
+        (
+            ["launch", "--nproc-per-node", "2", "--nproc-per-node", "4", "script.py"],
+            "given twice: got 2 and 4",
+        ),
+        (["launch", "--cpu", "--device", "cuda", "script.py"], "a flag is given twice: got cpu and cuda - at --device"),
+        (["launch", "--cpu", "--gpu-ids", "0", "script.py"], "GPUs have no effect on cpu"),
+        (["launch", "--cpu", "--backend", "nccl", "script.py"], "nccl carries messages between GPUs only"),
+        (["launch", "--gpu-ids", "0,1", "--nproc-per-node", "3", "script.py"], "Start at most 2"),
+        (["launch", "--gpu-ids", "0,x", "script.py"], "a list of integers such as 0,1 or all, got '0,x'"),
+        (["launch", "--gpu-ids", "99", "script.py"], "there is no such GPU"),
+        (["launch", "--device", "cuda", "script.py"], "no GPU is visible"),
+        (["launch", "--precision", "bf61", "script.py"], "Did you mean `bf16`?"),
+        (["launch", "--timeout-s", "-5", "script.py"], "a number above 0 and at most 1000000000 or auto, got '-5'"),
+        (["launch", "--quiet=maybe", "script.py"], "true or false, got 'maybe' - at --quiet"),
+        (["launch", "-m", "--no-python", "script"], "a module is run by python"),
+        (["launch", "-m", "script.py"], "there is no such module"),
+        (["launch", "-m", "json"], "the module is a package that cannot be run"),
+        (["launch", "--no-python", "./script.py"], "Allow it with `chmod +x ./script.py`"),
+        (["launch", "--no-python", "no-such-program"], "there is no such program"),
+        (["launch", "--log-dir", "script.py/logs", "script.py"], "there is no folder for log files"),
+        (
+            ["launch", "--config", "bad.toml", "script.py"],
+            "invalid value - at bad.toml, line 2, column 10",
+        ),
+        (
+            ["launch", "--config", "bad.json", "script.py"],
+            "malformed JSON: got expecting ',' delimiter - at bad.json",
+        ),
+        (["launch", "--config", "wrong.toml", "script.py"], "got '2' - at wrong.toml, key nproc_per_node"),
+        (
+            ["launch", "--config", "unknown.toml", "script.py"],
+            "unknown key: got 'nproc_per_nod' - at unknown.toml.",
+        ),
+        (["launch", "--config", "clash.toml", "--cpu", "script.py"], "at clash.toml, key gpu_ids and --device"),
+        (["launch", "--config", "bad.tolm", "script.py"], "Did you mean `bad.toml`?"),
+        (["launch", "--config", "old.yaml", "script.py"], "`accel config import old.yaml`"),
+        (["launch", "--dry-run", "nowhere.py"], "there is no such script"),
         (["lunch"], "Did you mean `launch`?"),
         (["--versoin"], "Did you mean `--version`?"),
     ],
@@ -47,8 +93,10 @@ def test_a_wrong_word_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    workspace.write("")
+    for name, text in FILES.items():
+        workspace.write(text, name)
     monkeypatch.chdir(workspace.folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -57,10 +105,35 @@ def test_a_wrong_word_is_one_line_and_status_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"ACCEL_PRECISION": "fp17"}, "not a usable precision"),
+        ({"ACCEL_PRECISON": "bf16"}, "Did you mean `ACCEL_PRECISION`?"),
+        ({"ACCEL_NPROC_PER_NODE": "many"}, "an integer of at least 1 or auto, got 'many' - at ACCEL_NPROC_PER_NODE"),
+        ({"ACCEL_CONFIG": "nowhere.toml"}, "there is no such file: got 'nowhere.toml'"),
+    ],
+)
+def test_a_wrong_variable_is_one_line_and_status_2(
+    variables: dict[str, str],
+    told: str,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = workspace.write("")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", str(script)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+
+
 def test_a_setting_that_cannot_be_is_refused_before_anything_starts(workspace: Workspace) -> None:
     done = workspace.accel("launch", workspace.write("print('ran')"), ACCEL_PRECISION="fp17")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("accel: error: unknown precision")
+    assert done.stderr.startswith("accel: error: not a usable precision")
 
 
 def test_too_many_processes_are_one_line_and_leave_none(workspace: Workspace) -> None:

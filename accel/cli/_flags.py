@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of a launch's configuration as flags, and the file that goes with them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from accel.config import CONFIG_VARIABLE, DEFAULT_FILE, FIELDS, ConfigFile, Field, Resolved, resolve, to_text
+from accel.errors import ConfigError
+
+CONFIG_FLAG = "--config"
+
+
+def add_fields(parser: argparse.ArgumentParser) -> None:
+    """Give a parser a flag for each field, and the one that names a file."""
+    for field in FIELDS:
+        if field.metavar:
+            _ = parser.add_argument(
+                field.flag, dest=field.name, action="append", metavar=field.metavar, help=_help(field)
+            )
+        else:
+            _ = parser.add_argument(
+                field.flag, dest=field.name, action="append", nargs="?", const="true", metavar="BOOL", help=_help(field)
+            )
+        if field.shorthand:
+            flag, value = field.shorthand
+            _ = parser.add_argument(
+                flag, dest=field.name, action="append_const", const=value, help=f"short for {field.flag} {value}"
+            )
+    _ = parser.add_argument(
+        CONFIG_FLAG,
+        metavar="FILE",
+        help=f"the file to read, TOML or JSON (default: {CONFIG_VARIABLE}, else {DEFAULT_FILE} in this folder, if any)",
+    )
+
+
+def value_flags() -> set[str]:
+    """Return the flags whose value may be the next word."""
+    return {CONFIG_FLAG, *(field.flag for field in FIELDS if field.metavar)}
+
+
+def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
+    """Resolve what a parser with `add_fields` has read.
+
+    Raises:
+        ConfigError: a flag contradicts itself, or as `read_config` and `resolve`.
+    """
+    given: dict[str, list[str]] = {field.name: getattr(known, field.name) or [] for field in FIELDS}
+    for field in FIELDS:
+        if len(set(given[field.name])) > 1:
+            raise ConfigError(
+                "a flag is given twice", got=" and ".join(given[field.name]), where=field.flag, fix="Give it once."
+            )
+    flags = {name: values[0] for name, values in given.items() if values}
+    return resolve(flags, environ, find_file(known.config, environ))
+
+
+def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
+    """Read the file that a flag names, or a variable, or the default one if it is there.
+
+    Raises:
+        ConfigError: as `read_config` does.
+    """
+    path = named if named is not None else environ.get(CONFIG_VARIABLE) or None
+    if path is None and not os.path.exists(DEFAULT_FILE):
+        return None
+    from accel.config import read_config
+
+    return read_config(DEFAULT_FILE if path is None else path)
+
+
+def _help(field: Field) -> str:
+    choices = f": {', '.join(field.choices)}" if field.choices else ""
+    undo = f"; {field.flag}=false for not" if field.default is True else ""
+    default = to_text(field.default) or "none"
+    return f"{field.doc.rstrip('.')}{choices}{undo} (default: {default})".replace("%", "%%")

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a launch is configured: one typed record, its files, and which source of a value wins. Free of torch.
+
+Names resolve on first use: a launch without a file loads no parser of one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.lazy import exports
+
+if TYPE_CHECKING:
+    from accel.config._files import DEFAULT_FILE as DEFAULT_FILE
+    from accel.config._files import decode as decode
+    from accel.config._files import encode as encode
+    from accel.config._files import read_config as read_config
+    from accel.config._record import FIELDS as FIELDS
+    from accel.config._record import LaunchConfig as LaunchConfig
+    from accel.config._resolve import CONFIG_VARIABLE as CONFIG_VARIABLE
+    from accel.config._resolve import ConfigFile as ConfigFile
+    from accel.config._resolve import Resolved as Resolved
+    from accel.config._resolve import Source as Source
+    from accel.config._resolve import resolve as resolve
+    from accel.config._schema import Field as Field
+    from accel.config._schema import from_plain as from_plain
+    from accel.config._schema import from_text as from_text
+    from accel.config._schema import to_text as to_text
+
+__getattr__ = exports(
+    __name__,
+    {
+        "_files": ("DEFAULT_FILE", "decode", "encode", "read_config"),
+        "_record": ("FIELDS", "LaunchConfig"),
+        "_resolve": ("CONFIG_VARIABLE", "ConfigFile", "Resolved", "Source", "resolve"),
+        "_schema": ("Field", "from_plain", "from_text", "to_text"),
+    },
+)

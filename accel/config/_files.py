@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records to and from text: TOML with its comments, JSON without. A suffix of `.json` means JSON, any other TOML."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+from accel.config._record import FIELDS, LaunchConfig
+from accel.config._resolve import ConfigFile, check_names, resolve
+from accel.errors import ConfigError, did_you_mean
+
+DEFAULT_FILE = "accel.toml"
+_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.S)
+_WIDTH = 100
+
+
+def read_config(path: str) -> ConfigFile:
+    """Read a file as it is; `resolve` checks what it says.
+
+    Args:
+        path: a file in TOML, or in JSON if its name ends in `.json`.
+
+    Raises:
+        ConfigError: it cannot be read, or is malformed; the message has line and column.
+    """
+    if path.lower().endswith((".yaml", ".yml")):
+        raise ConfigError(
+            "not a file of accel",
+            expected="a file in TOML or JSON",
+            got=repr(path),
+            fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.",
+        )
+    return ConfigFile(path=path, values=decode_values(read_text(path), path))
+
+
+def read_text(path: str) -> str:
+    """Read a small text file.
+
+    Raises:
+        ConfigError: it is not there, cannot be read, or is no text.
+    """
+    try:
+        return Path(path).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("not a text file", expected="UTF-8", got=f"byte {error.start}", where=path) from None
+    except FileNotFoundError:
+        beside = (near.name for near in Path(path).parent.glob("*.*"))
+        hint = did_you_mean(Path(path).name, beside)
+        fix = hint if hint.startswith("Did") else "Write one with `accel config`."
+        raise ConfigError("there is no such file", got=repr(path), fix=fix) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError("the file cannot be read", got=str(reason), where=path) from None
+
+
+def decode_values(text: str, path: str) -> dict[str, Any]:
+    """Return the keys and values of a file's text; `path` decides its format and stands in errors."""
+    return _decode_json(text, path) if path.lower().endswith(".json") else _decode_toml(text, path)
+
+
+def decode(text: str, path: str = DEFAULT_FILE) -> LaunchConfig:
+    """Return the record that a file's text describes; the inverse of `encode`.
+
+    Raises:
+        ConfigError: the text is malformed, or holds what no record can.
+    """
+    file = ConfigFile(path=path, values=decode_values(text, path))
+    check_names(file)
+    return resolve({}, {}, file).config
+
+
+def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[str] | None = None) -> str:
+    """Return a record as a file's text.
+
+    Args:
+        config: the record.
+        path: its suffix decides the format.
+        only: fields to set; TOML shows the others as comments, JSON leaves them out. None sets all.
+    """
+    values = {field.name: getattr(config, field.name) for field in FIELDS}
+    if path.lower().endswith(".json"):
+        chosen = {name: value for name, value in values.items() if only is None or name in only}
+        return json.dumps(chosen, indent=2, ensure_ascii=False) + "\n"
+    blocks = ["# How `accel launch` starts a script. A flag or an ACCEL_* variable overrides what stands here."]
+    for field in FIELDS:
+        lines = textwrap.wrap(field.doc, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+        lines += [f"#   {name}: {meaning}" for name, meaning in field.choices.items()]
+        mark = "" if only is None or field.name in only else "#"
+        lines.append(f"{mark}{field.name} = {_toml(values[field.name])}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _toml(value: object) -> str:
+    # Both formats spell these alike, but for one character that TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _decode_toml(text: str, path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = _PLACE.fullmatch(str(error))
+        reason, line, column = found.groups() if found else (str(error), None, None)
+        end = text.rstrip("\n")
+        raise _malformed(
+            "TOML", path, reason, int(line or end.count("\n") + 1), int(column or len(end) - end.rfind("\n"))
+        ) from None
+    except RecursionError:
+        raise _malformed("TOML", path, "nested too deeply", 1, 1) from None
+
+
+def _decode_json(text: str, path: str) -> dict[str, Any]:
+    try:
+        values: object = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise _malformed("JSON", path, error.msg, error.lineno, error.colno) from None
+    except RecursionError:
+        raise _malformed("JSON", path, "nested too deeply", 1, 1) from None
+    except _TwiceError as error:
+        raise ConfigError("a key stands twice", got=repr(str(error)), where=path, fix="Remove one.") from None
+    if not isinstance(values, dict):
+        raise ConfigError("not a JSON object", expected="{ key: value, ... }", got=type(values).__name__, where=path)
+    return cast(dict[str, Any], values)
+
+
+class _TwiceError(Exception):
+    """A key of a JSON object that stands there twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _TwiceError(key)
+        values[key] = value
+    return values
+
+
+def _malformed(language: str, path: str, reason: str, line: int, column: int) -> ConfigError:
+    return ConfigError(
+        f"malformed {language}",
+        got=reason[:1].lower() + reason[1:],
+        where=f"{path}, line {line}, column {column}",
+    )

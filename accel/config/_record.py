@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How `accel launch` starts a script, as one frozen record.
+
+All that users see of a field follows from its annotation: the flag, the `ACCEL_*` variable, the key in a file, the
+words of `--help`, of a template and of the docs page, and what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from accel.config._schema import Field, fields_of, from_plain, to_text
+from accel.errors import ConfigError
+from accel.formats import PrecisionName
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+Auto = Literal["auto"]
+
+_PRECISIONS = {
+    "auto": "what the script says, fp32 if it says nothing",
+    "fp32": "full precision: exact, slow on GPUs",
+    "tf32": "fp32 with faster, rounded matrix products on NVIDIA GPUs since Ampere",
+    "bf16": "half the memory traffic and much faster; the range of fp32, so no loss scale",
+    "fp16": "for GPUs without bf16; needs the loss scale",
+    "pure-bf16": "parameters in bf16 too: least memory, less exact updates",
+    "fp8": "bf16 with linear layers in fp8: needs Hopper or newer, and the extra `torchao`",
+}
+
+
+class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start a script on this machine. What each field means stands in its annotation, once.
+
+    Raises:
+        ConfigError: a value is none of those its field takes, or contradicts another field.
+    """
+
+    nproc_per_node: Annotated[
+        Count | Auto,
+        Meta(
+            description="How many processes to start on this machine; auto: one per visible GPU, one without GPUs.",
+            extra={"asked": True},
+        ),
+    ] = 1
+    device: Annotated[
+        str,
+        Meta(
+            pattern=r"^[a-z]+(:[0-9]+)?$",
+            examples=["auto", "cpu", "cuda", "cuda:1"],
+            description="What kind of device to compute on; auto: the GPU of each process, the CPU without GPUs.",
+            extra={
+                "asked": True,
+                "shorthand": ("--cpu", "cpu"),
+                "choices": {
+                    "auto": "GPUs where there are any, else the CPU",
+                    "cpu": "the CPU, even where there are GPUs",
+                    "cuda": "GPUs, and an error where there are none",
+                },
+            },
+        ),
+    ] = "auto"
+    gpu_ids: Annotated[
+        Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | Literal["all"],
+        Meta(
+            description="Which of the visible GPUs to use, counted from 0.",
+            extra={"asked": True},
+        ),
+    ] = "all"
+    precision: Annotated[
+        PrecisionName | Auto,
+        Meta(
+            description="What to compute in; auto: what the script says.",
+            extra={"asked": True, "choices": _PRECISIONS},
+        ),
+    ] = "auto"
+    backend: Annotated[
+        str,
+        Meta(
+            pattern=r"^[a-z][a-z0-9_]*$",
+            examples=["auto", "gloo", "nccl"],
+            description="What carries messages between the processes; auto: nccl between GPUs, gloo between CPUs.",
+        ),
+    ] = "auto"
+    timeout_s: Annotated[
+        Seconds | Auto,
+        Meta(
+            description="Seconds until a collective that misses a rank fails; auto: what the script says, else 300.",
+        ),
+    ] = "auto"
+    threads_per_process: Annotated[
+        Count | Auto,
+        Meta(
+            description="CPU threads of each process; auto: OMP_NUM_THREADS if that is set, else the cores shared out.",
+        ),
+    ] = "auto"
+    log_dir: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\x00]*$",
+            examples=["logs"],
+            description="Folder for one log file per process, rank-0.log and so on; empty: no log files.",
+        ),
+    ] = ""
+    prefix: Annotated[
+        bool,
+        Meta(description="Begin each line of output with its rank where there are several processes."),
+    ] = True
+    quiet: Annotated[bool, Meta(description="Show the output of rank 0 only.")] = False
+    stop_grace_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds that the processes have to save and leave when the launch is asked to stop.",
+        ),
+    ] = 10.0
+
+    def __post_init__(self) -> None:
+        values = {field.name: getattr(self, field.name) for field in FIELDS}
+        for field in FIELDS:
+            value = from_plain(field, values[field.name], where=f"LaunchConfig.{field.name}")
+            msgspec.structs.force_setattr(self, field.name, value)  # a list of GPUs becomes a tuple
+        refuse_clash(values, {field.name: f"LaunchConfig.{field.name}" for field in FIELDS})
+
+
+FIELDS: tuple[Field, ...] = fields_of(LaunchConfig)
+
+
+class _Clash(NamedTuple):
+    clashes: bool
+    names: tuple[str, str]
+    problem: str
+    fix: str
+
+
+def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    """Refuse values that contradict each other.
+
+    Args:
+        values: a usable value for each field.
+        places: what set each field, for the message.
+
+    Raises:
+        ConfigError: two fields contradict each other.
+    """
+    count, device, ids = values["nproc_per_node"], values["device"], values["gpu_ids"]
+    chosen = ids != "all"
+    clashes = (
+        _Clash(
+            chosen and device != "auto" and not device.startswith("cuda"),
+            ("gpu_ids", "device"),
+            f"GPUs have no effect on {device}",
+            "Leave one of them out; gpu_ids is `all` where nothing sets it.",
+        ),
+        _Clash(
+            chosen and count != "auto" and count > len(ids),
+            ("nproc_per_node", "gpu_ids"),
+            "more processes than GPUs",
+            f"Start at most {len(ids)}, or name more GPUs.",
+        ),
+        _Clash(
+            device == "cpu" and values["backend"] == "nccl",
+            ("backend", "device"),
+            "nccl carries messages between GPUs only",
+            "Take gloo, or leave the backend out.",
+        ),
+    )
+    for clash in clashes:
+        if clash.clashes:
+            got = ", ".join(f"{name}={to_text(values[name])}" for name in clash.names)
+            where = " and ".join(places[name] for name in clash.names)
+            raise ConfigError(clash.problem, got=got, where=where, fix=clash.fix)
+    if chosen and len(set(ids)) < len(ids):
+        raise ConfigError("a GPU is named twice", got=to_text(ids), where=places["gpu_ids"], fix="Name each once.")

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a record's annotations say about its fields: the words for them, and how text and plain values become values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+from msgspec import inspect
+
+from accel.errors import ConfigError, did_you_mean
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of a record, as its annotation describes it.
+
+    Attributes:
+        name: its key in a file.
+        flag, variable: what sets it on a command line and in the environment.
+        default: its value where nothing sets it.
+        doc: what it means, one sentence.
+        expects: what values it takes, in words.
+        metavar: what stands for a value in a usage line; empty for a flag that needs none.
+        choices: names that it takes, each with its meaning; empty if no meaning is worth a line.
+        shorthand: a flag, and the value that it stands for; None for most.
+        asked: whether `accel config` asks for it.
+        type: what msgspec checks.
+        kinds: the alternatives of that type.
+    """
+
+    name: str
+    flag: str
+    variable: str
+    default: Any
+    doc: str
+    expects: str
+    metavar: str
+    choices: Mapping[str, str]
+    shorthand: tuple[str, str] | None
+    asked: bool
+    type: Any
+    kinds: tuple[inspect.Type, ...]
+
+
+def fields_of(record: type[msgspec.Struct]) -> tuple[Field, ...]:
+    """Return the fields of a record whose annotations are `Annotated[type, Meta(description=..., extra=...)]`."""
+    return tuple(_field(info) for info in msgspec.structs.fields(record))
+
+
+def from_plain(field: Field, value: object, *, where: str) -> Any:
+    """Return a decoded value as the field's type has it.
+
+    Raises:
+        ConfigError: the field does not take it; the message has `where`, what it takes and what came.
+    """
+    return _convert(field, value, where=where, got=value)
+
+
+def from_text(field: Field, text: str, *, where: str) -> Any:
+    """Return the value that a flag or a variable spells: `true`, `2`, `0.5`, `0,1` or a name.
+
+    Raises:
+        ConfigError: the field does not take it.
+    """
+    return _convert(field, _spelled(field, text.strip()), where=where, got=text)
+
+
+def to_text(value: object) -> str:
+    """Return how a flag or a variable spells a value."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)
+
+
+def _convert(field: Field, value: object, *, where: str, got: object) -> Any:
+    try:
+        return msgspec.convert(value, field.type)
+    except msgspec.ValidationError:
+        shown = repr(got) if len(repr(got)) <= 80 else f"{repr(got)[:77]}..."
+        raise ConfigError(
+            f"not a usable {field.name}", expected=field.expects, got=shown, where=where, fix=_near(field, got)
+        ) from None
+
+
+def _spelled(field: Field, text: str) -> object:
+    for kind in field.kinds:
+        if isinstance(kind, inspect.BoolType):
+            return _BOOLEANS.get(text.lower(), text)
+        if isinstance(kind, inspect.VarTupleType) and re.fullmatch(r"[0-9, ]+", text):
+            return [int(part) if _INTEGER.fullmatch(part.strip()) else part for part in text.split(",")]
+        if isinstance(kind, inspect.IntType | inspect.FloatType) and _INTEGER.fullmatch(text):
+            return int(text)
+        if isinstance(kind, inspect.FloatType):
+            try:
+                return float(text)
+            except ValueError:
+                continue
+    return text
+
+
+def _field(info: msgspec.structs.FieldInfo) -> Field:
+    described: Any = inspect.type_info(info.type)
+    kinds: tuple[inspect.Type, ...] = getattr(described.type, "types", (described.type,))
+    schema, extra = cast(tuple[dict[str, Any], ...], (described.extra_json_schema, described.extra or {}))
+    return Field(
+        name=info.name,
+        flag=f"--{info.name.replace('_', '-')}",
+        variable=f"ACCEL_{info.name.upper()}",
+        default=info.default,
+        doc=schema["description"],
+        expects=" or ".join(_words(kind, schema.get("examples", [])) for kind in kinds),
+        metavar=next((found for kind in kinds if (found := _metavar(kind)) is not None), "NAME"),
+        choices=extra.get("choices", {}),
+        shorthand=extra.get("shorthand"),
+        asked=extra.get("asked", False),
+        type=info.type,
+        kinds=kinds,
+    )
+
+
+def _words(kind: inspect.Type, examples: list[str]) -> str:
+    match kind:
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType(ge=least):
+            return f"an integer of at least {least}"
+        case inspect.FloatType(gt=above, le=most):
+            return f"a number above {above} and at most {most:.0f}"
+        case inspect.LiteralType(values=values):
+            return _listed(list(map(str, values)))
+        case inspect.VarTupleType():
+            return "a list of integers such as 0,1"
+        case _:
+            return f"a text such as {', '.join(examples)}" if examples else "a text"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+
+
+def _metavar(kind: inspect.Type) -> str | None:
+    match kind:
+        case inspect.BoolType():
+            return ""
+        case inspect.IntType():
+            return "N"
+        case inspect.FloatType():
+            return "SECONDS"
+        case inspect.VarTupleType():
+            return "N,N"
+        case _:
+            return None
+
+
+def _near(field: Field, got: object) -> str:
+    names = [name for kind in field.kinds if isinstance(kind, inspect.LiteralType) for name in map(str, kind.values)]
+    hint = did_you_mean(str(got), names) if names else ""
+    return hint if hint.startswith("Did") else ""

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has to start processes on, learnt without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU of NVIDIA's.
+
+    Attributes:
+        name: its model.
+        generation: the first number of its compute capability, 8 for Ampere and 9 for Hopper.
+    """
+
+    name: str
+    generation: int
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What processes on this machine share.
+
+    Attributes:
+        cores: CPU cores that this process may use.
+        gpus: the GPUs that the driver knows.
+    """
+
+    cores: int
+    gpus: tuple[Gpu, ...] = ()
+
+
+def read_machine() -> Machine:
+    """Look at this machine: its usable cores, and the GPUs of NVIDIA's driver; none without one."""
+    gpus: tuple[Gpu, ...] = ()
+    with contextlib.suppress(OSError):  # no driver is installed
+        gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"))
+    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus)
+
+
+def read_gpus(nvml: Any) -> tuple[Gpu, ...]:
+    """Ask NVIDIA's management library, https://docs.nvidia.com/deploy/nvml-api, which GPUs there are."""
+    with _opened(nvml) as usable:
+        count = ctypes.c_uint()
+        if not usable or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return ()
+        return tuple(_read_gpu(nvml, index) for index in range(count.value))
+
+
+def visible_gpus(variable: str | None, count: int) -> tuple[str, ...]:
+    """Return what CUDA shows a process of `count` GPUs, each as CUDA_VISIBLE_DEVICES names it.
+
+    Like CUDA, it stops at the first name that is none. A name that begins with letters is taken as it is.
+
+    Args:
+        variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
+        count: how many GPUs there are.
+    """
+    if variable is None:
+        return tuple(str(index) for index in range(count))
+    shown: list[str] = []
+    for name in variable.split(",") if count else ():
+        name = name.strip()
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)):
+            break
+        shown.append(name)
+    return tuple(shown)
+
+
+@contextlib.contextmanager
+def _opened(nvml: Any) -> Generator[bool]:
+    usable = nvml.nvmlInit_v2() == 0
+    try:
+        yield usable
+    finally:
+        if usable:
+            nvml.nvmlShutdown()
+
+
+def _read_gpu(nvml: Any, index: int) -> Gpu:
+    handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    # A call that fails leaves its result empty: the GPU counts, and nothing more is known of it.
+    nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
+    nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    return Gpu(name=name.value.decode(errors="replace") or "GPU", generation=major.value)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations that Hypothesis makes up, from what the record says of itself."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+
+from accel.config import FIELDS, Field, LaunchConfig
+from accel.errors import ConfigError
+from accel.formats import PrecisionName
+
+COUNTS = st.integers(1, 99)
+SECONDS = st.floats(min_value=0, max_value=1e9, exclude_min=True)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "nproc_per_node": COUNTS | st.just("auto"),
+    "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:3", "xpu"]),
+    "gpu_ids": st.just("all") | st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple),
+    "precision": st.sampled_from(["auto", *get_args(PrecisionName)]),
+    "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi"]),
+    "timeout_s": SECONDS | st.just("auto"),
+    "threads_per_process": COUNTS | st.just("auto"),
+    "log_dir": TEXTS,
+    "prefix": st.booleans(),
+    "quiet": st.booleans(),
+    "stop_grace_s": SECONDS,
+}
+
+
+def by_name(name: str) -> Field:
+    return next(field for field in FIELDS if field.name == name)
+
+
+@st.composite
+def some_values(draw: st.DrawFn) -> dict[str, Any]:
+    """Usable values for some of the fields."""
+    names = draw(st.sets(st.sampled_from(sorted(VALUES))))
+    return {name: draw(VALUES[name]) for name in sorted(names)}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> LaunchConfig:
+    """Records whose fields do not contradict each other."""
+    values = draw(some_values())
+    try:
+        return LaunchConfig(**values)
+    except ConfigError:
+        return LaunchConfig(**{name: value for name, value in values.items() if name not in ("gpu_ids", "backend")})

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
-from accel.comm import Call, as_tensor, exchange, fail, start
+from accel.comm import Call, as_bytes, as_tensor, exchange, fail, shared_failure, start
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
 
@@ -45,9 +45,11 @@ def any_rank(ctx: DistContext, flag: bool) -> bool:
 
     Raises:
         CollectiveMismatch: another rank called something else; on every rank.
+        AccelError: a flag that is neither true nor false, such as a tensor of two elements; on every rank.
     """
-    mine = torch.tensor([bool(flag)]).view(torch.uint8)
-    return any(bool(theirs[0]) for theirs in exchange(ctx.comm, Call("any_rank"), mine))
+    with shared_failure(ctx.comm, "any_rank"):
+        mine = as_tensor(bytes([bool(flag)]))
+    return any(as_bytes(theirs) != b"\0" for theirs in exchange(ctx.comm, Call("any_rank"), mine))
 
 
 def agree(ctx: DistContext, error: BaseException | None, name: str) -> None:

@@ -236,11 +236,10 @@ def _put_together(
         return tuple(children)
     if _is_namedtuple(node):
         return cast(Any, type(node))._make(children)
-    if isinstance(node, msgspec.Struct):
-        return msgspec.structs.replace(node, **dict(zip(keys, children, strict=True)))
-    clone = copy.copy(node)
+    clone = copy.copy(node)  # and no second run of __post_init__
+    change: Any = msgspec.structs.force_setattr if isinstance(node, msgspec.Struct) else object.__setattr__
     for name, child in zip(keys, children, strict=True):
-        object.__setattr__(clone, name, child)  # frozen dataclasses too, and no second run of __post_init__
+        change(clone, name, child)  # frozen ones too
     return clone
 
 

@@ -73,6 +73,15 @@ def test_any_rank_is_any(ranks, flags, seed):
     assert results == [any(flags)] * len(flags)
 
 
+def test_a_flag_that_is_neither_is_an_error_on_all(ranks):
+    def rank(ctx):
+        with pytest.raises(PeerError, match="rank 1: RuntimeError: Boolean value of Tensor"):
+            accel.any_rank(ctx, torch.ones(2) if ctx.rank == 1 else True)
+        return accel.any_rank(ctx, torch.tensor(ctx.rank == 0))
+
+    assert ranks.run(rank, 3) == [True] * 3
+
+
 def test_a_single_rank_raises_its_error_as_it_is():
     mine = OSError("no space")
     assert _caught(agree, accel.single(), mine, "saving") is mine

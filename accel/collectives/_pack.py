@@ -86,7 +86,7 @@ def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor], lead: bytes = b"
         lead: bytes to begin with, on the CPU.
     """
     skip = aligned(len(lead))
-    device = tensors[packing.groups[0].members[0]].device if packing.groups else None
+    device = tensors[packing.groups[0].members[0]].device if packing.groups else "cpu"
     buffer = torch.empty(skip + packing.nbytes, dtype=torch.uint8, device=device)
     if lead:
         buffer[: len(lead)] = torch.frombuffer(bytearray(lead), dtype=torch.uint8)

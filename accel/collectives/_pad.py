@@ -64,10 +64,11 @@ def pad_across_processes(
 def _padded(leaves: Leaves, dim: int, most: list[int], value: complex, *, pad_first: bool) -> list[torch.Tensor]:
     padded: list[torch.Tensor] = []
     for leaf, size in zip(leaves.tensors, most, strict=True):
-        shape = list(leaf.shape)
-        shape[dim] = size - shape[dim]
-        filling = leaf.new_full(shape, value)
-        padded.append(torch.cat([filling, leaf] if pad_first else [leaf, filling], dim=dim))
+        own, shape = leaf.shape[dim], list(leaf.shape)
+        shape[dim] = size
+        whole = leaf.new_full(shape, value)
+        padded.append(whole)
+        _ = whole.narrow(dim, size - own if pad_first else 0, own).copy_(leaf)
     return padded
 
 
@@ -98,6 +99,8 @@ def _fits(value: complex, dtype: torch.dtype) -> bool:
     if dtype == torch.bool:
         return value in (0, 1)
     if dtype.is_floating_point:
-        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+        stored = float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype))
+        rounded = math.isfinite(stored) and abs(value) <= torch.finfo(dtype).max
+        return rounded or stored == value or math.isnan(value)  # not every format has infinities
     limits = torch.iinfo(dtype)
     return math.isfinite(value) and value == int(value) and limits.min <= value <= limits.max

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,19 @@ from accel.comm._absent import RollCall
 from accel.comm._rendezvous import open_store
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, ContextClosedError, PeerError
+
+
+class Unfinished(Protocol):
+    """Work of all ranks that goes on beside training, and that the scope of its handle ends with."""
+
+    def result(self) -> object:
+        """Wait for it, and raise what went wrong. A collective."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for this rank's part, without communication and without raising."""
+        ...
+
 
 _FEW_RANKS = 4  # up to here a message to each rank takes less time than gloo's all-gather
 
@@ -29,9 +42,22 @@ class Comm:
         direct: whether small messages go from each rank to each, and not by a collective.
         owned: whether `close` destroys the group.
         roll: where ranks note who came to a collective that failed; None where no store is known.
+        unfinished: what goes on in the background; None if nothing does.
     """
 
-    __slots__ = ("_closed", "_group", "_number", "backend", "control", "direct", "owned", "rank", "roll", "size")
+    __slots__ = (
+        "_closed",
+        "_group",
+        "_number",
+        "backend",
+        "control",
+        "direct",
+        "owned",
+        "rank",
+        "roll",
+        "size",
+        "unfinished",
+    )
 
     def __init__(
         self,
@@ -55,6 +81,7 @@ class Comm:
         self.direct = 1 < size <= _FEW_RANKS and control.type == "cpu" and over_gloo
         self.owned = owned
         self.roll = roll
+        self.unfinished: Unfinished | None = None
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"
@@ -84,10 +111,21 @@ class Comm:
         self._number += 1
         return self._number
 
+    def finish(self) -> None:
+        """Wait for what goes on in the background, and raise what went wrong. A collective if something does."""
+        if self.unfinished is not None:
+            _ = self.unfinished.result()
+
     def close(self) -> None:
-        """Drop the group, and destroy it if it was opened here. Later use raises; a second close does nothing."""
+        """Drop the group, and destroy it if it was opened here. Later use raises; a second close does nothing.
+
+        Waits for what goes on in the background, without raising: the other ranks may be gone.
+        """
         if self._closed:
             return
+        if self.unfinished is not None:
+            self.unfinished.wait()
+            self.unfinished = None
         # somebody may have destroyed it already, and even opened another that is not ours to destroy
         owned = self.owned and self._group is not None and dist.group.WORLD is self._group
         if owned and self.roll is not None:

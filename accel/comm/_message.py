@@ -133,7 +133,9 @@ def as_bytes(data: torch.Tensor) -> bytes:
 
 def as_tensor(data: bytes) -> torch.Tensor:
     """Copy bytes into a uint8 tensor on the CPU."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _raise_failure(

@@ -264,7 +264,7 @@ class Rendezvous:
 
     def _finish(self, meeting: Meeting, run: Run) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # whatever the last rank computes with
                 run([meeting.buffers[rank] for rank in self.members.ranks])
         except CollectiveMismatch as error:
             places = "; ".join(f"rank {rank} at {site}" for rank, site in sorted(meeting.sites.items()))

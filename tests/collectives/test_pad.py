@@ -74,6 +74,8 @@ def test_gradients_flow_through_the_kept_part(ranks):
         (torch.int32, 2**31),
         (torch.float16, 1e6),
         (torch.float32, 1j),
+        (torch.float8_e4m3fn, float("inf")),  # a format without infinities
+        (torch.float8_e4m3fn, 1000),
     ],
 )
 def test_a_value_that_the_dtype_cannot_hold_is_refused_on_every_rank_by_path(ranks, dtype, value):

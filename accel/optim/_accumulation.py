@@ -29,7 +29,7 @@ class Accumulation(msgspec.Struct, frozen=True):
         summed_weight: the same, summed over all ranks when the window ended; None if it had none.
         scale: loss scale that the window's gradients carry; 0 before its first backward.
         retained: whether ranks exchanged gradients of a graph that was kept, so that others may have followed.
-        divided: whether the gradients have been divided by weight and loss scale, by `unscale_gradients`.
+        divided: gradients that `unscale_gradients` has divided by weight and loss scale: those of the whole step, or 0.
     """
 
     steps: int = 1
@@ -46,7 +46,7 @@ class Accumulation(msgspec.Struct, frozen=True):
     summed_weight: torch.Tensor | None = None
     scale: float = 0.0
     retained: bool = False
-    divided: bool = False
+    divided: int = 0
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or self.steps < 1:

@@ -8,7 +8,8 @@ from accel.parallel._ddp import check_devices as check_devices
 from accel.parallel._ddp import prepare_model as prepare_model
 from accel.parallel._hooks import PowerSgd as PowerSgd
 from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
-from accel.parallel._labels import label_of as label_of
+from accel.parallel._labels import check_exchanged as check_exchanged
+from accel.parallel._labels import name_of as name_of
 from accel.parallel._local_sgd import LocalSgd as LocalSgd
 from accel.parallel._local_sgd import local_sgd_step as local_sgd_step
 from accel.parallel._local_sgd import prepare_local_model as prepare_local_model
@@ -17,6 +18,5 @@ from accel.parallel._sync import exchanging as exchanging
 from accel.parallel._sync import no_sync as no_sync
 from accel.parallel._sync import raise_lost_peer as raise_lost_peer
 from accel.parallel._sync import trigger_sync_in_backward as trigger_sync_in_backward
-from accel.parallel._sync import unused_parameters as unused_parameters
 from accel.parallel._unwrap import unwrap_model as unwrap_model
 from accel.parallel._unwrap import wrapped_name as wrapped_name

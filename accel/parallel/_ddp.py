@@ -22,12 +22,14 @@ from accel.parallel._unwrap import wrapped_name
 class Replica(DistributedDataParallel):
     """DDP that knows which parameters it exchanges, and whether all of them must take part in every backward."""
 
-    def __init__(self, module: nn.Module, *, find_unused_parameters: bool, **options: Any) -> None:
-        cast(Any, super()).__init__(module, find_unused_parameters=find_unused_parameters, **options)
+    def __init__(self, module: nn.Module, *, find_unused_parameters: bool, static_graph: bool, **options: Any) -> None:
+        cast(Any, super()).__init__(
+            module, find_unused_parameters=find_unused_parameters, static_graph=static_graph, **options
+        )
         named = tuple(module.named_parameters())
         self.exchanged = tuple((name, parameter) for name, parameter in named if parameter.requires_grad)
         self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
-        self.uses_all = not find_unused_parameters
+        self.uses_all = not find_unused_parameters and not static_graph
 
 
 class _Touch(nn.Module):
@@ -90,19 +92,22 @@ def prepare_model(
         comm_hook=comm_hook,
     )
     options.check()
-    if replica_of(model) is not None:
+    if (replica := replica_of(model)) is not None:
         _check_free_of_options(options)
+        _adopt(replica)
         return model
     check_devices(ctx, model)
     if is_sharded(model):
         _check_free_of_options(options)
         check_sharded(ctx, model)
-        label_parameters(model, exchanged=False)
+        label_parameters(model)
         return model
     model.to(ctx.device)
-    label_parameters(model, exchanged=ctx.world_size > 1 and not find_unused_parameters)
     if ctx.world_size == 1:
+        label_parameters(model)
         return model
+    uses_all = not find_unused_parameters and not static_graph
+    label_parameters(model, needed=uses_all, viewed=gradient_as_bucket_view)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         for tensor in [*model.parameters(), *model.buffers()]:
             broadcast_flat(ctx.comm, tensor.detach(), source=0)
@@ -129,6 +134,13 @@ def _replicate(ctx: DistContext, model: nn.Module, options: DdpOptions) -> Repli
         _fix_buckets(replica)
     register_hook(replica, ctx.comm.group, options.comm_hook)
     return replica
+
+
+def _adopt(replica: DistributedDataParallel) -> None:
+    """Label what somebody else has wrapped."""
+    if not isinstance(replica, Replica):
+        uses_all = not replica.find_unused_parameters and not replica.static_graph
+        label_parameters(cast(nn.Module, cast(Any, replica).module), needed=uses_all)
 
 
 def _buffer_options(ctx: DistContext, model: nn.Module, options: DdpOptions) -> dict[str, bool]:

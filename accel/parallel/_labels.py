@@ -1,27 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prepared parameter says about itself, for errors of calls that see parameters and no model."""
+"""What a prepared parameter says about itself, for calls that see parameters and no model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
+from accel.errors import PrepareError, StepError
+
 _ATTRIBUTE = "accel_label"  # holds plain values, so that a pickled model needs nothing of accel
 
 
-def label_parameters(model: nn.Module, *, exchanged: bool) -> None:
+def label_parameters(model: nn.Module, *, needed: bool = False, viewed: bool = False) -> None:
     """Label the model's parameters. Mutates them by one attribute, which nothing computes with.
 
     Args:
         model: whose names they get.
-        exchanged: whether a step needs a gradient of each, because ranks exchange all or none.
+        needed: whether a step needs a gradient of each, because ranks exchange all or none.
+        viewed: whether a gradient that ranks have exchanged is a view of the bucket that it travelled in.
     """
     for name, parameter in model.named_parameters():
-        setattr(parameter, _ATTRIBUTE, (name, exchanged))
+        setattr(parameter, _ATTRIBUTE, (name, needed, viewed))
 
 
-def label_of(parameter: torch.Tensor) -> tuple[str, bool]:
-    """Return a parameter's name and whether a step needs its gradient; an empty name for one without a label."""
-    return cast("tuple[str, bool]", getattr(parameter, _ATTRIBUTE, ("", False)))
+def name_of(parameter: torch.Tensor) -> str:
+    """Return a parameter's name in its prepared model; nothing for one without a label."""
+    label = _label_of(parameter)
+    return label[0] if label else ""
+
+
+def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise if ranks cannot have exchanged the gradients of parameters. No communication.
+
+    Raises:
+        StepError: a gradient is missing that DDP waits for, or is none that DDP has exchanged; named.
+        PrepareError: nobody exchanges a parameter's gradient.
+    """
+    unused, own = list[str](), list[str]()
+    for each in parameters:
+        label, grad = _label_of(each), each.grad
+        if grad is None:
+            if label and label[1] and each.requires_grad:
+                unused.append(label[0])
+        elif label is None:
+            _check_spread(rank, each)
+        elif label[2] and not grad._is_view():  # pyright: ignore[reportPrivateUsage] - torch has no public name for it
+            own.append(label[0])
+    if unused:
+        raise unused_parameters(rank, unused)
+    if own:
+        raise StepError(
+            "gradients were not exchanged between ranks",
+            expected="those that DDP leaves after a backward of the prepared model",
+            got=f"others for {', '.join(own)}",
+            where=f"rank {rank}",
+            fix="Call the model that prepare returned, outside of no_sync, and set requires_grad before preparing."
+            " Gradients of your own go into DDP's by parameter.grad.copy_(...).",
+        )
+
+
+def unused_parameters(rank: int, names: Sequence[str]) -> StepError:
+    """Make the error that names parameters whose gradients were missing when ranks were to exchange them."""
+    return StepError(
+        "parameters took no part in the loss, so gradients were not exchanged",
+        expected="every trainable parameter in every backward that ends a window",
+        got=f"no gradient for {', '.join(names)}",
+        where=f"rank {rank}",
+        fix="Freeze them before preparing, or use accel.prepare_model(ctx, model, find_unused_parameters=True).",
+    )
+
+
+def _check_spread(rank: int, parameter: torch.Tensor) -> None:
+    if not hasattr(parameter, "placements"):  # those of a DTensor say who exchanges its gradient
+        raise PrepareError(
+            "a parameter is not prepared, so its gradient stays on each rank",
+            expected="parameters of a model from accel.prepare_model",
+            got=f"a plain one of shape {list(parameter.shape)}",
+            where=f"rank {rank}, optimizer",
+            fix="Prepare the model before the loop: model = accel.prepare_model(ctx, model).",
+        )
+
+
+def _label_of(parameter: torch.Tensor) -> tuple[str, bool, bool] | None:
+    return cast("tuple[str, bool, bool] | None", getattr(parameter, _ATTRIBUTE, None))

@@ -74,7 +74,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
     _check_local(model, "prepare_local_model")
     check_devices(ctx, model)
     model.to(ctx.device)
-    label_parameters(model, exchanged=False)
+    label_parameters(model)
     if ctx.world_size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             broadcast_flat(ctx.comm, tensor.detach(), source=0)

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm import peer_error
 from accel.context import DistContext
-from accel.errors import PrepareError, StepError
+from accel.errors import PrepareError
 from accel.parallel._ddp import Replica, replica_of
+from accel.parallel._labels import unused_parameters
 from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots
 
 Exchanger = DistributedDataParallel | Sharded
@@ -86,7 +87,7 @@ def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Ten
     """
     exchangers: Sequence[Exchanger] = () if ctx.world_size == 1 else check_prepared(ctx, model)
     for each in exchangers:
-        if isinstance(each, Replica) and not each.uses_all and loss is None:
+        if isinstance(each, DistributedDataParallel) and each.find_unused_parameters and loss is None:
             raise PrepareError(
                 "unused parameters cannot be found without the loss",
                 expected="trigger_sync_in_backward(ctx, model, loss)",
@@ -206,17 +207,6 @@ def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
         listed = re.search(r"for rank \d+: ([\d ]+)", str(error))  # torch counts them
         names = [exchanger.exchanged[int(at)][0] for at in listed[1].split()] if listed else ["some of them"]
         raise unused_parameters(rank, names) from error
-
-
-def unused_parameters(rank: int, names: Sequence[str]) -> StepError:
-    """Make the error that names parameters whose gradients were missing when ranks were to exchange them."""
-    return StepError(
-        "parameters took no part in the loss, so gradients were not exchanged",
-        expected="every trainable parameter in every backward that ends a window",
-        got=f"no gradient for {', '.join(names)}",
-        where=f"rank {rank}",
-        fix="Freeze them before preparing, or use accel.prepare_model(ctx, model, find_unused_parameters=True).",
-    )
 
 
 def _check_frozen(ctx: DistContext, replica: DistributedDataParallel) -> None:

@@ -9,6 +9,7 @@ ranks and micro-batches therefore gives the same gradient.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import overload
 
 import msgspec
@@ -22,6 +23,7 @@ from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import exchanging, no_sync, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
+from accel.training._window import check_records
 
 
 def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
@@ -102,10 +104,12 @@ def backward(
 
     Raises:
         StepError: not a scalar loss with a gradient, or calls out of order.
-        ConfigError: a weight that is negative or not finite, or one without an accumulation to remember it.
+        ConfigError: a weight that is no number from 0, or one without an accumulation to remember it; a record in the
+            place of another.
         PeerError: another rank was lost while gradients were exchanged.
     """
     ctx.comm.check_open()
+    check_records(scaler, accum, "backward")
     _check_loss(loss)
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits
@@ -168,7 +172,7 @@ def _weigh(
 def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
     """What the window's weights are measured in: a full window of equal parts then needs no division at its end."""
     if isinstance(weight, SampleCount):
-        return weight.world / ctx.world_size * steps
+        return weight.world / ctx.world_size * steps or 1.0
     return float(steps) if weight is None else 1.0
 
 
@@ -227,11 +231,13 @@ def _own_weight(ctx: DistContext, weight: float | torch.Tensor) -> torch.Tensor:
     """A weight that only this rank knows, as a tensor of its own."""
     dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
     if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise _no_weight(f"a tensor of shape {list(weight.shape)} and {weight.dtype}")
         return weight.detach().reshape(()).to(ctx.device, dtype)
-    return torch.full((), _check_weight(weight), dtype=dtype, device=ctx.device)
+    if not isinstance(weight, Real) or not 0 <= weight < float("inf"):
+        raise _no_weight(repr(weight))
+    return torch.full((), float(weight), dtype=dtype, device=ctx.device)
 
 
-def _check_weight(weight: float) -> float:
-    if not 0 <= weight < float("inf"):
-        raise ConfigError("not a weight", expected="a finite number, 0 or above", got=repr(weight), where="backward")
-    return float(weight)
+def _no_weight(got: str) -> ConfigError:
+    return ConfigError("not a weight", expected="a finite number, 0 or above", got=got, where="backward, weight=")

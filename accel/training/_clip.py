@@ -63,7 +63,7 @@ def clip_grad_norm_(
     check_limit(max_norm, "max_norm=")
     check_norm_type(norm_type)
     window = checked_window(ctx, scaler, accum)
-    grads = window_gradients(ctx, parameters, window)
+    [grads] = window_gradients(ctx, window, parameters)
     norm = total_norm(grads, norm_type) * division(ctx, scaler, window, total_weight(window))
     if isinstance(norm, torch.Tensor):
         scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
@@ -96,7 +96,7 @@ def clip_grad_value_(
     """
     check_limit(clip_value, "clip_value=")
     window = checked_window(ctx, scaler, accum)
-    grads = window_gradients(ctx, parameters, window)
+    [grads] = window_gradients(ctx, window, parameters)
     factor = division(ctx, scaler, window, total_weight(window))
     if not isinstance(factor, torch.Tensor) and factor == 0.0:
         return  # the window is empty, and all gradients are zero
@@ -119,13 +119,13 @@ def unscale_gradients(
         scaler, accum: as for `optimizer_step`.
 
     Returns:
-        The window, to be kept: it knows that nothing is left to divide.
+        The window, to be kept: it knows that nothing is left to divide. The step refuses gradients besides these.
 
     Raises:
         StepError: the window has not ended, or there are no gradients.
     """
     window = checked_window(ctx, scaler, accum)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    grads = window_gradients(ctx, parameters_of(optimizers), window)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, scaler, window, total_weight(window)))
-    return msgspec.structs.replace(window, divided=True, retained=False)
+    return msgspec.structs.replace(window, divided=len(grads), retained=False)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
-from accel.parallel import label_of
+from accel.parallel import name_of
 from accel.precision import LossScale
 from accel.training._backward import backward
 
@@ -90,7 +90,7 @@ def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tens
 
 
 def _check_gradient(parameter: torch.Tensor, done: set[int], *, looks: bool) -> None:
-    name = label_of(parameter)[0] or f"a parameter of shape {list(parameter.shape)}"
+    name = name_of(parameter) or f"a parameter of shape {list(parameter.shape)}"
     if id(parameter) in done:
         raise StepError(
             "a parameter got gradients twice in one backward, and was stepped after the first",

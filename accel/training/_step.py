@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.comm import all_reduce_flat
 from accel.context import DistContext
-from accel.errors import ConfigError, NonFiniteError, check_choice
+from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import Accumulation, clamp_, first_nonfinite, is_whole, parameters_of, scale_, total_norm
-from accel.parallel import label_of
+from accel.parallel import name_of
 from accel.precision import LossScale
 from accel.training._window import (
     as_tensor,
@@ -124,7 +124,7 @@ def optimizer_step(
         ContextClosedError: the context is closed.
     """
     ctx.comm.check_open()
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     schedulers = _check_options(optimizers, scheduler, nonfinite)
     limits = _check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum)
@@ -156,13 +156,18 @@ def _parts(
     ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
 ) -> list[list[torch.Tensor]]:
     """The gradients that share a norm: all, or those of each optimizer; a parameter of two counts for the first."""
-    if joint:
-        return [window_gradients(ctx, parameters_of(optimizers), window)]
-    seen, parts = set[int](), list[list[torch.Tensor]]()
-    for optimizer in optimizers:
-        own = [each for each in parameters_of([optimizer]) if id(each) not in seen]
-        seen.update(map(id, own))
-        parts.append(window_gradients(ctx, own, window))
+    seen, groups = set[int](), list[list[torch.Tensor]]()
+    for group in [parameters_of(optimizers)] if joint else [parameters_of([each]) for each in optimizers]:
+        groups.append([each for each in group if id(each) not in seen])
+        seen.update(map(id, group))
+    parts = window_gradients(ctx, window, *groups)
+    if window.divided and window.divided != sum(map(len, parts)):
+        raise StepError(
+            "some of the gradients were divided by weight and loss scale, and others not",
+            expected="unscale_gradients of all optimizers that take the step",
+            got=f"{window.divided} gradients divided, {sum(map(len, parts))} in the step",
+            fix="Pass both the same optimizers: accum = accel.unscale_gradients(ctx, [first, second], scaler, accum).",
+        )
     return parts
 
 
@@ -176,6 +181,8 @@ def _apply(
     """Divide and clip, in one pass over the gradients that share a norm."""
     for at, part in enumerate(parts):
         limit, total = limits[at], factor
+        if not part:
+            continue  # an optimizer none of whose parameters took part
         if limit is not None:
             total = total * shortening(norms[at], limit)
         if isinstance(total, torch.Tensor) or total != 1.0:
@@ -187,7 +194,8 @@ def _apply(
 def _told(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], *, joint: bool) -> torch.Tensor | None:
     if not norms:
         return None
-    told = [as_tensor(norm, part) for norm, part in zip(norms, parts, strict=True)]
+    device = next((norm.device for norm in norms if isinstance(norm, torch.Tensor)), None)
+    told = [as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)]
     return told[0] if joint else torch.stack(told)
 
 
@@ -238,7 +246,7 @@ def _names(optimizers: list[Optimizer]) -> Iterator[str]:
         for group_at, group in enumerate(optimizer.param_groups):
             known = cast("list[str] | None", group.get("param_names"))
             for at, parameter in enumerate(group["params"]):
-                name = known[at] if known else label_of(parameter)[0]
+                name = known[at] if known else name_of(parameter)
                 place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""
                 yield place + (name or f"param_groups[{group_at}]['params'][{at}]")
 
@@ -262,13 +270,14 @@ def _check_options(
     scheduler: LRScheduler | Sequence[LRScheduler] | None,
     nonfinite: str,
 ) -> list[LRScheduler]:
+    schedulers = list(scheduler) if isinstance(scheduler, Sequence) else [] if scheduler is None else [scheduler]
+    _check_kinds(optimizers, Optimizer, "optimizer")
+    _check_kinds(schedulers, LRScheduler, "scheduler=")
+    check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
         raise ConfigError(
             "LBFGS evaluates the loss within its step", where="optimizer_step", fix="Call optimizer.step(closure)."
         )
-    check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
-    single = isinstance(scheduler, LRScheduler)
-    schedulers: list[LRScheduler] = [scheduler] if single else list(scheduler or ())
     if any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
         raise ConfigError(
             "ReduceLROnPlateau needs a metric",
@@ -276,6 +285,16 @@ def _check_options(
             fix="Call scheduler.step(metric) yourself, with a metric from accel.reduce, the same on every rank.",
         )
     return schedulers
+
+
+def _check_kinds(objects: Sequence[object], kind: type, where: str) -> None:
+    """Raise `ConfigError` unless each object is of a kind and stands once: each takes one step."""
+    for each in objects:
+        if not isinstance(each, kind):
+            expected, got = f"a torch {kind.__name__}", type(each).__name__
+            raise ConfigError("cannot be stepped", expected=expected, got=got, where=where)
+    if len(set(map(id, objects))) < len(objects):
+        raise ConfigError("would be stepped twice", expected=f"each {kind.__name__} once", got="one again", where=where)
 
 
 def _check_limits(

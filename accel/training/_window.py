@@ -10,7 +10,7 @@ import torch
 from accel.context import DistContext
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, gradients, is_whole
-from accel.parallel import average_, label_of, unused_parameters
+from accel.parallel import average_, check_exchanged
 from accel.precision import LossScale
 
 
@@ -19,9 +19,11 @@ def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | No
 
     Raises:
         StepError: the window has not ended, or not all of its backward passes are known, or the scale is another.
+        ConfigError: a record in the place of another.
         ContextClosedError: the context is closed.
     """
     ctx.comm.check_open()
+    check_records(scaler, accum, "scaler, accum")
     if accum is None:
         return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
     if not accum.sync:
@@ -49,33 +51,24 @@ def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | No
     return accum
 
 
-def window_gradients(ctx: DistContext, parameters: Iterable[torch.Tensor], window: Accumulation) -> list[torch.Tensor]:
-    """Return the parameters' gradients as ranks have exchanged them. A collective if the window kept a graph.
+def window_gradients(
+    ctx: DistContext, window: Accumulation, *groups: Iterable[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Return the gradients of groups of parameters as ranks have exchanged them. A collective if a graph was kept.
 
     Raises:
-        StepError: there are none, or one is sparse, or ranks exchanged none because a parameter's is missing.
+        StepError: there are none in any group, or one is sparse, or ranks have not exchanged them.
+        PrepareError: a parameter whose gradient nobody exchanges.
     """
-    listed = list(parameters)
-    grads = gradients(listed)
-    if ctx.world_size > 1 and len(grads) < len(listed):
-        _check_all_took_part(ctx, listed)
-    if not grads:
+    found = [_gradients(ctx, window, list(group)) for group in groups]
+    if not any(found):
         raise StepError(
             "there are no gradients",
             expected="a backward before the step",
             got="every .grad is None",
             fix="Call accel.backward first, on a loss of these parameters.",
         )
-    if any(grad.layout is not torch.strided for grad in grads):
-        raise StepError(
-            "a sparse gradient cannot be clipped and scaled",
-            expected="dense gradients",
-            got=f"{sum(grad.layout is not torch.strided for grad in grads)} sparse ones",
-            fix="Build the embedding with sparse=False.",
-        )
-    if window.retained and ctx.world_size > 1:  # what was exchanged already is the same everywhere, and stays
-        average_(ctx, [grad for grad in grads if is_whole(grad)])
-    return grads
+    return found
 
 
 def total_weight(window: Accumulation) -> float | torch.Tensor:
@@ -105,6 +98,17 @@ def division(
     return ctx.world_size / (weight * scaler.scale)  # data parallel has divided by the world size
 
 
+def check_records(scaler: LossScale, accum: Accumulation | None, where: str) -> None:
+    """Raise `ConfigError` where one record stands in the place of the other: both have a `scale`."""
+    if not isinstance(scaler, LossScale) or not (accum is None or isinstance(accum, Accumulation)):  # pyright: ignore[reportUnnecessaryIsInstance] - users swap them
+        raise ConfigError(
+            "these are not the records of a step",
+            expected="a LossScale, then an Accumulation or None",
+            got=f"{type(scaler).__name__}, {type(accum).__name__}",
+            where=where,
+        )
+
+
 def check_limit(limit: float, where: str) -> None:
     """Raise `ConfigError` unless a number is above 0."""
     if not limit > 0:
@@ -117,9 +121,12 @@ def check_norm_type(norm_type: float) -> None:
         raise ConfigError("no such norm", expected="p above 0, or inf", got=repr(norm_type), where="norm_type=")
 
 
-def as_tensor(norm: float | torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a norm as a tensor of shape [], in the gradients' precision or float32."""
-    return torch.as_tensor(norm, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+def as_tensor(
+    norm: float | torch.Tensor, grads: Sequence[torch.Tensor], device: torch.device | None = None
+) -> torch.Tensor:
+    """Return a norm as a tensor of shape [], in the gradients' precision or float32; where it is, or on a device."""
+    own = grads[0].dtype.to_real() if grads else torch.float32
+    return torch.as_tensor(norm, dtype=torch.promote_types(own, torch.float32), device=device)
 
 
 def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
@@ -132,7 +139,17 @@ def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Ten
     return min(max_norm / (norm + 1e-6), 1.0)
 
 
-def _check_all_took_part(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
-    labels = [label_of(each) for each in parameters if each.grad is None and each.requires_grad]
-    if unused := [name for name, exchanged in labels if exchanged]:
-        raise unused_parameters(ctx.rank, unused)
+def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    grads = gradients(parameters)
+    if ctx.world_size > 1:
+        check_exchanged(ctx.rank, parameters)
+    if any(grad.layout is not torch.strided for grad in grads):
+        raise StepError(
+            "a sparse gradient cannot be clipped and scaled",
+            expected="dense gradients",
+            got=f"{sum(grad.layout is not torch.strided for grad in grads)} sparse ones",
+            fix="Build the embedding with sparse=False.",
+        )
+    if window.retained and ctx.world_size > 1:  # what was exchanged already is the same everywhere, and stays
+        average_(ctx, [grad for grad in grads if is_whole(grad)])
+    return grads

@@ -141,6 +141,56 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
         StepError,
         "micro-batch 1 of 2",
     ),
+    "another scheduler's kind": (
+        lambda run: _step(run, accum=_ended(run), scheduler="cosine"),
+        ConfigError,
+        "a torch LRScheduler, got str",
+    ),
+    "a model for an optimizer": (
+        lambda run: _step(run, accum=_ended(run), optimizer=run.plain),
+        ConfigError,
+        "a torch Optimizer, got Linear",
+    ),
+    "an optimizer twice": (
+        lambda run: _step(run, accum=_ended(run), optimizer=[run.optimizer] * 2),
+        ConfigError,
+        "each Optimizer once",
+    ),
+    "a scheduler twice": (
+        lambda run: _step(run, accum=_ended(run), scheduler=[run.scheduler] * 2),
+        ConfigError,
+        "each LRScheduler once",
+    ),
+    "the accumulation for the scale of a step": (
+        lambda run: _step(run, scaler=_ended(run), accum=None),
+        ConfigError,
+        "got Accumulation, NoneType",
+    ),
+    "the accumulation for the scale of a backward": (
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), scaler=run.accum.next(), accum=None),
+        ConfigError,
+        "got Accumulation, NoneType",
+    ),
+    "records in the other order": (
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), scaler=run.accum.next(), accum=run.scaler),
+        ConfigError,
+        "a LossScale, then an Accumulation or None, got Accumulation, LossScale",
+    ),
+    "weights in a list": (
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=[2, 3]),
+        ConfigError,
+        r"got \[2, 3\]",
+    ),
+    "weights in a tensor": (
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=torch.ones(2)),
+        ConfigError,
+        r"shape \[2\]",
+    ),
+    "weight in words": (
+        lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight="2"),
+        ConfigError,
+        "got '2'",
+    ),
     "units that nothing counted": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=2, same_units=True),
         StepError,

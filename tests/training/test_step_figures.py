@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import accel
-from accel import ConfigError
+from accel import ConfigError, StepError
+from accel.data import SampleCount
 
 
 def _one_weight(ctx: accel.DistContext, value: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -88,6 +89,54 @@ def test_two_optimizers_under_a_loss_scale_both_move_by_their_gradient(clips):
     assert norms == [1.0] * 2 * clips
     assert (step.stepped, step.scaler.good_steps) == (True, 1)  # one step, though of two optimizers
     assert (_weight(first), _weight(second)) == (0.0, 0.0)
+
+
+def test_dividing_for_one_of_two_optimizers_is_refused():
+    """The other's gradients would keep the loss scale: its weight would go from 1 to -1023."""
+    ctx = accel.single()
+    (first, one), (second, two) = _one_weight(ctx), _one_weight(ctx)
+    scaler = accel.LossScale(scale=1024.0, dynamic=True)
+    accum = accel.backward(ctx, _output(first) + _output(second), scaler, accel.Accumulation().next())
+    divided = accel.unscale_gradients(ctx, one, scaler, accum)
+    with pytest.raises(StepError, match="got 1 gradients divided, 2 in the step"):
+        accel.optimizer_step(ctx, [one, two], scaler, divided)
+    assert (_weight(first), _weight(second)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0, [1.0, 1.0]])
+def test_an_optimizer_whose_parameters_took_no_part_stays(max_norm):
+    ctx = accel.single()
+    (first, one), (second, two) = _one_weight(ctx), _one_weight(ctx)
+    accel.backward(ctx, 2 * _output(first), accel.LossScale())
+    step = accel.optimizer_step(ctx, [one, two], accel.LossScale(), max_norm=max_norm)
+    assert step.grad_norm.tolist() == ([2.0, 0.0] if isinstance(max_norm, list) else 2.0)
+    assert (_weight(first), _weight(second)) == (pytest.approx(-1.0 if max_norm is None else 0.0, abs=1e-6), 1.0)
+
+
+def test_a_window_that_begins_with_a_batch_of_no_samples(ranks):
+    """Of all ranks: it counts nothing, and what follows counts as it would without it."""
+
+    def rank(ctx):
+        model, optimizer = _one_weight(ctx)
+        accum, scaler = accel.Accumulation(steps=2), accel.loss_scale(ctx)
+        for samples in (0, 3):
+            accum = accum.next()
+            with accel.accumulate(ctx, accum, model):
+                weight = SampleCount(samples, samples * ctx.world_size)
+                accum = accel.backward(ctx, _output(model) * (ctx.rank + 1), scaler, accum, weight=weight)
+        accel.optimizer_step(ctx, optimizer, scaler, accum)
+        return _weight(model)
+
+    assert ranks.run(rank, 2) == [-0.5, -0.5]
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature:UserWarning")
+def test_the_norm_of_complex_gradients_is_real():
+    ctx, model = accel.single(), nn.Linear(1, 1, bias=False, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    accel.backward(ctx, (model(torch.ones(1, 1, dtype=torch.complex64)) * (3 + 4j)).real.sum(), accel.LossScale())
+    step = accel.optimizer_step(ctx, optimizer, accel.LossScale(), max_norm=1.0)
+    assert (step.grad_norm.dtype, step.grad_norm.item()) == (torch.float32, 5.0)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops in which every rank would step by its own gradient: refused on every rank, and nothing has changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accel
+from accel import PrepareError, StepError
+
+
+def _model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def _prepare_in_vain(ctx, model):
+    accel.prepare(ctx, model, torch.optim.SGD(model.parameters()))
+    return model
+
+
+def _call_the_plain_one(ctx, model):
+    return accel.unwrap_model(accel.prepare_model(ctx, model, find_unused_parameters=True))
+
+
+def _unfreeze_later(ctx, model):
+    model[0].requires_grad_(False)
+    prepared = accel.prepare_model(ctx, model)
+    model[0].requires_grad_(True)
+    return prepared
+
+
+def _prepare_frozen(ctx, model):
+    accel.prepare_model(ctx, model.requires_grad_(False))
+    return model.requires_grad_(True)
+
+
+def _prepare_nothing(ctx, model):
+    return model
+
+
+def _hold_back(ctx, model):
+    prepared = accel.prepare_model(ctx, model)
+
+    def forward(inputs):
+        with accel.no_sync(ctx, prepared):
+            return prepared(inputs)
+
+    return forward
+
+
+MISTAKES = {
+    _prepare_in_vain: (
+        StepError,
+        r"others for 0\.weight, 0\.bias, 1\.weight, 1\.bias.* the model that prepare returned",
+    ),
+    _call_the_plain_one: (StepError, r"others for 0\.weight"),
+    _unfreeze_later: (StepError, r"others for 0\.weight, 0\.bias - at.*set requires_grad before preparing"),
+    _prepare_frozen: (StepError, r"others for 0\.weight"),
+    _hold_back: (StepError, r"others for 0\.weight.*outside of no_sync"),
+    _prepare_nothing: (PrepareError, r"a plain one of shape \[3, 2\].*model = accel\.prepare_model"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("call", ["step", "clip", "unscale"])
+def test_a_gradient_that_stayed_on_its_rank_is_refused(ranks, mistake, call):
+    kind, said = MISTAKES[mistake]
+
+    def rank(ctx):
+        plain = _model()
+        forward, scaler, accum = mistake(ctx, plain), accel.LossScale(), accel.Accumulation().next()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+        accum = accel.backward(ctx, forward(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum)
+        calls = {
+            "step": lambda: accel.optimizer_step(ctx, optimizer, scaler, accum),
+            "clip": lambda: accel.clip_grad_norm_(ctx, plain.parameters(), 1.0, scaler, accum),
+            "unscale": lambda: accel.unscale_gradients(ctx, optimizer, scaler, accum),
+        }
+        with pytest.raises(kind, match=said):
+            calls[call]()
+        torch.testing.assert_close(list(plain.parameters()), list(_model().parameters()), rtol=0, atol=0)
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": False},
+        {"comm_hook": "bf16"},
+    ],
+)
+def test_gradients_that_travelled_are_taken_with_any_option(ranks, options):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _model(), **options)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), accel.LossScale()
+        for _ in range(3):
+            accel.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
+            accel.optimizer_step(ctx, optimizer, scaler)
+        return accel.unwrap_model(model)[0].weight.detach()
+
+    first, other = ranks.run(rank, 2)
+    assert torch.equal(first, other)
+
+
+def test_a_gradient_of_ones_own_is_put_into_ddps(ranks):
+    """As methods do that change gradients before the step."""
+
+    def rank(ctx):
+        model, scaler = accel.prepare_model(ctx, nn.Linear(2, 1, bias=False)), accel.LossScale()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        weight = accel.unwrap_model(model).weight
+        nn.init.zeros_(weight)
+        accel.backward(ctx, model(torch.ones(1, 2)).sum(), scaler)
+        own, weight.grad = weight.grad, torch.full((1, 2), 7.0)
+        with pytest.raises(StepError, match=r"parameter\.grad\.copy_"):
+            accel.optimizer_step(ctx, optimizer, scaler)
+        weight.grad = own.copy_(weight.grad)
+        accel.optimizer_step(ctx, optimizer, scaler)
+        return weight.detach().tolist()
+
+    assert ranks.run(rank, 2) == [[[-7.0, -7.0]]] * 2
+
+
+def test_what_somebody_else_has_wrapped_is_adopted_by_preparing_it(ranks):
+    def rank(ctx):
+        wrapped = DistributedDataParallel(_model(), process_group=ctx.comm.group)
+        optimizer, scaler = torch.optim.SGD(wrapped.parameters(), lr=0.1), accel.LossScale()
+        accel.backward(ctx, wrapped(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler)
+        with pytest.raises(PrepareError, match="not prepared"):
+            accel.optimizer_step(ctx, optimizer, scaler)
+        assert accel.prepare_model(ctx, wrapped) is wrapped
+        assert accel.optimizer_step(ctx, optimizer, scaler).stepped
+        accel.backward(ctx, wrapped.module[0](torch.ones(1, 2)).sum(), scaler)
+        with pytest.raises(StepError, match=r"no gradient for 1\.weight, 1\.bias"):
+            accel.optimizer_step(ctx, optimizer, scaler)
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2
+
+
+def test_a_static_graph_may_leave_parameters_out(ranks):
+    """DDP finds them once, in the first step."""
+
+    def rank(ctx):
+        plain = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+        plain.forward = plain["used"].forward
+        model = accel.prepare_model(ctx, plain, static_graph=True)
+        optimizer, scaler, accum = torch.optim.SGD(model.parameters()), accel.LossScale(), accel.Accumulation()
+        for _ in range(3):
+            accum = accum.next()
+            with accel.accumulate(ctx, accum, model):
+                accum = accel.backward(ctx, model(torch.full((1, 2), ctx.rank + 1.0)).sum(), scaler, accum)
+            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+        return plain["used"].weight.detach()
+
+    first, other = ranks.run(rank, 2)
+    assert torch.equal(first, other)

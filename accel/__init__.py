@@ -106,11 +106,14 @@ if TYPE_CHECKING:
     from accel.training import clip_grad_value_ as clip_grad_value_
     from accel.training import evaluating as evaluating
     from accel.training import fused_step as fused_step
+    from accel.training import get_state_dict as get_state_dict
     from accel.training import load_state as load_state
     from accel.training import optimizer_step as optimizer_step
     from accel.training import prepare as prepare
     from accel.training import prepare_optimizer as prepare_optimizer
     from accel.training import prepare_scheduler as prepare_scheduler
+    from accel.training import save as save
+    from accel.training import save_model as save_model
     from accel.training import save_state as save_state
     from accel.training import unscale_gradients as unscale_gradients
     from accel.tree import Container as Container
@@ -204,11 +207,14 @@ _HOMES = {
         "clip_grad_value_",
         "evaluating",
         "fused_step",
+        "get_state_dict",
         "load_state",
         "optimizer_step",
         "prepare",
         "prepare_optimizer",
         "prepare_scheduler",
+        "save",
+        "save_model",
         "save_state",
         "unscale_gradients",
     ),

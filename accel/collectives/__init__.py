@@ -4,6 +4,7 @@
 from accel.collectives._broadcast import broadcast as broadcast
 from accel.collectives._gather import gather as gather
 from accel.collectives._leaves import check_packable as check_packable
+from accel.collectives._leaves import check_rank as check_rank
 from accel.collectives._objects import broadcast_object_list as broadcast_object_list
 from accel.collectives._objects import gather_object as gather_object
 from accel.collectives._pack import pack as pack

@@ -21,6 +21,17 @@ from accel.storage._header import read_header as read_header
 from accel.storage._lock import LOCK as LOCK
 from accel.storage._lock import FolderLock as FolderLock
 from accel.storage._lock import take_lock as take_lock
+from accel.storage._publish import publish_file as publish_file
+from accel.storage._publish import publish_weights as publish_weights
+from accel.storage._publish import stage_files as stage_files
+from accel.storage._shards import INDEX as INDEX
+from accel.storage._shards import WEIGHTS as WEIGHTS
+from accel.storage._shards import Index as Index
+from accel.storage._shards import decode_index as decode_index
+from accel.storage._shards import encode_index as encode_index
+from accel.storage._shards import file_names as file_names
+from accel.storage._shards import parse_size as parse_size
+from accel.storage._shards import plan_shards as plan_shards
 from accel.storage._stage import Leftover as Leftover
 from accel.storage._stage import commit as commit
 from accel.storage._stage import leftovers as leftovers

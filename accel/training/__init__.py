@@ -10,6 +10,8 @@ from accel.training._ema import Ema as Ema
 from accel.training._ema import ema_decay as ema_decay
 from accel.training._evaluating import evaluating as evaluating
 from accel.training._fused import fused_step as fused_step
+from accel.training._models import save as save
+from accel.training._models import save_model as save_model
 from accel.training._prepare import prepare as prepare
 from accel.training._prepare import prepare_optimizer as prepare_optimizer
 from accel.training._prepare import prepare_scheduler as prepare_scheduler
@@ -17,3 +19,4 @@ from accel.training._state import load_state as load_state
 from accel.training._state import save_state as save_state
 from accel.training._step import StepResult as StepResult
 from accel.training._step import optimizer_step as optimizer_step
+from accel.training._whole import get_state_dict as get_state_dict

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's weights as other libraries look for them: names of files, which tensor goes where, and the index.
+
+`model.safetensors`, or `model-00001-of-00003.safetensors` and so on beside `model.safetensors.index.json`.
+Reference: https://huggingface.co/docs/transformers/main/en/big_models, "Sharded checkpoints".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from accel.errors import ConfigError
+from accel.storage._files import is_file_name
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}(\.old-[0-9a-f]{8})?\.safetensors", re.ASCII)
+_SIZE = re.compile(r"([0-9]+)\s*([KMGT]?)(I?)B", re.ASCII)
+_POWERS = " KMGT"
+
+
+class Index(msgspec.Struct, frozen=True):
+    """What the index holds.
+
+    Attributes:
+        metadata: `total_size` in bytes, and what else its writer put there.
+        weight_map: the file of each tensor.
+    """
+
+    metadata: dict[str, msgspec.Raw]
+    weight_map: dict[str, str]
+
+    @property
+    def files(self) -> list[str]:
+        """The files that hold tensors, sorted."""
+        return sorted(set(self.weight_map.values()))
+
+
+def parse_size(size: int | str, where: str) -> int:
+    """Return a number of bytes: "5GB" is 5 * 10**9, "5GiB" is 5 * 2**30.
+
+    Raises:
+        ConfigError: it is neither an integer nor such a text, or below 1.
+    """
+    match = _SIZE.fullmatch(size.strip().upper()) if isinstance(size, str) else None
+    if match is not None:
+        count = int(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2] or " ")
+    else:
+        count = size if type(size) is int else 0
+    if count < 1:
+        expected = "bytes as an integer from 1, or a text such as '5GB' or '512MiB'"
+        raise ConfigError("not a size", expected=expected, got=repr(size), where=where)
+    return count
+
+
+def plan_shards(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
+    """Divide tensors among files, in order.
+
+    Args:
+        sizes: bytes by name.
+        limit: bytes that a file holds at most; a larger tensor has a file for itself.
+
+    Returns:
+        The names in each file, at least one file.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return tuple(map(tuple, shards))
+
+
+def file_names(count: int) -> list[str]:
+    """Return the names of that many files."""
+    if count == 1:
+        return [WEIGHTS]
+    return [f"model-{at + 1:05d}-of-{count:05d}.safetensors" for at in range(count)]
+
+
+def aside_name(name: str, mark: str) -> str:
+    """Return the other name under which an older file stays until a new index has replaced its own."""
+    return f"{name.split('.', 1)[0]}.old-{mark}.safetensors"
+
+
+def replaceable(names: Iterable[str], index: Index | None) -> set[str]:
+    """Return which files of a folder a new save may delete: those of a sharded save, where its index lists them.
+
+    Other names, as `aside_name` gives them, are nobody else's, listed or not.
+    """
+    listed = index.weight_map.values() if index is not None else ()
+    found = {name: match for name in names if (match := _SHARD.fullmatch(name)) is not None}
+    return {name for name, match in found.items() if match[1] is not None or name in listed}
+
+
+def encode_index(shards: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> bytes:
+    """Return the index of tensors divided among `file_names(len(shards))`."""
+    files = {name: file for file, names in zip(file_names(len(shards)), shards, strict=True) for name in names}
+    text = msgspec.json.encode({"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}, order="sorted")
+    return msgspec.json.format(text) + b"\n"
+
+
+def decode_index(data: bytes | memoryview) -> Index | None:
+    """Read an index; None if it is none, or leads out of its folder."""
+    try:
+        index = msgspec.json.decode(data, type=Index)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return index if all(is_file_name(file) for file in index.files) else None

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tensors whole, however they are spread: by the names that they have without wrappers, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any, cast, overload
+
+import torch
+from torch import nn
+
+from accel.checkpoint import check_tensor, settle
+from accel.collectives import check_rank
+from accel.comm import Call, call_site
+from accel.context import DistContext
+from accel.storage import dtype_name
+from accel.training._modules import clean_name
+
+_EXTRA_STATE = "_extra_state"
+
+
+@overload
+def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: None) -> dict[str, torch.Tensor]: ...
+
+
+@overload
+def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int = 0) -> dict[str, torch.Tensor] | None: ...
+
+
+def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -> dict[str, torch.Tensor] | None:
+    """Return a model's parameters and persistent buffers whole, on the CPU. A collective.
+
+    Names are those of the model without wrappers. Sharded tensors are gathered one at a time, so that a rank that gets
+    no result needs memory for one of them. Tensors that lie whole on the CPU already are the live ones, not copies.
+
+    Args:
+        ctx: the context.
+        model: plain, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism.
+        dst: the rank that gets the result; None for all.
+
+    Returns:
+        The tensors in the model's order, tied ones under every name; None on ranks other than `dst`. Extra state that
+        is no tensor is left out, with a warning of the logger `accel.checkpoint`.
+
+    Raises:
+        CheckpointError: a tensor has no values, or is of a kind that cannot be read; the same on every rank.
+        CollectiveMismatch: ranks hold different models.
+        ConfigError: no such rank.
+    """
+    error, tensors = None, dict[str, torch.Tensor]()
+    try:
+        check_rank(ctx, dst, "get_state_dict, dst=")
+        tensors = live_tensors(model)
+    except Exception as failure:
+        error = failure
+    call = Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), call_site())
+    settle(ctx, call, error, b"", bytes)
+    mine = dst is None or ctx.rank == dst
+    found: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in seen:
+            gathered = whole(tensor)
+            seen[id(tensor)] = gathered.cpu() if mine else gathered.new_empty(0)
+        found[name] = seen[id(tensor)]
+    return found if mine else None
+
+
+def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """List a model's parameters and persistent buffers in order, by clean names; sharded ones as they are.
+
+    Raises:
+        CheckpointError: one has no values, or is sparse or quantized; named.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for raw, value in model.state_dict(keep_vars=True).items():
+        name = clean_name(model, raw)
+        if isinstance(value, torch.Tensor):
+            spread = is_dtensor(value)
+            check_tensor(cast(Any, value).to_local() if spread else value, name)
+            tensors[name] = value if spread else value.detach()  # tied shards are known by being one object
+        elif raw.rpartition(".")[2] == _EXTRA_STATE:
+            logger = logging.getLogger("accel.checkpoint")
+            logger.warning("%s is left out: it is extra state, and no tensor", name)
+    return tensors
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor; does not import what makes them."""
+    if "torch.distributed.tensor" not in sys.modules:  # its import takes most of a second
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return what ranks must agree on, a line for each tensor."""
+    return [f"{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in tensors.items()]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in one piece; a DTensor is gathered, which is a collective of its mesh."""
+    spread = cast(Any, tensor.detach())
+    if not is_dtensor(spread):
+        return spread
+    if spread.device.type != spread.device_mesh.device_type:  # offloaded, while its ranks talk through their devices
+        spread = spread.to(spread.device_mesh.device_type)
+    return spread.full_tensor()

@@ -26,17 +26,32 @@ from accel.testing import Simulator, simulate_groups
 
 ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 STEPS = 20
+Collective = Callable[[dist.ProcessGroup], Callable[[], None]]
 
 
-def gather(group: dist.ProcessGroup) -> None:
-    """One bare collective."""
-    mine = torch.arange(4.0)
-    ALL_GATHER_SINGLE(torch.empty(4 * group.size()), mine, group=group)
+def gather(group: dist.ProcessGroup) -> Callable[[], None]:
+    """Return one bare collective."""
+
+    def run() -> None:
+        mine = torch.arange(4.0)
+        ALL_GATHER_SINGLE(torch.empty(4 * group.size()), mine, group=group)
+
+    return run
 
 
-def accel_gather(group: dist.ProcessGroup) -> None:
-    """One checked collective, through a context."""
-    _ = accel.gather(accel.from_group(group, device="cpu"), torch.arange(4.0))
+def accel_gather(group: dist.ProcessGroup) -> Callable[[], None]:
+    """Return one checked collective, through a context."""
+    ctx = accel.from_group(group, device="cpu")
+
+    def run() -> None:
+        _ = accel.gather(ctx, torch.arange(4.0))
+
+    return run
+
+
+def once(collective: Collective) -> Callable[[dist.ProcessGroup], None]:
+    """What a rank does that makes one collective."""
+    return lambda group: collective(group)()
 
 
 def steps(group: dist.ProcessGroup, wrap: Callable[[nn.Module], nn.Module]) -> list[float]:
@@ -54,7 +69,12 @@ def steps(group: dist.ProcessGroup, wrap: Callable[[nn.Module], nn.Module]) -> l
     return times
 
 
-def rate(run: Callable[[], object], blocks: int, budget_s: float, times: int = 1) -> str:
+def shown(seconds: list[float]) -> str:
+    """How often a second, in the median block and in the best."""
+    return f"{1 / statistics.median(seconds):7.1f} (best {1 / min(seconds):7.1f}) a second"
+
+
+def rate(run: Callable[[], object], blocks: int, budget_s: float) -> str:
     """How often a second, in the median block and in the best, over blocks that fill the budget."""
     started = time.perf_counter()
     run()
@@ -65,37 +85,48 @@ def rate(run: Callable[[], object], blocks: int, budget_s: float, times: int = 1
         for _ in range(count):
             run()
         found.append((time.perf_counter() - started) / count)
-    return f"{times / statistics.median(found):7.1f} (best {times / min(found):7.1f}) a second"
+    return shown(found)
 
 
 def starts(blocks: int, budget_s: float) -> None:
     """Starting a world and one collective in it."""
     with Simulator() as simulator:
         for size in (4, 64, 256):
-            for fn in (gather, accel_gather):
+            for name, fn in (("gather", once(gather)), ("accel_gather", once(accel_gather))):
                 fresh = rate(lambda fn=fn, size=size: simulate_groups(fn, size), blocks, budget_s)
                 kept = rate(lambda fn=fn, size=size: simulator.run_groups(fn, size), blocks, budget_s)
-                print(f"  start + one {fn.__name__:<12} {size:>3} ranks: fresh {fresh}, kept threads {kept}")
+                print(f"  start + one {name:<12} {size:>3} ranks: fresh {fresh}, kept threads {kept}")
 
 
 def default_groups(blocks: int, budget_s: float) -> None:
     """Starting a world whose ranks have default groups of their own."""
     for size in (4, 64):
-        own = rate(lambda size=size: simulate_groups(gather, size, default_group=True), blocks, budget_s)
+        own = rate(lambda size=size: simulate_groups(once(gather), size, default_group=True), blocks, budget_s)
         print(f"  start + one gather       {size:>3} ranks with default groups: {own}")
 
 
 def steady(blocks: int, budget_s: float) -> None:
-    """Collectives one after another in one world."""
-    for size in (4, 64):
-        count = 200 if size == 4 else 20
+    """Collectives one after another in one world, its start not counted."""
+    for size in (4, 64, 256):
+        for each in (gather, accel_gather):
+            print(f"  steady {each.__name__:<17} {size:>3} ranks: {steady_rate(each, size, blocks, budget_s)}")
 
-        def many(group: dist.ProcessGroup, count: int = count) -> None:
+
+def steady_rate(collective: Collective, size: int, blocks: int, budget_s: float) -> str:
+    """How many collectives a second all ranks together complete; see `rate`."""
+
+    def rank(group: dist.ProcessGroup, count: int) -> list[float]:
+        run, found = collective(group), list[float]()
+        for _ in range(blocks):
+            started = time.perf_counter()
             for _ in range(count):
-                gather(group)
+                run()
+            found.append((time.perf_counter() - started) / count)
+        return found
 
-        steadily = rate(lambda size=size, many=many: simulate_groups(many, size), blocks, budget_s, times=count)
-        print(f"  steady gather            {size:>3} ranks: {steadily}")
+    tried = simulate_groups(lambda group: rank(group, 2), size)[0][-1]
+    count = max(1, int(budget_s / blocks / max(tried, 1e-6)))
+    return shown(simulate_groups(lambda group: rank(group, count), size, timeout_s=600)[0])
 
 
 def training() -> None:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -181,6 +183,55 @@ def test_a_pipeline_equals_one_process(schedule, seed):
     for part in simulate_groups(rank, RANKS, seed=seed, default_group=True):
         found |= part
     _same([found], _alone())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("schedule", "places"), [(ScheduleInterleaved1F1B, [(0, 2), (1, 3)]), (ScheduleZBVZeroBubble, [(0, 3), (1, 2)])]
+)
+def test_a_pipeline_of_two_stages_a_rank_has_the_gradients_of_one_process(schedule, places, seed):
+    rows, targets = (numbers[0] for numbers in _data())
+    cuts = [0, 1, 2, 4, 5]
+
+    def rank(group):
+        model, mine = _model(), places[group.rank()]
+        stages = [
+            PipelineStage(model[cuts[place] : cuts[place + 1]], place, len(cuts) - 1, torch.device("cpu"))
+            for place in mine
+        ]
+        pipeline = schedule(stages, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        pipeline.step(*([rows] if 0 in mine else []), **({"target": targets} if 3 in mine else {}))
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    model = _model()
+    nn.functional.mse_loss(model(rows), targets).backward()
+    first, second = simulate_groups(rank, 2, seed=seed, default_group=True)
+    assert not first.keys() & second.keys()
+    _same([first | second], {name: each.grad for name, each in model.named_parameters()})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_hook_with_state_of_its_own_and_join_with_zero_keep_ranks_equal(seed):
+    def rank(group):
+        model = DistributedDataParallel(_model())
+        model.register_comm_hook(PowerSGDState(group, start_powerSGD_iter=2), powerSGD_hook)
+        _train(model, _optimizer(model), group.rank(), RANKS)
+        other = DistributedDataParallel(_model())
+        optimizer = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1)
+        with Join([other, optimizer]):
+            _train_some(other, optimizer, steps=[3, 1, 2, 2][group.rank()])
+        return {f"{i} {name}": each for i, one in enumerate((model, other)) for name, each in _full(one.module).items()}
+
+    ranks = simulate_groups(rank, RANKS, seed=seed, default_group=True)
+    _same(ranks[1:], ranks[0])
+    assert not torch.equal(ranks[0]["0 0.weight"], ranks[0]["1 0.weight"])
+
+
+def _train_some(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(_data()[0][step]).square().mean().backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

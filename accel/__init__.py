@@ -12,6 +12,7 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.checkpoint import Keep as Keep
+    from accel.checkpoint import Saving as Saving
     from accel.checkpoint import latest_checkpoint as latest_checkpoint
     from accel.collectives import broadcast as broadcast
     from accel.collectives import broadcast_object_list as broadcast_object_list
@@ -121,7 +122,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "checkpoint": ("Keep", "latest_checkpoint"),
+    "checkpoint": ("Keep", "Saving", "latest_checkpoint"),
     "collectives": (
         "broadcast",
         "broadcast_object_list",

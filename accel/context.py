@@ -120,11 +120,13 @@ def session(
 ) -> Generator[DistContext]:
     """Give a context from the environment, and close what it opened at the end of the block. A collective.
 
-    Arguments and errors are those of `from_env`. After the block the context refuses to communicate.
+    Arguments and errors are those of `from_env`. After the block the context refuses to communicate. The end of the
+    block waits for a save in the background and raises what went wrong with it; after an exception it only waits.
     """
     ctx = from_env(environ, device=device, backend=backend, precision=precision, timeout_s=timeout_s)
     try:
         yield ctx
+        ctx.comm.finish()
     finally:
         close(ctx)
 

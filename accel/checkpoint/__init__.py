@@ -21,6 +21,8 @@ from accel.checkpoint._manifest import encode_manifest as encode_manifest
 from accel.lazy import exports
 
 if TYPE_CHECKING:
+    from accel.checkpoint._background import Saving as Saving
+    from accel.checkpoint._background import save_async as save_async
     from accel.checkpoint._codec import check_tensor as check_tensor
     from accel.checkpoint._codec import decode as decode
     from accel.checkpoint._codec import encode as encode
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._snapshot import Content as Content
 
 _WITH_TORCH = {
+    "_background": ("Saving", "save_async"),
     "_codec": ("check_tensor", "decode", "encode"),
     "_plan": ("Plan", "checksum", "plan_writes", "tied"),
     "_read": ("Saved", "read_checkpoint"),

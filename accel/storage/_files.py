@@ -10,8 +10,8 @@ import mmap
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
@@ -82,8 +82,7 @@ def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
         CheckpointError: the disk failed, is full or forbids it.
     """
     assert is_file_name(name), name
-    with disk_errors(folder / name), ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(sha256, chunks)
+    with disk_errors(folder / name), _hashed_beside(chunks) as digest:
         file = os.open(folder / name, _WRITE_FLAGS, 0o666)
         try:
             for chunk in _coalesce(chunks):
@@ -93,7 +92,7 @@ def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
             os.fsync(file)
         finally:
             os.close(file)
-        return FileEntry(sum(len(chunk) for chunk in chunks), digest.result())
+        return FileEntry(sum(len(chunk) for chunk in chunks), digest())
 
 
 def sync_folder(folder: Path) -> None:
@@ -211,6 +210,23 @@ def open_directory(path: Path, *, follow: bool = True) -> Generator[OpenDirector
         yield OpenDirectory(file, path)
     finally:
         os.close(file)
+
+
+@contextlib.contextmanager
+def _hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], str]]:
+    """Hash chunks on a thread; a pool's would refuse to start while the interpreter waits for the last save."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(sha256(chunks)), name="accel-hash")
+    thread.start()
+
+    def digest() -> str:
+        thread.join()
+        return found[0]
+
+    try:
+        yield digest
+    finally:
+        thread.join()
 
 
 def _coalesce(chunks: Sequence[Bytes]) -> Iterator[Bytes]:

@@ -6,16 +6,57 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, get_args, overload
 
-from accel.checkpoint import Content, Keep, check_keep, check_metrics, read_checkpoint, save, settle
+from accel.checkpoint import (
+    Content,
+    Keep,
+    Saving,
+    check_keep,
+    check_metrics,
+    read_checkpoint,
+    save,
+    save_async,
+    settle,
+)
 from accel.comm import Call, call_site
 from accel.context import DistContext
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, check_choice
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
 from accel.training._restore import finish, match, rollback, try_risky
 
+SaveMode = Literal["sync", "async"]
+
 _LARGEST_STEP = 10**18
+
+
+@overload
+def save_state(
+    ctx: DistContext,
+    out: str | os.PathLike[str],
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    mode: Literal["sync"] = "sync",
+    allow_non_finite: bool = False,
+) -> Path: ...
+
+
+@overload
+def save_state(
+    ctx: DistContext,
+    out: str | os.PathLike[str],
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    mode: Literal["async"],
+    allow_non_finite: bool = False,
+) -> Saving: ...
 
 
 def save_state(
@@ -26,8 +67,9 @@ def save_state(
     step: int,
     keep: int | Keep | None = None,
     metrics: Mapping[str, float] | None = None,
+    mode: SaveMode = "sync",
     allow_non_finite: bool = False,
-) -> Path:
+) -> Path | Saving:
     """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
 
     Every rank writes its share. Parameters and optimizer state are taken to be equal on all ranks; of buffers, records
@@ -42,22 +84,28 @@ def save_state(
         keep: which checkpoints stay: a number from 1, this one and the newest others; or a `Keep`; None for all. They
             are deleted after the commit, and only if they hold nothing but what accel wrote.
         metrics: finite numbers to keep the best by, stored with the checkpoint; rank 0's count.
+        mode: "sync" returns after the commit. "async" returns once every rank has copied its share to host memory, and
+            writes from there; the next save and the end of the session wait for it, and raise what went wrong if its
+            `result` has not been asked for.
         allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
             beside the -inf of masks.
 
     Returns:
-        The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed.
+        The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed; in mode "async", a
+        `Saving`, whose `result` is that.
 
     Raises:
-        ConfigError: no items, a name, step, keep or metric out of range, or a record that is not at a step's end.
+        ConfigError: no items, a name, step, keep, metric or mode out of range, or a record that is not at a step's end.
         CheckpointError: something cannot be stored, another process, which is named, is saving into the folder, or the
             disk failed; the same on every rank, nothing has changed.
         NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
     """
+    ctx.comm.finish()
     error, content, rule, rated = None, None, None, {}
     try:
         _check_step(step)
+        check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
         rule = check_keep(keep)
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
@@ -66,9 +114,10 @@ def save_state(
             check_finite(content)
     except Exception as failure:
         error = failure
-    settle(ctx, Call("save_state", f"step {step}\nkeep {keep}", call_site()), error, b"", bytes)
+    settle(ctx, Call("save_state", f"step {step}\nkeep {keep}\nmode {mode}", call_site()), error, b"", bytes)
     assert isinstance(content, Content)  # settle raised otherwise
-    return save(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
+    write = save_async if mode == "async" else save
+    return write(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
 
 
 def load_state(ctx: DistContext, path: str | os.PathLike[str], items: Mapping[str, object]) -> dict[str, object]:

@@ -56,16 +56,24 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def save_all(world: int, out: Path, run: Run, step: int, keep: int | None) -> None:
+def save_all(world: int, out: Path, run: Run, step: int, keep: int | None, mode: str) -> None:
     def body(ctx: DistContext) -> Path:
+        if mode == "async":
+            return save_state(ctx, out, run.items(), step=step, keep=keep, mode="async").result()
         return save_state(ctx, out, run.items(), step=step, keep=keep)
 
     simulate(body, world) if world > 1 else body(CPU)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("layout", ["fresh", "per_step", "keep_1", "same_step"])
-def test_a_crash_at_any_file_operation_loses_nothing(world: int, layout: str, tmp_path: Path) -> None:
+CASES = [(1, layout, "sync") for layout in ("fresh", "keep_1", "same_step")] + [(2, "keep_1", "async")]
+SLOW = [(2, layout, "sync") for layout in ("fresh", "per_step", "keep_1", "same_step")] + [(1, "per_step", "sync")]
+SLOW += [(world, layout, "async") for world in (1, 2) for layout in ("fresh", "per_step", "same_step")]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "mode"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+)
+def test_a_crash_at_any_file_operation_loses_nothing(world: int, layout: str, mode: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     keep = 1 if layout in ("keep_1", "fresh") else None
     step = 1 if layout == "same_step" else 2
@@ -82,7 +90,7 @@ def test_a_crash_at_any_file_operation_loses_nothing(world: int, layout: str, tm
 
             def work(out: Path = out, run: Run = run, moment: int = moment, after: bool = after) -> None:
                 crash_at(moment, after=after)
-                save_all(world, out, run, step, keep)
+                save_all(world, out, run, step, keep, mode)
 
             code = in_child(work)
             assert code in (DONE, CRASHED)

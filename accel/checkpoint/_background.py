@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving while training goes on: a copy in host memory, written and committed by a thread of each rank.
+
+The threads use no process group, so that they can neither meet nor delay the collectives of training, and a group that
+another framework made needs no second one. They meet in the stage, which all ranks can see anyhow: when a rank has
+written its share it leaves a note there, and rank 0 commits when it has all of them. Training ranks learn the outcome
+in a collective, `Saving.result`, of which the next save and the end of the session make sure.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from accel.checkpoint._cleanup import retain
+from accel.checkpoint._commit import Share, Stage, commit_stage, open_stage, write_share
+from accel.checkpoint._directory import step_name
+from accel.checkpoint._keep import Keep
+from accel.checkpoint._notes import Note, collect_notes, leave_note
+from accel.checkpoint._settle import settle
+from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
+from accel.comm import Call, call_site
+from accel.context import DistContext
+from accel.errors import CheckpointError, describe, rebuild
+
+
+class Saving:
+    """A checkpoint that is being written while training goes on.
+
+    Attributes:
+        path: where it will be once it is committed.
+    """
+
+    def __init__(self, ctx: DistContext, stage: Stage, target: Path, snapshot: Snapshot, keep: Keep | None) -> None:
+        self.path = target
+        self._ctx = ctx
+        self._stage = stage
+        self._keep = keep
+        self._written: Future[Share] = Future()
+        self._committed: Future[None] = Future()
+        self._given_up = threading.Event()
+        self._outcome: Exception | Path | None = None
+        work = contextvars.copy_context()
+        # not a daemon: a program that ends without a word waits for its last checkpoint
+        self._thread = threading.Thread(target=work.run, args=(self._work, snapshot), name=f"accel-save-{target.name}")
+        self._thread.start()
+        ctx.comm.unfinished = self
+
+    def __repr__(self) -> str:
+        return f"Saving({str(self.path)!r}, done={self.done()})"
+
+    def done(self) -> bool:
+        """Whether this rank's thread has ended, well or not. No communication."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait for the commit. A collective the first time.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: the disk failed, or a rank wrote nothing for `timeout_s`; the same on every rank. Nothing
+                has changed.
+        """
+        if self._outcome is None:
+            try:
+                self._outcome = self._settle()
+            except Exception as error:
+                self._outcome = error
+            self._ctx.comm.unfinished = None
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def wait(self) -> None:
+        """Wait for this rank's thread, without communication; a failure goes to the log."""
+        self._thread.join()
+        error = self._written.exception() or self._committed.exception()
+        if error is not None and self._outcome is None:
+            logging.getLogger("accel.checkpoint").error("%s was not saved: %s", self.path, error)
+
+    def _settle(self) -> Path:
+        site = call_site()
+        try:
+            # first what needs no other rank: simulated ranks run one at a time
+            error = self._written.exception()
+            call = Call("Saving.result", self.path.name, site)
+            settle(self._ctx, call, _as_exception(error), b"", bytes)
+        except BaseException:
+            self._given_up.set()
+            self._thread.join()
+            raise
+        self._thread.join()
+        error = self._committed.exception()
+        settle(self._ctx, Call("Saving.result: committing", site=site), _as_exception(error), b"", bytes)
+        return self.path
+
+    def _work(self, snapshot: Snapshot) -> None:
+        stage, rank = self._stage.path, self._ctx.rank
+        try:
+            share = write_share(stage, snapshot)
+            if rank:
+                leave_note(stage, rank, Note(share=share))
+        except Exception as error:
+            if rank:
+                _leave_failure(stage, rank, snapshot, error)
+            self._written.set_exception(error)
+        else:
+            self._written.set_result(share)
+        try:
+            if not rank:
+                self._commit(snapshot)
+        except Exception as error:
+            self._stage.abandon()
+            self._committed.set_exception(error)
+        else:
+            self._stage.close()
+            self._committed.set_result(None)
+
+    def _commit(self, snapshot: Snapshot) -> None:
+        stage, others = self._stage.path, range(1, self._ctx.world_size)
+        notes = collect_notes(stage, others, timeout_s=self._ctx.timeout_s, given_up=self._given_up)
+        shares = [self._written.result()]
+        for rank in others:
+            share, error = notes[rank].share, notes[rank].error
+            if share is None:
+                raise rebuild(error) if error is not None else CheckpointError(f"rank {rank} wrote nothing")
+            shares.append(share)
+        commit_stage(stage, self.path, snapshot, shares)
+        if self._keep is not None:
+            retain(self.path, self._keep)
+
+
+def save_async(
+    ctx: DistContext, out: Path, content: Content, *, step: int, keep: Keep | None, metrics: Mapping[str, float]
+) -> Saving:
+    """Copy what this rank writes, and return while threads write and commit it. A collective.
+
+    Args:
+        ctx, out, content, step, keep, metrics: as of `save`.
+
+    Raises:
+        CheckpointError: another writer is saving, or the disk failed; the same on every rank, nothing has changed.
+        CollectiveMismatch: ranks hold different tensors.
+    """
+    target, site = out / step_name(step), call_site()
+    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site)
+    error = None
+    try:
+        snapshot = _in_host_memory(snapshot)
+    except (RuntimeError, MemoryError) as failure:
+        error = failure
+    stage = open_stage(ctx, target, site, error)
+    try:
+        return Saving(ctx, stage, target, snapshot, keep)
+    except BaseException:  # such as no more threads
+        stage.abandon()
+        raise
+
+
+def _leave_failure(stage: Path, rank: int, snapshot: Snapshot, error: Exception) -> None:
+    """Tell rank 0; where even that cannot be written, `Saving.result` does."""
+    with suppress(OSError):
+        os.unlink(stage / snapshot.file)  # a full disk has room for the note then
+    with suppress(CheckpointError):
+        leave_note(stage, rank, Note(error=describe(error)))
+
+
+def _in_host_memory(snapshot: Snapshot) -> Snapshot:
+    """Copy the tensors, so that training may change its own; wait for the copies."""
+    copies, devices = dict[str, torch.Tensor](), set[torch.device]()
+    for name, tensor in snapshot.tensors.items():
+        live = tensor.detach().resolve_conj().resolve_neg()
+        pinned = live.device.type == "cuda"  # or the copy is not made at the bus's full speed
+        copies[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned).copy_(live, non_blocking=pinned)
+        devices.add(live.device)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return replace(snapshot, tensors=copies)
+
+
+def _as_exception(error: BaseException | None) -> Exception | None:
+    return error if isinstance(error, Exception) else None

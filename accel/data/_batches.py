@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Generator
 from typing import Any
 
@@ -143,6 +144,8 @@ def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Any, Shard]]:
     except AccelError:
         raise
     except Exception as error:  # whatever the user's dataset and collate function raise, and what a dead worker does
+        if loader.num_workers:  # which live as long as a frame holds their iterator
+            traceback.clear_frames(error.__traceback__)
         raise _unread(loader, epoch, asked, f"{type(error).__name__}: {error}") from error
     if not is_last:  # torch takes a StopIteration from the dataset for the end of the epoch
         raise _unread(loader, epoch, asked, "StopIteration")

@@ -119,9 +119,10 @@ def read_steps(
     _warn_of_replay(source, start, replay)
     chunks = _Chunks(source, plan, collate, (epoch, key, start.workers, replay))
     alone = options["num_workers"] == 0
-    with isolated_rng() if alone else contextlib.nullcontext():
-        items = iter(DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options))
-    turns = _Turns(items, start, isolated_rng if alone else contextlib.nullcontext)
+    guard = isolated_rng if alone else contextlib.nullcontext
+    loader = DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
+    with guard():
+        turns = _Turns(iter(loader), start, guard)
     try:
         for skipped in turns.skip():
             _log().warning("skipped %d of %d elements (worker %d)", skipped.elements, skipped.of, skipped.worker)
@@ -135,6 +136,8 @@ def read_steps(
         if not alone:  # let go of the workers: torch reports a death again, anywhere, while their iterator is held
             traceback.clear_frames(error.__traceback__)
         raise
+    finally:
+        turns.close()
 
 
 class _Turns:
@@ -149,6 +152,10 @@ class _Turns:
         self._order = deque(sorted(workers, key=lambda worker: (worker < start.turn, worker)))
         self._waiting: dict[int, deque[_Piece]] = {worker: deque() for worker in workers}
         self._going: set[int] = set()  # said that they have more
+
+    def close(self) -> None:
+        """Let go of the workers, which end with it."""
+        self._items = iter(())
 
     def skip(self) -> Iterator[Skipped]:
         """Wait until all workers are where they start; give what they say until then."""

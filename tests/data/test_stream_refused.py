@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 from collections import UserDict
@@ -69,6 +70,22 @@ def test_alone_the_readers_own_error_is_the_cause():
     assert isinstance(caught.value.__cause__, OSError)
 
 
+@pytest.mark.parametrize("how", ["an error", "a break"])
+def test_a_loop_that_is_left_leaves_no_worker_behind(how):
+    ctx, before = accel.single(), multiprocessing.active_children()
+    batches = accel.batches(ctx, make_loader(ctx, Broken(99), "own", 2, num_workers=2), Cursor())
+    for _ in range(3):
+        _ = next(batches)
+    assert len(multiprocessing.active_children()) == len(before) + 2
+    if how == "a break":
+        batches.close()
+    else:
+        with pytest.raises(DataError, match="the disk is gone") as caught:
+            list(batches)
+        assert caught.value.__cause__ is not None
+    assert multiprocessing.active_children() == before
+
+
 class Dying(IterableDataset):
     """Its worker is killed."""
 
@@ -82,7 +99,12 @@ def test_a_worker_that_dies(ranks, mode):
         dies = ctx.rank == 0
         return make_loader(ctx, Dying() if dies else Stream(100), mode, 1, num_workers=int(dies), timeout=int(dies))
 
-    _everywhere(ranks, make, DataError, "rank 0: reading the stream failed: RuntimeError: DataLoader worker", world=2)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises in the main thread, which is no rank's here
+    try:
+        said = "rank 0: reading the stream failed: RuntimeError: DataLoader worker"
+        _everywhere(ranks, make, DataError, said, world=2)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "own"])

@@ -139,7 +139,8 @@ def simulate(
     Raises:
         Deadlock: ranks wait for each other, or a call was made that others never joined.
         CollectiveMismatch: ranks made calls that do not fit together.
-        SimulationError: the run took longer than `timeout_s`, or torch lacks what `default_group` needs.
+        SimulationError: the run took longer than `timeout_s`, `fn` is a coroutine or generator and so has not run, a
+            thread could not start, or torch lacks what `default_group` needs.
         FaultNotReached: all went well, because the run ended before a fault was due.
         ConfigError: an argument is outside its range.
         BaseException: whatever `fn` raised first on a rank, with notes on which rank, and which were left waiting.

@@ -98,11 +98,13 @@ class KeptThreads:
                 worker.retire()
 
     def _idle_worker(self) -> KeptWorker | None:
-        while self._idle:
-            worker = self._idle.pop()
+        while True:
+            try:
+                worker = self._idle.pop()
+            except IndexError:  # none left, or another thread took the last
+                return None
             if worker.alive:
                 return worker
-        return None
 
     def close(self) -> None:
         """End all idle workers and wait for them."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import accel
 from accel.testing import SimulationError, Simulator, _process, _world, simulate, simulate_groups
 
 REAL = (signal.signal, signal.getsignal, signal.raise_signal)
@@ -179,6 +180,22 @@ def test_a_simulator_goes_on_in_a_forked_process():
         assert simulator.run(lambda ctx: ctx.rank, 3) == [0, 1, 2]
         assert _in_a_fork(lambda: 7 if simulator.run(lambda ctx: ctx.rank, 3) == [0, 1, 2] else 1) == 7
         assert simulator.run(lambda ctx: ctx.rank, 3) == [0, 1, 2]
+
+
+def test_a_simulator_serves_several_threads():
+    found: dict[int, list[list[int]]] = {}
+
+    with Simulator() as simulator:
+
+        def serve(size: int) -> None:
+            found[size] = [simulator.run(lambda ctx: len(accel.gather_object(ctx, None)), size) for _ in range(50)]
+
+        threads = [threading.Thread(target=serve, args=(size,)) for size in (1, 2, 3, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {size: [[size] * size] * 50 for size in (1, 2, 3, 4)}
 
 
 def test_the_process_is_as_it_was_when_a_run_fails_at_its_start(monkeypatch):

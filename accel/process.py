@@ -14,6 +14,7 @@ import torch
 from accel.comm import Call, as_bytes, as_tensor, exchange, fail, shared_failure, start
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
+from accel.tree import leaves, map_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -161,29 +162,33 @@ def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -
 
     Args:
         ctx: the context.
-        inputs: a list, tuple, tensor or anything sliced by position (an array); or a dict of equally long ones. The
-            caller's object is left as it is.
+        inputs: a list, tuple, tensor or anything sliced by position (an array); or a dict, namedtuple, dataclass,
+            Struct or kind of `ctx.containers` of equally long ones, nested if need be; and None. The caller's object
+            is left as it is.
         pad: repeat the last element so that every rank's part is equally long; drop the surplus after gathering.
 
     Returns:
         A part of the same type. No communication.
 
     Raises:
-        ConfigError: values of a dict differ in length, an object that has no positions, or one that cannot be padded;
-            on every rank.
+        ConfigError: parts of different lengths, an object that has no positions, or one that cannot be padded; by its
+            path, on every rank.
+        TreeError: a container that cannot be taken apart, by its path; on every rank.
     """
-    if isinstance(inputs, dict):
-        parts = cast(dict[Any, Any], inputs)
-        lengths = {key: _length(value, f"$[{key!r}]") for key, value in parts.items()}
-        if len(set(lengths.values())) > 1:
-            raise ConfigError(
-                "values of different lengths cannot be split together",
-                expected="equal lengths",
-                got=str(lengths),
-                where="split_between_processes",
-            )
-        return cast(T, {key: _part(ctx, value, lengths[key], pad) for key, value in parts.items()})
-    return cast(T, _part(ctx, inputs, _length(inputs, "$"), pad))
+    sliced = functools.partial(_is_sliced, tuple(container.kind for container in ctx.containers))
+    found = leaves(inputs, ctx.containers, is_leaf=sliced)
+    lengths = {path: _length(part, path, sliced) for path, part in found if part is not None}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(
+            "values of different lengths cannot be split together",
+            expected="equal lengths",
+            got=", ".join(f"{length} at {path}" for path, length in lengths.items()),
+            where="split_between_processes",
+        )
+    length = max(lengths.values(), default=0)
+    return map_leaves(
+        lambda part: None if part is None else _part(ctx, part, length, pad), inputs, ctx.containers, is_leaf=sliced
+    )
 
 
 def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
@@ -205,17 +210,24 @@ def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
     )
 
 
-def _length(inputs: object, where: str) -> int:
-    refused = isinstance(inputs, str | bytes | Mapping) or hasattr(inputs, "_fields")  # a namedtuple has no slices
-    if not refused and isinstance(inputs, _Sliceable):
+def _is_sliced(others: tuple[type, ...], inputs: object) -> bool:
+    """Whether something is cut by position, and not taken apart."""
+    if isinstance(inputs, (str, bytes, Mapping, *others)) or hasattr(inputs, "_fields"):  # a namedtuple has no slices
+        return False
+    if isinstance(inputs, _Sliceable):
         with contextlib.suppress(TypeError):  # a 0-d tensor or array has no length, a deque no slices
-            length = len(cast(_Sliceable, inputs))
-            cast(_Sliceable, inputs)[:0]
-            return length
+            _ = len(inputs), inputs[:0]
+            return True
+    return False
+
+
+def _length(inputs: Any, where: str, sliced: Callable[[object], bool]) -> int:
+    if sliced(inputs):
+        return len(inputs)
     raise ConfigError(
         "this cannot be split by position",
-        expected="a list, tuple, tensor, array, or a dict of them",
-        got=type(cast(object, inputs)).__name__,
+        expected="a list, tuple, tensor, array, or a container of them",
+        got=type(inputs).__name__,
         where=f"split_between_processes, {where}",
     )
 

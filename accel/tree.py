@@ -50,12 +50,13 @@ _Trail = tuple[Any, object] | None  # the same for the container that a node is 
 _ATOMS = (torch.Tensor, str, bytes, bytearray, memoryview, int, float, complex, type(None))
 
 
-def leaves(tree: object, containers: Containers = ()) -> list[Leaf]:
+def leaves(tree: object, containers: Containers = (), *, is_leaf: Callable[[object], bool] | None = None) -> list[Leaf]:
     """List the leaves of a tree with their paths, depth first, in the containers' own order.
 
     Args:
         tree: any nesting of containers.
         containers: further kinds of containers.
+        is_leaf: takes what it holds for as a leaf, even if it is a container, known or not.
 
     Returns:
         Pairs of path (such as `$.inputs[0]`) and leaf.
@@ -63,13 +64,14 @@ def leaves(tree: object, containers: Containers = ()) -> list[Leaf]:
     Raises:
         TreeError: a container of an unknown kind, or one that contains itself, named by its path.
     """
-    return [(path, node) for path, node, is_leaf in nodes(tree, containers) if is_leaf]
+    with _bounded():
+        return [(path, node) for path, node, ends in _nodes(tree, None, containers, is_leaf) if ends]
 
 
 def nodes(tree: object, containers: Containers = ()) -> list[tuple[str, Any, bool]]:
     """List path, node, and whether it is a leaf, of everything in a tree; containers before what is in them."""
     with _bounded():
-        return list(_nodes(tree, None, containers))
+        return list(_nodes(tree, None, containers, None))
 
 
 def tensors(tree: object, containers: Containers = ()) -> list[tuple[str, torch.Tensor]]:
@@ -137,12 +139,14 @@ def _bounded() -> Generator[None]:
         ) from error
 
 
-def _nodes(node: object, trail: _Trail, containers: Containers) -> Iterator[tuple[str, Any, bool]]:
-    parts = _parts(node, trail, containers)
+def _nodes(
+    node: object, trail: _Trail, containers: Containers, is_leaf: Callable[[object], bool] | None
+) -> Iterator[tuple[str, Any, bool]]:
+    parts = None if is_leaf is not None and is_leaf(node) else _parts(node, trail, containers)
     yield _path(trail), node, parts is None
     if parts is not None:
         for key, child in zip(*parts, strict=True):
-            yield from _nodes(child, (trail, key), containers)
+            yield from _nodes(child, (trail, key), containers, is_leaf)
 
 
 def _flatten(node: object, trail: _Trail, containers: Containers, found: list[Any], tokens: list[str]) -> None:

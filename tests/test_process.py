@@ -7,7 +7,9 @@ import collections
 import dataclasses
 import functools
 import io
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accel
-from accel import CheckpointError, CollectiveMismatch, ConfigError, PeerError
+from accel import CheckpointError, CollectiveMismatch, ConfigError, PeerError, TreeError
 from accel.process import agree, agreed
 
 worlds = st.integers(1, 8)
@@ -322,21 +324,44 @@ def test_a_dict_is_split_value_by_value_and_left_as_it_was(size, length):
     [
         ("a prompt", r"got str.*, \$"),
         (b"bytes", "got bytes"),
-        ({1, 2}, "got set"),
         (5, "got int"),
         (torch.tensor(5), "got Tensor"),
         (np.array(5), "got ndarray"),
-        ({"a": [1, 2], "b": "cd"}, r"got str.*\$\['b'\]"),
-        ({"a": {"b": [1]}}, r"got dict.*\$\['a'\]"),
-        (collections.UserDict(a=[1]), "got UserDict"),
-        (collections.deque([1, 2]), "got deque"),
-        (collections.namedtuple("Batch", "x y")([1], [2]), "got Batch"),
-        ({"a": [1, 2], "b": [1]}, "different lengths.*'a': 2, 'b': 1"),
+        ({"a": [1, 2], "b": "cd"}, r"got str.*, \$\.b"),
+        ({"a": {"b": [1], "c": 5}}, r"got int.*, \$\.a\.c"),
+        ({"a": [1, 2], "b": {"c": [1]}}, r"different lengths.*2 at \$\.a, 1 at \$\.b\.c"),
     ],
 )
 def test_what_has_no_positions_is_refused(inputs, said):
     with pytest.raises(ConfigError, match=said):
         accel.split_between_processes(accel.single(), inputs)
+
+
+@pytest.mark.parametrize("inputs", [{1, 2}, collections.UserDict(a=[1]), collections.deque([1, 2])])
+def test_unknown_containers_are_refused_by_their_path(inputs):
+    with pytest.raises(TreeError, match=rf"got {type(inputs).__name__} - at \$\.x"):
+        accel.split_between_processes(accel.single(), {"x": inputs})
+
+
+class Batch(msgspec.Struct, frozen=True):
+    ids: Any
+    more: Any = None
+
+
+@relaxed
+@given(size=worlds, length=st.integers(0, 9), pad=st.booleans())
+def test_containers_are_taken_apart_and_sequences_cut(size, length, pad):
+    Pair = collections.namedtuple("Pair", "x y")
+    rows = list(range(length))
+    known = accel.Container(collections.UserDict, dict, lambda old, children: collections.UserDict(children))
+    whole = {"a": Batch(rows, Pair(torch.arange(length), None)), "b": collections.UserDict(ids=tuple(rows))}
+    for rank, expected in enumerate(_parts(size, rows, pad=pad)):
+        ctx = dataclasses.replace(accel.single(), rank=rank, world_size=size, containers=(known,))
+        part = accel.split_between_processes(ctx, whole, pad=pad)
+        assert type(part["a"]) is Batch
+        assert part["a"].ids == part["a"].more.x.tolist() == list(part["b"]["ids"]) == expected
+        assert type(part["b"]) is collections.UserDict
+        assert part["a"].more.y is None
 
 
 @pytest.mark.parametrize("length", [4, 5])

@@ -91,7 +91,7 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     places = exchange_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
     check_places(places, loader.world_size)
     duplicate = loader.rank in places[: ctx.rank]
-    for data, part in moved(_read(loader, epoch), ctx.device, ahead=loader.num_workers > 0):
+    for data, part in moved(_read(ctx, loader, epoch), ctx.device, ctx.containers, ahead=loader.num_workers > 0):
         yield Batch(data, part.valid, part.rows, part.is_last, part.next, duplicate)
 
 
@@ -110,7 +110,7 @@ def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
     return plan_epoch(loader.source, cursor)
 
 
-def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Any, Shard]]:
+def _read(ctx: DistContext, loader: Loader, epoch: Epoch) -> Generator[tuple[Any, Shard]]:
     """Give what is read for this rank's shards, with them; workers end with this, unless they persist."""
     at = epoch.cursor
     key = Key(at.seed).fold_in("worker", at.epoch, *([] if loader.source.salt is None else [loader.source.salt]))
@@ -137,7 +137,7 @@ def _read(loader: Loader, epoch: Epoch) -> Generator[tuple[Any, Shard]]:
         with contextlib.nullcontext(make(asked)) if persist is None else persist.lend(make, asked) as reader:
             for step, data in enumerate(reader):
                 if step == 0:
-                    check_movable(data)
+                    check_movable(data, ctx.containers)
                 part = asked.parts.popleft()
                 is_last = part.is_last
                 yield data, part

@@ -6,13 +6,13 @@ A copy from pinned memory runs behind the host's back, which is safe on CUDA onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from accel.errors import TreeError
-from accel.tree import map_leaves
+from accel.tree import Container, map_leaves
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -28,39 +28,43 @@ class _Pinnable(Protocol):
     def pin_memory(self) -> object: ...
 
 
-def moved(items: Iterator[tuple[Any, T]], device: torch.device, *, ahead: bool) -> Generator[tuple[Any, T]]:
+def moved(
+    items: Iterator[tuple[Any, T]], device: torch.device, containers: Sequence[Container] = (), *, ahead: bool
+) -> Generator[tuple[Any, T]]:
     """Give each batch on the device, with what came along with it.
 
     Args:
         items: pairs of a batch, any nesting of containers or an object with `.to`, and anything.
         device: where to.
+        containers: further kinds of containers.
         ahead: on CUDA, whether to read and copy one batch ahead of the one that is given. The first is not held up.
     """
     if device.type != "cuda":
         for data, other in items:
-            yield to_device(data, device), other
+            yield to_device(data, device, containers), other
         return
-    copier = _Copier(device)
+    copier = _Copier(device, containers)
     for data, other in one_ahead(items, copier.start) if ahead else _each(items, copier.start):
         yield copier.finish(data), other
 
 
-def to_device(data: Any, device: torch.device) -> Any:
+def to_device(data: Any, device: torch.device, containers: Sequence[Container] = ()) -> Any:
     """Return a batch on the device, the very same if that is the CPU; the host waits for the copy.
 
     Args:
         data: nested containers of tensors and of objects with `.to`, or one such object; the rest is kept.
         device: where to.
+        containers: further kinds of containers.
 
     Raises:
         TreeError: a container that cannot be taken apart and has no `.to`.
     """
-    return data if device.type == "cpu" else _map_movable(lambda leaf: leaf.to(device), data)
+    return data if device.type == "cpu" else _map_movable(lambda leaf: leaf.to(device), data, containers)
 
 
-def check_movable(data: Any) -> None:
+def check_movable(data: Any, containers: Sequence[Container] = ()) -> None:
     """Raise `TreeError` for a batch that could not be moved to another device, wherever it is used now."""
-    _map_movable(lambda leaf: leaf, data)
+    _map_movable(lambda leaf: leaf, data, containers)
 
 
 def pin(data: Any) -> Any:
@@ -119,8 +123,9 @@ class _Copy:
 class _Copier:
     """Copies to a CUDA device on a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, containers: Sequence[Container]) -> None:
         self._device = device
+        self._containers = containers
         self._side = torch.cuda.Stream(device)
 
     def start(self, data: Any) -> _Copy:
@@ -134,7 +139,7 @@ class _Copier:
                 tensors.append(leaf.to(self._device, non_blocking=leaf.is_pinned()))
             return tensors[-1]
 
-        return _Copy(_map_movable(copy, data), self._side.record_event(), tensors)
+        return _Copy(_map_movable(copy, data, self._containers), self._side.record_event(), tensors)
 
     def finish(self, copy: _Copy) -> Any:
         """Let what is computed from now on wait for the copy; return the batch."""
@@ -145,9 +150,10 @@ class _Copier:
         return copy.data
 
 
-def _map_movable(move: Callable[[Any], object], data: Any) -> Any:
+def _map_movable(move: Callable[[Any], object], data: Any, containers: Sequence[Container]) -> Any:
     return map_leaves(
         lambda leaf: move(leaf) if isinstance(leaf, _Movable) else leaf,
         data,
+        containers,
         is_leaf=lambda node: isinstance(node, _Movable),
     )

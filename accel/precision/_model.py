@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,21 +26,24 @@ class InFp32(nn.Module):
     """What a submodule becomes that computes in fp32 within an autocast."""
 
     _accel_device_type = "cpu"  # no name that a user's module may have
+    _accel_containers: Sequence[trees.Container] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on fp32 inputs, without autocast."""
         with torch.autocast(self._accel_device_type, enabled=False):
-            return cast(Any, super()).forward(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+            args, kwargs = _cast((args, kwargs), torch.float32, self._accel_containers)
+            return cast(Any, super()).forward(*args, **kwargs)
 
 
 class WithOutputs(nn.Module):
     """What a model becomes whose outputs are converted."""
 
     _accel_outputs = torch.float32
+    _accel_containers: Sequence[trees.Container] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward and convert what comes out."""
-        return _cast(cast(Any, super()).forward(*args, **kwargs), self._accel_outputs)
+        return _cast(cast(Any, super()).forward(*args, **kwargs), self._accel_outputs, self._accel_containers)
 
 
 def apply_precision(ctx: DistContext, model: M) -> M:
@@ -71,11 +75,11 @@ def apply_precision(ctx: DistContext, model: M) -> M:
         layers = fp8_layers(model, precision.fp8, spared)
     _convert(_formats(model, precision, spared))
     for name in spared:  # those inside of others too: a list of modules has no forward that would cover its own
-        _become(model.get_submodule(name), InFp32, _accel_device_type=ctx.device.type)
+        _become(model.get_submodule(name), InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
     if precision.fp8 is not None and layers:
         convert_layers(model, precision.fp8, layers)
     if precision.outputs is not None:
-        _become(model, WithOutputs, _accel_outputs=DTYPES[precision.outputs])
+        _become(model, WithOutputs, _accel_outputs=DTYPES[precision.outputs], _accel_containers=ctx.containers)
     return model
 
 
@@ -131,5 +135,5 @@ def _has_fp8(model: nn.Module) -> bool:
     return any(type(module).__module__.startswith(packages) for module in model.modules())
 
 
-def _cast(tree: T, dtype: torch.dtype) -> T:
-    return trees.map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+def _cast(tree: T, dtype: torch.dtype, containers: Sequence[trees.Container]) -> T:
+    return trees.map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree, containers)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers that a context knows, in what is read, computed and measured with it."""
+
+from __future__ import annotations
+
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import accel
+from accel import Container, Cursor, TreeError
+from accel.data._transfer import to_device
+
+KNOWN = [Container(UserDict, dict, lambda old, children: type(old)(children))]
+
+
+class Encoding(UserDict):
+    """What a tokenizer returns."""
+
+
+def _collate(rows: list[int]) -> Encoding:
+    return Encoding(ids=torch.tensor(rows))
+
+
+def test_batches_hold_them_and_their_metrics_are_gathered(ranks):
+    def rank(ctx, containers):
+        ctx = accel.replace(ctx, containers=containers)
+        loader = accel.prepare_loader(ctx, DataLoader(list(range(5)), batch_size=2, collate_fn=_collate))
+        found = [accel.gather_for_metrics(ctx, batch.data, batch) for batch in accel.batches(ctx, loader, Cursor())]
+        assert {type(each) for each in found} == {Encoding}
+        return sorted(torch.cat([each["ids"] for each in found]).tolist())
+
+    assert ranks.run(lambda ctx: rank(ctx, KNOWN), 2) == [list(range(5))] * 2
+    with pytest.raises(TreeError, match="got Encoding"):
+        rank(accel.single(), [])
+
+
+def test_they_move_to_a_device():
+    moved = to_device([Encoding(x=torch.ones(2))], torch.device("meta"), KNOWN)
+    assert type(moved[0]) is Encoding
+    assert moved[0]["x"].device.type == "meta"
+    with pytest.raises(TreeError, match=r"got Encoding - at \$\[0\]"):
+        to_device([Encoding(x=torch.ones(2))], torch.device("meta"))
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Encoding) -> Encoding:
+        return Encoding(logits=self.inner(x["x"]).to(torch.bfloat16))
+
+
+def test_outputs_and_inputs_of_converted_modules():
+    ctx = accel.replace(accel.single(), precision=accel.Precision(outputs="fp32"), containers=KNOWN)
+    model = accel.apply_precision(ctx, Answering())
+    assert model(Encoding(x=torch.ones(1, 2)))["logits"].dtype == torch.float32
+    outer = nn.Sequential(Answering())
+    accel.apply_precision(accel.replace(ctx, precision=accel.Precision(compute="bf16", fp32_modules=("0",))), outer)
+    assert type(outer(Encoding(x=torch.ones(1, 2, dtype=torch.bfloat16)))) is Encoding

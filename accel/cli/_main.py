@@ -20,7 +20,11 @@ class Command(NamedTuple):
     module: str
 
 
-COMMANDS = (Command("launch", "run a script on N processes of this machine", "accel.cli._launch"),)
+COMMANDS = (
+    Command("launch", "run a script on N processes of this machine", "accel.cli._launch"),
+    Command("config", "say how to launch, once, in a file", "accel.cli._config"),
+    Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:

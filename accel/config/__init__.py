@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
+    from accel.config._accelerate import Imported as Imported
+    from accel.config._accelerate import LeftOut as LeftOut
+    from accel.config._accelerate import import_accelerate as import_accelerate
     from accel.config._files import DEFAULT_FILE as DEFAULT_FILE
     from accel.config._files import decode as decode
     from accel.config._files import encode as encode
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 __getattr__ = exports(
     __name__,
     {
+        "_accelerate": ("Imported", "LeftOut", "import_accelerate"),
         "_files": ("DEFAULT_FILE", "decode", "encode", "read_config"),
         "_record": ("FIELDS", "LaunchConfig"),
         "_resolve": ("CONFIG_VARIABLE", "ConfigFile", "Resolved", "Source", "resolve"),

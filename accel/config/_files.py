@@ -29,13 +29,7 @@ def read_config(path: str) -> ConfigFile:
     Raises:
         ConfigError: it cannot be read, or is malformed; the message has line and column.
     """
-    if path.lower().endswith((".yaml", ".yml")):
-        raise ConfigError(
-            "not a file of accel",
-            expected="a file in TOML or JSON",
-            got=repr(path),
-            fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.",
-        )
+    _refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
     return ConfigFile(path=path, values=decode_values(read_text(path), path))
 
 
@@ -82,7 +76,11 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
         config: the record.
         path: its suffix decides the format.
         only: fields to set; TOML shows the others as comments, JSON leaves them out. None sets all.
+
+    Raises:
+        ConfigError: the suffix is YAML's.
     """
+    _refuse_yaml(path, fix="Write `accel.toml` or `accel.json`.")
     values = {field.name: getattr(config, field.name) for field in FIELDS}
     if path.lower().endswith(".json"):
         chosen = {name: value for name, value in values.items() if only is None or name in only}
@@ -95,6 +93,11 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
         lines.append(f"{mark}{field.name} = {_toml(values[field.name])}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
+
+
+def _refuse_yaml(path: str, *, fix: str) -> None:
+    if path.lower().endswith((".yaml", ".yml")):
+        raise ConfigError("not a format of accel", expected="a file in TOML or JSON", got=repr(path), fix=fix)
 
 
 def _toml(value: object) -> str:

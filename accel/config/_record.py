@@ -24,11 +24,11 @@ Auto = Literal["auto"]
 _PRECISIONS = {
     "auto": "what the script says, fp32 if it says nothing",
     "fp32": "full precision: exact, slow on GPUs",
-    "tf32": "fp32 with faster, rounded matrix products on NVIDIA GPUs since Ampere",
-    "bf16": "half the memory traffic and much faster; the range of fp32, so no loss scale",
+    "tf32": "fp32 with faster, rounded products; NVIDIA GPUs since Ampere",
+    "bf16": "half the memory traffic, much faster; needs no loss scale",
     "fp16": "for GPUs without bf16; needs the loss scale",
     "pure-bf16": "parameters in bf16 too: least memory, less exact updates",
-    "fp8": "bf16 with linear layers in fp8: needs Hopper or newer, and the extra `torchao`",
+    "fp8": "bf16 with linear layers in fp8; Hopper or newer, extra `torchao`",
 }
 
 
@@ -43,7 +43,6 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count | Auto,
         Meta(
             description="How many processes to start on this machine; auto: one per visible GPU, one without GPUs.",
-            extra={"asked": True},
         ),
     ] = 1
     device: Annotated[
@@ -53,7 +52,6 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
             examples=["auto", "cpu", "cuda", "cuda:1"],
             description="What kind of device to compute on; auto: the GPU of each process, the CPU without GPUs.",
             extra={
-                "asked": True,
                 "shorthand": ("--cpu", "cpu"),
                 "choices": {
                     "auto": "GPUs where there are any, else the CPU",
@@ -67,14 +65,13 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | Literal["all"],
         Meta(
             description="Which of the visible GPUs to use, counted from 0.",
-            extra={"asked": True},
         ),
     ] = "all"
     precision: Annotated[
         PrecisionName | Auto,
         Meta(
             description="What to compute in; auto: what the script says.",
-            extra={"asked": True, "choices": _PRECISIONS},
+            extra={"choices": _PRECISIONS},
         ),
     ] = "auto"
     backend: Annotated[

@@ -28,7 +28,6 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         metavar: what stands for a value in a usage line; empty for a flag that needs none.
         choices: names that it takes, each with its meaning; empty if no meaning is worth a line.
         shorthand: a flag, and the value that it stands for; None for most.
-        asked: whether `accel config` asks for it.
         type: what msgspec checks.
         kinds: the alternatives of that type.
     """
@@ -42,9 +41,13 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     metavar: str
     choices: Mapping[str, str]
     shorthand: tuple[str, str] | None
-    asked: bool
     type: Any
     kinds: tuple[inspect.Type, ...]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes more than some names."""
+        return any(not isinstance(kind, inspect.LiteralType) for kind in self.kinds)
 
 
 def fields_of(record: type[msgspec.Struct]) -> tuple[Field, ...]:
@@ -117,7 +120,6 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
         metavar=next((found for kind in kinds if (found := _metavar(kind)) is not None), "NAME"),
         choices=extra.get("choices", {}),
         shorthand=extra.get("shorthand"),
-        asked=extra.get("asked", False),
         type=info.type,
         kinds=kinds,
     )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel config`: ask for a launch's configuration, write a first one, show which holds, take over Accelerate's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from accel.cli._flags import add_fields, resolve_flags
+from accel.cli._menu import Option, choose, has_arrow_keys
+from accel.cli._parser import Parser
+from accel.cli._questions import describe_machine, interview, suggest
+from accel.config import DEFAULT_FILE, FIELDS, LaunchConfig, encode, import_accelerate, read_config, resolve, to_text
+from accel.errors import ConfigError, did_you_mean
+from accel.launch import read_machine
+
+_USAGE = """accel config [--output FILE]
+       accel config default [--output FILE] [--force]
+       accel config show [--config FILE] [flags of accel launch]
+       accel config import FILE [--output FILE] [--force]"""
+_ABOUT = f"""Ask how to launch on this machine, and write the answers to {DEFAULT_FILE}.
+`default` writes what this machine suggests, unasked; `show` prints what holds and who said so;
+`import` takes over a file of Accelerate."""
+
+
+def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run one of the commands of `accel config`; return the exit status."""
+    commands: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
+        "default": _default,
+        "show": _show,
+        "import": _import,
+    }
+    if not words or words[0].startswith("-"):
+        return _interactive(words, environ)
+    if words[0] not in commands:
+        raise ConfigError("unknown command", got=repr(words[0]), fix=did_you_mean(words[0], commands))
+    return commands[words[0]](words[1:], environ)
+
+
+def _interactive(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    path: str = _parser("accel config").read(words).output
+    machine, arrows = read_machine(), has_arrow_keys(environ)
+    replaces = os.path.lexists(path)
+    present = dict(read_config(path).values) if replaces else {}
+    _ = resolve({}, {}, read_config(path) if replaces else None)
+    print(describe_machine(machine))
+    print("Arrow keys move, Enter takes, Ctrl-C leaves." if arrows else "An empty line takes what is in brackets.")
+    try:
+        answers = interview(machine, present, arrows=arrows)
+        text = encode(LaunchConfig(**answers), path, only=answers)
+        print(f"\n{_only_set(text)}")
+        options = [Option("yes", f"{path} is replaced" if replaces else f"to {path}"), Option("no")]
+        if choose("Write this?", options, "yes", arrows=arrows) == "no":
+            print("Nothing has been written.")
+            return 1
+    except KeyboardInterrupt:
+        print("\nNothing has been written.")
+        return 130
+    _write(path, text, force=True)
+    return 0
+
+
+def _default(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+    known = _parser("accel config default", force=True).read(words)
+    suggested = suggest(read_machine())
+    _write(known.output, encode(LaunchConfig(**suggested), known.output, only=suggested), force=known.force)
+    return 0
+
+
+def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = Parser("accel config show", usage=_USAGE, description=_ABOUT)
+    add_fields(parser)
+    resolved = resolve_flags(parser.read(words), environ)
+    values = {field.name: to_text(getattr(resolved.config, field.name)) for field in FIELDS}
+    rows = [(name, value, str(resolved.sources[name])) for name, value in values.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, value, source in rows:
+        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}")
+    return 0
+
+
+def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+    parser = _parser("accel config import", force=True)
+    _ = parser.add_argument("file", help="a file of Accelerate, YAML or JSON")
+    known = parser.read(words)
+    imported = import_accelerate(known.file)
+    text = encode(imported.config, known.output, only=imported.fields)
+    for name in imported.fields:
+        print(f"{name} = {to_text(getattr(imported.config, name))}")
+    if imported.left_out:
+        print("\nLeft out:")
+    for key, value, why in imported.left_out:
+        print(f"  {key}: {_short(value)} - {why}")
+    _write(known.output, text, force=known.force)
+    return 0
+
+
+def _parser(prog: str, *, force: bool = False) -> Parser:
+    parser = Parser(prog, usage=_USAGE, description=_ABOUT)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    _ = parser.add_argument(
+        "--output", metavar="FILE", default=DEFAULT_FILE, help=f"what to write, TOML or .json (default: {DEFAULT_FILE})"
+    )
+    if force:
+        _ = parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    return parser
+
+
+def _write(path: str, text: str, *, force: bool) -> None:
+    try:
+        with open(path, "w" if force else "x", encoding="utf-8") as file:
+            _ = file.write(text)
+    except FileExistsError:
+        raise ConfigError("there is a file already", got=repr(path), fix="Replace it with --force.") from None
+    except OSError as error:
+        raise ConfigError("the file cannot be written", got=str(error.strerror), where=path) from None
+    print(f"Wrote {path}.")
+
+
+def _only_set(text: str) -> str:
+    lines = text.splitlines()
+    return "\n".join(f"  {line}" for line in lines if line and not line.startswith("#"))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

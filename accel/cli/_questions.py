@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `accel config` asks, and what it suggests for a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel.cli._menu import Option, ask, choose
+from accel.config import FIELDS, Field, LaunchConfig, from_text, to_text
+from accel.formats import PrecisionName
+from accel.launch import Machine
+
+_FIRST = ("device", "gpu_ids", "nproc_per_node", "precision")  # the others are asked for on demand
+_OTHER = "other"
+
+
+def describe_machine(machine: Machine) -> str:
+    """Return one line on what processes would share."""
+    cores = f"{machine.cores} CPU core{'s' if machine.cores != 1 else ''}"
+    names = [gpu.name for gpu in machine.gpus]
+    gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return f"This machine: {cores}, {gpus or 'no GPU that the driver knows'}."
+
+
+def suggest(machine: Machine) -> dict[str, Any]:
+    """Return the fields for which this machine suggests another value than the default."""
+    if not machine.gpus:
+        return {}
+    precision: PrecisionName = "bf16" if min(gpu.generation for gpu in machine.gpus) >= 8 else "fp16"
+    return {"nproc_per_node": "auto", "precision": precision}
+
+
+def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> dict[str, Any]:
+    """Ask for the fields one by one.
+
+    Args:
+        machine: what it is about.
+        present: the fields that are set already.
+        arrows: whether menus are moved through by arrow keys.
+
+    Returns:
+        What was answered, and what was set already and not asked for.
+
+    Raises:
+        ConfigError: the input ended.
+    """
+    answers = dict(present)
+    suggested = suggest(machine) | dict(present)
+    fields = {field.name: field for field in FIELDS}
+    for name in _FIRST:
+        if name == "gpu_ids" and (len(machine.gpus) < 2 or answers["device"] == "cpu"):
+            continue
+        default = suggested.get(name, fields[name].default)
+        if name == "nproc_per_node" and answers["device"] == "cpu" and name not in present:
+            default = fields[name].default
+        answers[name] = _answer(fields[name], default, answers, arrows=arrows)
+        if name == "device" and answers[name] == "cpu":
+            _ = answers.pop("gpu_ids", None)
+    more = [Option("no", "take what is there"), Option("yes", "backend, time-outs, threads, output")]
+    if choose("Look at the other settings too?", more, "no", arrows=arrows) == "yes":
+        for field in FIELDS:
+            if field.name not in _FIRST:
+                default = suggested.get(field.name, field.default)
+                answers[field.name] = _answer(field, default, answers, arrows=arrows)
+    return answers
+
+
+def _answer(field: Field, default: Any, answers: Mapping[str, Any], *, arrows: bool) -> Any:
+    def check(said: str) -> LaunchConfig:
+        return LaunchConfig(**{**answers, field.name: from_text(field, said, where=field.name)})
+
+    spelled = to_text(default)
+    about = f"{field.doc.partition(';')[0].rstrip('.')}."
+    options = [Option(name, meaning) for name, meaning in field.choices.items()]
+    if not field.metavar:
+        options = [Option("true"), Option("false")]
+    elif options and field.is_open:
+        if spelled not in field.choices:
+            options.append(Option(spelled, "as it is"))
+        options.append(Option(_OTHER, field.expects))
+    text = choose(about, options, spelled, arrows=arrows) if options else _OTHER
+    if text == _OTHER:
+        text = ask(f"{about if options else field.doc} Takes {field.expects}.", spelled, check)
+    return from_text(field, text, where=field.name)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration file of Accelerate says in our words, and what of it has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from accel.config._files import decode_values, read_text
+from accel.config._record import LaunchConfig
+from accel.config._resolve import ConfigFile, resolve
+from accel.config._yaml import decode_yaml
+from accel.errors import ConfigError
+
+_INERT: dict[str, tuple[object, ...]] = {  # values that ask for nothing
+    "compute_environment": ("LOCAL_MACHINE",),
+    "debug": (False,),
+    "distributed_type": ("NO", "MULTI_GPU", "MULTI_CPU", False),
+    "downcast_bf16": ("no", False),
+    "enable_cpu_affinity": (False,),
+    "gpu_ids": ("all",),
+    "machine_rank": (0,),
+    "main_training_function": ("main",),
+    "num_machines": (1,),
+    "rdzv_backend": ("static",),
+    "same_network": (True,),
+    "tpu_use_cluster": (False,),
+    "tpu_use_sudo": (False,),
+}
+_MACHINES = "one machine only; start several with torchrun"
+_LAYOUT = "how a model is spread over ranks is said in the script"
+_TPU = "TPUs are not launched"
+_SAGEMAKER = "SageMaker jobs are not submitted"
+_WHY = {
+    "num_machines": _MACHINES,
+    "machine_rank": _MACHINES,
+    "main_process_ip": _MACHINES,
+    "main_process_port": "a free port is found by itself; for several machines use torchrun",
+    "rdzv_backend": _MACHINES,
+    "same_network": _MACHINES,
+    "mpirun_config": "start the script with mpirun yourself",
+    "distributed_type": _LAYOUT,
+    "deepspeed_config": _LAYOUT,
+    "fsdp_config": _LAYOUT,
+    "megatron_lm_config": _LAYOUT,
+    "parallelism_config": _LAYOUT,
+    "dynamo_config": "call accel.compile_model in the script",
+    "dynamo_backend": "call accel.compile_model in the script",
+    "fp8_config": "pass accel.Precision(fp8=accel.Fp8(...)) to accel.session in the script",
+    "debug": "calls of the ranks are always compared",
+    "main_training_function": "used in notebooks and on TPUs only",
+    "enable_cpu_affinity": "processes are not bound to cores",
+    "downcast_bf16": _TPU,
+    "compute_environment": _SAGEMAKER,
+    "ec2_instance_type": _SAGEMAKER,
+    "iam_role_name": _SAGEMAKER,
+    "gpu_ids": "has no effect on the CPU",
+}
+
+
+class LeftOut(NamedTuple):
+    """A key without a counterpart: what it said, and what to do instead."""
+
+    key: str
+    value: object
+    why: str
+
+
+class Imported(NamedTuple):
+    """What a file of Accelerate amounts to: the record, the fields that it sets, and the keys left out."""
+
+    config: LaunchConfig
+    fields: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def import_accelerate(path: str) -> Imported:
+    """Read a configuration file of Accelerate, of any version, in YAML or JSON. No communication.
+
+    Args:
+        path: the file; a name in `.json` means JSON.
+
+    Raises:
+        ConfigError: it cannot be read, is malformed, or holds a value that it never takes.
+    """
+    text = read_text(path)
+    values = decode_values(text, path) if path.lower().endswith(".json") else decode_yaml(text, path)
+    taken = translate(values, path)
+    left = tuple(
+        LeftOut(key, value, _why(key))
+        for key, value in values.items()
+        if key not in _TAKEN and not _is_inert(key, value)
+    )
+    if "gpu_ids" not in taken and not _is_inert("gpu_ids", values.get("gpu_ids")):
+        left += (LeftOut("gpu_ids", values["gpu_ids"], _why("gpu_ids")),)
+    config = resolve({}, {}, ConfigFile(path=path, values=taken)).config
+    return Imported(config, tuple(taken), left)
+
+
+_TAKEN = ("num_processes", "mixed_precision", "fp16", "use_cpu", "gpu_ids")
+
+
+def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the fields that a file of Accelerate sets, unchecked.
+
+    Raises:
+        ConfigError: a number of processes that is none, or does not divide into its machines.
+    """
+    taken: dict[str, Any] = {}
+    processes, machines = values.get("num_processes"), values.get("num_machines") or 1
+    if processes not in (None, -1):  # -1 stands for a number that the command line must give
+        whole = type(processes) is int and type(machines) is int and 0 < machines <= processes
+        if not whole or processes % machines:
+            raise ConfigError(
+                "processes do not divide into machines",
+                expected="num_processes, a multiple of num_machines",
+                got=f"{processes!r} and {machines!r}",
+                where=path,
+            )
+        taken["nproc_per_node"] = processes // machines
+    if values.get("use_cpu") is True or values.get("distributed_type") == "MULTI_CPU":
+        taken["device"] = "cpu"
+    precision = values.get("mixed_precision", "fp16" if values.get("fp16") else None)
+    if precision is not None:
+        taken["precision"] = "fp32" if precision in ("no", False) else precision
+    ids = values.get("gpu_ids")
+    if not _is_inert("gpu_ids", ids) and "device" not in taken:
+        taken["gpu_ids"] = _ids(ids)
+    return taken
+
+
+def _ids(value: object) -> object:
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    if isinstance(parts, list):
+        return [int(part) if str(part).strip().isdecimal() else part for part in parts]  # pyright: ignore
+    return parts
+
+
+def _is_inert(key: str, value: object) -> bool:
+    return value in (None, "", {}, []) or value in _INERT.get(key, ())
+
+
+def _why(key: str) -> str:
+    return _WHY.get(key, _TPU if key.startswith("tpu_") else "nothing here corresponds to it")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of Accelerate: what they say in our words, what is left out, and YAML that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.config import LaunchConfig, import_accelerate
+from accel.config._yaml import decode_yaml
+from accel.errors import ConfigError
+
+INERT = """
+machine_rank: 0
+main_training_function: main
+num_machines: 1
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+main_process_ip: null
+deepspeed_config: {}
+"""
+# Shapes that its versions have written: 0.11, one without precision, MPI (0.28), SageMaker (0.30), fp8 (0.34), FSDP.
+V11 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: 'NO'
+fsdp_config: {}
+mixed_precision: 'no'
+num_processes: 1
+use_cpu: false
+"""
+LEGACY = """
+distributed_type: MULTI_GPU
+fp16: true
+num_processes: 2
+"""
+MPI = """
+distributed_type: MULTI_CPU
+ipex_config:
+  ipex: true
+main_process_ip: 127.0.0.1
+main_process_port: 29500
+mixed_precision: 'no'
+mpirun_config:
+  mpirun_ccl: '1'
+  mpirun_hostfile: /home/ada/hosts
+num_machines: 4
+num_processes: 16
+use_cpu: true
+"""
+SAGEMAKER = """
+compute_environment: AMAZON_SAGEMAKER
+debug: false
+distributed_type: NO
+mixed_precision: fp16
+debug: false
+ec2_instance_type: MINE
+iam_role_name: ME
+"""
+FP8 = """
+distributed_type: MULTI_GPU
+fp8_config:
+  amax_history_len: 1024
+  override_linear_precision: (false, false, false)
+gpu_ids: 0,3
+mixed_precision: fp8
+num_processes: 2
+"""
+FSDP = """
+debug: true
+distributed_type: FSDP
+dynamo_config:
+  dynamo_backend: INDUCTOR
+fsdp_config:
+  fsdp_sharding_strategy: FULL_SHARD
+gpu_ids: all
+mixed_precision: bf16
+num_processes: -1
+"""
+OTHERS = """
+commands:
+- pip list
+- 'echo: 1'
+gpu_ids: 1
+mixed_precision: no
+use_cpu: true
+"""
+FILES = [
+    (V11 + INERT, LaunchConfig(nproc_per_node=1, precision="fp32"), set()),
+    (LEGACY, LaunchConfig(nproc_per_node=2, precision="fp16"), set()),
+    (
+        MPI,
+        LaunchConfig(nproc_per_node=4, device="cpu", precision="fp32"),
+        {"ipex_config", "main_process_ip", "main_process_port", "mpirun_config", "num_machines"},
+    ),
+    (SAGEMAKER, LaunchConfig(precision="fp16"), {"compute_environment", "ec2_instance_type", "iam_role_name"}),
+    (FP8 + INERT, LaunchConfig(nproc_per_node=2, gpu_ids=(0, 3), precision="fp8"), {"fp8_config"}),
+    (FSDP, LaunchConfig(precision="bf16"), {"debug", "distributed_type", "fsdp_config", "dynamo_config"}),
+    (OTHERS, LaunchConfig(device="cpu", precision="fp32"), {"commands", "gpu_ids"}),
+]
+
+
+@pytest.mark.parametrize(("text", "config", "left_out"), FILES)
+def test_files_of_every_version_are_taken_over(
+    text: str, config: LaunchConfig, left_out: set[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(text)
+    imported = import_accelerate(str(path))
+    assert imported.config == config
+    assert {left.key for left in imported.left_out} == left_out
+    assert all(left.why for left in imported.left_out)
+
+
+def test_its_json_files_too(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"mixed_precision": "bf16", "num_processes": 2, "distributed_type": "MULTI_GPU"}))
+    imported = import_accelerate(str(path))
+    assert imported.config == LaunchConfig(nproc_per_node=2, precision="bf16")
+    assert imported.fields == ("nproc_per_node", "precision")
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text("ab '\"#:-{,", max_size=6)
+KEYS = st.text("abc_", min_size=1)
+NESTED = st.recursive(SCALARS, lambda deeper: st.dictionaries(KEYS, deeper) | st.lists(SCALARS), max_leaves=8)
+
+
+def written(values: dict[str, Any], indent: str = "") -> str:
+    """YAML of nested values, as its writers lay it out."""
+    text = ""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            text += f"{indent}{key}:\n{written(value, indent + '  ')}"
+        elif isinstance(value, list) and value:
+            text += f"{indent}{key}:\n" + "".join(f"{indent}- {json.dumps(item)}  # said\n" for item in value)
+        else:
+            text += f"{indent}{key}: {json.dumps(value)}\n"
+    return f"\n# noted\n{text}" if not indent else text
+
+
+@given(st.dictionaries(KEYS, NESTED, max_size=5))
+def test_nested_keys_lists_and_scalars_are_read(values: dict[str, Any]) -> None:
+    assert decode_yaml(written(values), "a.yaml") == values
+
+
+@pytest.mark.parametrize(
+    ("spelled", "value"),
+    [
+        ("no", False),
+        ("'no'", "no"),
+        ("Yes", True),
+        ("~", None),
+        ("1.5", 1.5),
+        ("'it''s'", "it's"),
+        ("a b # c", "a b"),
+        ("a#b", "a#b"),
+        ("[0, 1]", [0, 1]),
+        ("1e3x", "1e3x"),
+    ],
+)
+def test_scalars_mean_what_yaml_says(spelled: str, value: object) -> None:
+    assert decode_yaml(f"---\nkey: {spelled}\n", "a.yaml") == {"key": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: 1\nb 2\n", "expected `key: value` - at a.yaml, line 2, column 1"),
+        ("a: 1\n   b: 2\n", "fits no line above - at a.yaml, line 2, column 4"),
+        ("a:\n  b: 1\n c: 2\n", "fits no line above - at a.yaml, line 3, column 2"),
+        ("a:\n\tb: 1\n", "a tab in the indentation - at a.yaml, line 2"),
+        ("a: &x 1\n", "more than a plain value - at a.yaml, line 1, column 4"),
+        ("a: |\n  text\n", "line 1, column 4"),
+        ('a: "b\n', "a string that does not end - at a.yaml, line 1, column 4"),
+        ("a: {b: 1}\n", "more than a plain value"),
+        ("a: b: 1\n", "more than a plain value"),
+        ("a: 1\na: 2\n", "a stands twice, with different values - at a.yaml, line 2"),
+        ("- a\n- b\n", "fits no line above - at a.yaml, line 1"),
+        ("num_processes: two\n", "processes do not divide into machines"),
+        ("num_processes: 3\nnum_machines: 2\n", "got 3 and 2 - at a.yaml"),
+        ("num_processes: 0\n", "processes do not divide into machines"),
+        ("mixed_precision: bf61\n", "got 'bf61' - at a.yaml, key precision"),
+        ("gpu_ids: 0,x\n", "got [0, 'x'] - at a.yaml, key gpu_ids"),
+    ],
+)
+def test_what_is_wrong_in_yaml_is_told_with_its_place(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        import_accelerate("a.yaml")
+    assert told in str(caught.value)

@@ -18,6 +18,16 @@ from accel.checkpoint._manifest import Piece as Piece
 from accel.checkpoint._manifest import TensorEntry as TensorEntry
 from accel.checkpoint._manifest import decode_manifest as decode_manifest
 from accel.checkpoint._manifest import encode_manifest as encode_manifest
+from accel.checkpoint._survey import Found as Found
+from accel.checkpoint._survey import all_tensors as all_tensors
+from accel.checkpoint._survey import compare as compare
+from accel.checkpoint._survey import describe as describe
+from accel.checkpoint._survey import find_checkpoint as find_checkpoint
+from accel.checkpoint._survey import manifest_of as manifest_of
+from accel.checkpoint._survey import prune as prune
+from accel.checkpoint._survey import same_bytes as same_bytes
+from accel.checkpoint._survey import survey as survey
+from accel.checkpoint._survey import verify as verify
 from accel.lazy import exports
 
 if TYPE_CHECKING:
@@ -26,6 +36,9 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import check_tensor as check_tensor
     from accel.checkpoint._codec import decode as decode
     from accel.checkpoint._codec import encode as encode
+    from accel.checkpoint._merge import differing_values as differing_values
+    from accel.checkpoint._merge import merge as merge
+    from accel.checkpoint._merge import opened_tensors as opened_tensors
     from accel.checkpoint._plan import Plan as Plan
     from accel.checkpoint._plan import checksum as checksum
     from accel.checkpoint._plan import plan_writes as plan_writes
@@ -39,6 +52,7 @@ if TYPE_CHECKING:
 _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
     "_codec": ("check_tensor", "decode", "encode"),
+    "_merge": ("differing_values", "merge", "opened_tensors"),
     "_plan": ("Plan", "checksum", "plan_writes", "tied"),
     "_read": ("Saved", "read_checkpoint"),
     "_save": ("save",),

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at checkpoints from outside of a run: what is there, whether it is whole, in what two differ, what may go."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from accel.checkpoint._cleanup import discard
+from accel.checkpoint._directory import committed, inspect, latest_checkpoint, read_manifest, step_of
+from accel.checkpoint._keep import Keep, plan_keep
+from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry
+from accel.errors import CheckpointError
+from accel.storage import FileEntry, OpenDirectory, disk_errors, leftovers, open_directory, take_lock
+
+_CHUNK = 1 << 24
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A folder that has, or had, the name of a checkpoint.
+
+    Attributes:
+        path: the folder.
+        size: bytes of its files.
+        changed: when it was last written to, in seconds since 1970.
+        manifest: of a committed checkpoint; None otherwise.
+        problem: why it is no checkpoint; "" for one.
+    """
+
+    path: Path
+    size: int
+    changed: float
+    manifest: Manifest | None
+    problem: str
+
+
+def survey(out: Path) -> list[Found]:
+    """List the checkpoints of a run by step, broken ones too, and what writers left.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    with disk_errors(out):
+        named = [(step, out / name) for name in os.listdir(out) if (step := step_of(name)) is not None]
+    found: list[Found] = []
+    for step, path in sorted(named):
+        try:
+            found.append(_look(path, inspect(path, step), ""))
+        except CheckpointError as error:
+            found.append(_look(path, None, error.problem))
+    for left in leftovers(out):
+        if step_of(left.target) is not None:
+            kind = "being written or deleted" if left.kind == "tmp" else "moved aside"
+            found.append(_look(left.path, None, f"{kind}, by a process that is gone" if left.dead else kind))
+    return found
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint's folder as it is, and for a run's folder its newest checkpoint.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    with open_directory(path) as folder:
+        if MANIFEST in folder.names():
+            return path
+    if (newest := latest_checkpoint(path)) is None:
+        raise CheckpointError(
+            "no checkpoint, and no folder of any",
+            expected=f"a folder with {MANIFEST}, or one that was given to save_state",
+            where=str(path),
+            fix="See `accel checkpoint ls`.",
+        )
+    return newest
+
+
+def manifest_of(path: Path) -> Manifest:
+    """Return a checkpoint's manifest, checked against the sizes of its files.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    with open_directory(path) as folder:
+        manifest, _ = read_manifest(folder)
+        for name, entry in manifest.files.items():
+            if (size := folder.size(name)) != entry.size:
+                raise folder.refusal(name, "wrong size", expected=f"{entry.size} bytes", got=f"{size} bytes")
+        return manifest
+
+
+def verify(path: Path, advance: Callable[[int], object]) -> list[str]:
+    """Read every byte of a checkpoint and compare it with the manifest's digests.
+
+    Args:
+        path: the checkpoint.
+        advance: called with the number of bytes that have been read since the last call.
+
+    Returns:
+        What is wrong with which file; nothing for a whole checkpoint.
+    """
+    problems: list[str] = []
+    try:
+        with open_directory(path) as folder:
+            manifest, _ = read_manifest(folder)
+            for name, entry in sorted(manifest.files.items()):
+                try:
+                    check_file(folder, name, entry, advance)
+                except CheckpointError as error:
+                    problems.append(error.problem)
+    except CheckpointError as error:
+        problems.append(error.problem)
+    return problems
+
+
+def compare(one: Manifest, other: Manifest) -> list[str]:
+    """Tell in what two checkpoints differ, without reading tensors; a line each.
+
+    Tensors whose values differ are not found, since files are hashed as a whole; that files differ is told.
+    """
+    lines = [f"{name}: {a} | {b}" for name, a, b in _facts(one, other) if a != b]
+    lines += _names("item", one.items, other.items)
+    for name in sorted(one.items.keys() & other.items.keys()):
+        if one.items[name] != other.items[name]:
+            lines.append(f"item {name}: {_item(one, name)} | {_item(other, name)}, of another value")
+    tensors = all_tensors(one), all_tensors(other)
+    lines += _names("tensor", *tensors)
+    for name in sorted(tensors[0].keys() & tensors[1].keys() - {RANKS}):
+        a, b = describe(tensors[0][name]), describe(tensors[1][name])
+        if a != b:
+            lines.append(f"tensor {name}: {a} | {b}")
+    return lines
+
+
+def same_bytes(one: Manifest, other: Manifest) -> bool:
+    """Whether two checkpoints hold the same files."""
+    return one.files == other.files
+
+
+def all_tensors(manifest: Manifest) -> dict[str, TensorEntry]:
+    """Return every tensor by name, tied ones under each of theirs."""
+    return manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
+
+
+def describe(entry: TensorEntry) -> str:
+    """Return a tensor's dtype and shape."""
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def prune(out: Path, keep: Keep, *, dry_run: bool = False) -> list[Path]:
+    """Delete the committed checkpoints that are not to stay; never what accel did not write.
+
+    Args:
+        out: the folder of a run's checkpoints.
+        keep: which stay; the newest is among them.
+        dry_run: whether to delete nothing.
+
+    Returns:
+        The folders that were deleted, or would be, oldest first.
+
+    Raises:
+        CheckpointError: another process is saving into the folder, or it cannot be read.
+    """
+    lock = None if dry_run else take_lock(out)
+    try:
+        paths = dict(committed(out))
+        if not paths:
+            return []
+        saved: dict[int, Mapping[str, float]] = {step: inspect(path, step).metrics for step, path in paths.items()}
+        stay = plan_keep(saved, max(paths), keep)
+        gone = [path for step, path in sorted(paths.items()) if step not in stay]
+        if not dry_run:
+            for path in gone:
+                discard(path)
+        return [path for path in gone if dry_run or not path.exists()]
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Callable[[int], object]) -> memoryview:
+    """Return a file's bytes once all of them have been compared with its digest.
+
+    Raises:
+        CheckpointError: it is missing, of another size, or damaged.
+    """
+    data, digest = folder.read(name, size=entry.size), hashlib.sha256()
+    for at in range(0, len(data), _CHUNK):
+        digest.update(chunk := data[at : at + _CHUNK])
+        advance(len(chunk))
+    if digest.hexdigest() != entry.sha256:
+        raise folder.refusal(name, "damaged: the digest does not fit the contents")
+    return data
+
+
+def _look(path: Path, manifest: Manifest | None, problem: str) -> Found:
+    with disk_errors(path):
+        if path.is_symlink() or not path.is_dir():
+            return Found(path, 0, path.lstat().st_mtime, manifest, problem)
+        with os.scandir(path) as entries:
+            sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
+        return Found(path, sum(sizes), path.stat().st_mtime, manifest, problem)
+
+
+def _facts(one: Manifest, other: Manifest) -> list[tuple[str, object, object]]:
+    names = ("format", "accel", "torch", "step", "world_size", "metrics")
+    return [(name, getattr(one, name), getattr(other, name)) for name in names]
+
+
+def _names(what: str, one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    only = [f"{what} {name}: only in the first" for name in sorted(one.keys() - other.keys())]
+    return only + [f"{what} {name}: only in the second" for name in sorted(other.keys() - one.keys())]
+
+
+def _item(manifest: Manifest, name: str) -> str:
+    return f"{manifest.items[name].kind} {manifest.items[name].type}"

@@ -216,7 +216,13 @@ def _check_loss(loss: torch.Tensor) -> None:
     if not isinstance(loss, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass what models return
         raise StepError("a loss must be a tensor", got=type(loss).__name__, where="backward")
     if loss.ndim:
-        raise StepError("a loss must be a scalar", expected="shape []", got=f"shape {list(loss.shape)}")
+        raise StepError(
+            "a loss must be a scalar",
+            expected="shape []",
+            got=f"shape {list(loss.shape)}",
+            where="backward",
+            fix="Take the mean over what `weight=` counts: loss.mean().",
+        )
     if not loss.requires_grad:
         raise StepError(
             "the loss has no gradient",

@@ -10,8 +10,10 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
+from accel.optim import first_nonfinite, gradients, is_whole, parameters_of
 from accel.parallel import name_of
 from accel.precision import LossScale
+from accel.process import agree, agreed
 from accel.training._backward import backward
 
 _POLICIES = Literal["raise", "ignore"]
@@ -22,38 +24,49 @@ def fused_step(
 ) -> None:
     """Run backward and step in one, so that no two gradients need memory at a time. Mutates parameters.
 
-    It takes the place of `backward` and `optimizer_step` in a single process that steps after every backward. What
+    It takes the place of `backward` and `optimizer_step` in a loop that steps after every backward, of one rank or of
+    a model that `fully_shard` has spread over several: then the gradients of one of its groups are alive together. What
     needs all gradients before any parameter moves is out of its reach: clipping by norm, accumulation, the loss scale
     of fp16, skipping a step. The optimizer stays an ordinary one, for schedulers (step them after this) and
     checkpoints. With torch.optim.SGD this is LOMO.
 
     Args:
-        ctx: the context, of one rank. For local SGD pass `accel.single(ctx.device)`.
-        loss: shape [], what is minimised: the mean over the batch.
+        ctx: the context. For local SGD pass `accel.single(ctx.device)`.
+        loss: shape [], what is minimised: the mean over the batch. Ranks count the same.
         optimizer: one that steps each parameter by itself, as those of torch.optim do.
-        nonfinite: what inf or NaN does: `raise`, or `ignore`, which does not look and so never waits for the device.
+        nonfinite: what inf or NaN does: `raise`, which costs several ranks two small messages, or `ignore`, which does
+            not look and so never waits for the device.
 
     Raises:
-        ConfigError: more ranks than one, fp16, or an optimizer that cannot step a single parameter.
+        ConfigError: a parameter that is not sharded on more ranks than one, fp16, or an optimizer that cannot step a
+            single parameter.
         StepError: gradients of an earlier backward are left, or a parameter got two in this one.
-        NonFiniteError: the loss is not finite, and nothing was changed; or a gradient is not, whose parameter was left
-            as it was, and the message tells how many others had been stepped before. No communication.
+        NonFiniteError: on all ranks; a loss is not finite, and nothing was changed; or a gradient is not, whose
+            parameter was left as it was there, and the message tells how many others had been stepped before.
 
     Reference: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources",
         arXiv:2306.09782; torch.Tensor.register_post_accumulate_grad_hook.
     """
     groups = _checked(ctx, optimizer)
     check_choice(nonfinite, get_args(_POLICIES), "unknown policy", where="nonfinite=")
-    if nonfinite == "raise" and not bool(torch.isfinite(loss.detach()).all()):
-        raise NonFiniteError(
-            "the loss is not finite", expected="a finite loss", got=str(loss.item()), where="fused_step"
-        )
-    done: set[int] = set()
+    looks = nonfinite == "raise"
+    if looks:
+        with agreed(ctx, "fused_step"):
+            _check_loss(loss)
+    done, spoilt = set[int](), list[NonFiniteError]()
 
     def step_one(parameter: torch.Tensor) -> None:
-        _check_gradient(parameter, done, looks=nonfinite == "raise")
+        _check_once(parameter, done)
+        _ = gradients([parameter])  # sums what tensor parallelism leaves in parts
+        bad = _nonfinite(parameter, len(done)) if looks else None
         done.add(id(parameter))
-        _step_one(optimizer, groups[id(parameter)], parameter)
+        if bad is None:
+            _step_one(optimizer, groups[id(parameter)], parameter)
+        elif ctx.world_size == 1:
+            raise bad
+        else:
+            spoilt.append(bad)  # told after the backward, in which the other ranks wait for this one
+            parameter.grad = None
 
     handles = [
         parameter.register_post_accumulate_grad_hook(step_one)
@@ -68,6 +81,8 @@ def fused_step(
             handle.remove()
     if not done:
         raise StepError("no parameter of the optimizer took part in the loss", where="fused_step")
+    if looks:
+        agree(ctx, spoilt[0] if spoilt else None, "fused_step")
 
 
 def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
@@ -89,31 +104,48 @@ def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tens
         )
 
 
-def _check_gradient(parameter: torch.Tensor, done: set[int], *, looks: bool) -> None:
-    name = name_of(parameter) or f"a parameter of shape {list(parameter.shape)}"
+def _check_loss(loss: torch.Tensor) -> None:
+    if not bool(torch.isfinite(loss.detach()).all()):
+        raise NonFiniteError(
+            "the loss is not finite", expected="a finite loss", got=str(loss.item()), where="fused_step"
+        )
+
+
+def _check_once(parameter: torch.Tensor, done: set[int]) -> None:
     if id(parameter) in done:
         raise StepError(
             "a parameter got gradients twice in one backward, and was stepped after the first",
             expected="one backward through the graph",
             got="a nested one, as reentrant checkpointing runs",
-            where=name,
+            where=_name(parameter),
             fix="Use accel.checkpoint_activations, and load the last checkpoint.",
         )
-    if looks and parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-        raise NonFiniteError(
-            "a gradient is not finite",
-            expected="finite gradients",
-            got=f"inf or NaN, after {len(done)} parameters had been stepped",
-            where=name,
-            fix="Load the last checkpoint, and lower the learning rate.",
-        )
+
+
+def _nonfinite(parameter: torch.Tensor, stepped: int) -> NonFiniteError | None:
+    """The error of a gradient that is not finite where this rank holds it."""
+    if first_nonfinite([parameter]):
+        return None
+    return NonFiniteError(
+        "a gradient is not finite",
+        expected="finite gradients",
+        got=f"inf or NaN, after {stepped} parameters had been stepped",
+        where=_name(parameter),
+        fix="Load the last checkpoint, and lower the learning rate.",
+    )
+
+
+def _name(parameter: torch.Tensor) -> str:
+    return name_of(parameter) or f"a parameter of shape {list(parameter.shape)}"
 
 
 def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """The group of each parameter, by `id`, after a look at what would make this wrong."""
     ctx.comm.check_open()
     refused = {
-        "DDP exchanges gradients by the bucket and keeps all of them, so nothing would be saved": ctx.world_size > 1,
+        "ranks exchange the gradients of unsharded parameters after the backward, so nothing would be saved": (
+            ctx.world_size > 1 and any(is_whole(each) and each.requires_grad for each in parameters_of([optimizer]))
+        ),
         "an overflow of fp16 must be seen before any parameter moves": ctx.precision.compute == "fp16",
         "LBFGS evaluates the loss within its step": isinstance(optimizer, torch.optim.LBFGS),
     }

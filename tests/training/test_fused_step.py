@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.checkpoint import checkpoint
@@ -143,6 +145,58 @@ def test_a_gradient_that_is_not_finite_is_named_before_its_parameter_moves(nonfi
     with pytest.raises(NonFiniteError, match=r"after 2 parameters had been stepped - at 0\."):
         accel.fused_step(ctx, loss, optimizer)
     assert all(bool(torch.isfinite(each).all()) for each in model.parameters())
+
+
+def _sharded(ctx: accel.DistContext) -> nn.Module:
+    model, mesh = Tied(2), init_device_mesh("cpu", (ctx.world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return accel.prepare_model(ctx, fully_shard(model, mesh=mesh))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of views, which nothing here changes in place
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_models_are_stepped_by_the_mean_over_ranks(ranks: Simulator, name: str, nonfinite: Any) -> None:
+    def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
+        model = _sharded(ctx)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for step in range(3):
+            accel.fused_step(ctx, loss_of(model, 2 * step + ctx.rank), optimizer, nonfinite=nonfinite)
+            assert all(each.grad is None for each in model.parameters())
+        return [each.full_tensor() for each in model.parameters()]  # type: ignore[attr-defined]
+
+    twin = Tied(2)
+    optimizer = OPTIMIZERS[name](twin.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        ((loss_of(twin, 2 * step) + loss_of(twin, 2 * step + 1)) / 2).backward()
+        optimizer.step()
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, [each.detach() for each in twin.parameters()], rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("spoilt", ["loss", "gradient", "shard"])
+def test_what_is_not_finite_on_one_rank_is_told_by_all(ranks: Simulator, spoilt: str) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        model = _sharded(ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mine = ctx.rank == 1
+        if spoilt == "shard" and mine:
+            _ = model.last.bias.register_post_accumulate_grad_hook(lambda each: each.grad.to_local().fill_(math.nan))
+        loss = loss_of(model, 0)
+        if spoilt == "gradient" and mine:
+            loss = Poison.apply(loss)
+        with pytest.raises(NonFiniteError) as caught:
+            accel.fused_step(ctx, loss * math.inf if spoilt == "loss" and mine else loss, optimizer)
+        assert all(each.to_local().isfinite().all() for each in optimizer.param_groups[0]["params"])
+        return str(caught.value)
+
+    first, other = ranks.run(rank, 2, default_group=True)
+    assert first == other
+    assert ("the loss is not finite" if spoilt == "loss" else "a gradient is not finite") in first
+    assert spoilt != "shard" or "last.bias" in first
 
 
 def _counting(parameters: Any) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ from accel.comm._handle import Comm
 from accel.comm._torch import all_gather_flat, gather_bytes, start_all_gather
 from accel.errors import CollectiveMismatch, ErrorRecord, describe, rebuild
 
-_MOST_BYTES = 4096
+_MOST_BYTES = 8192
 _LEAST_BYTES = 512
 _RECEIVED_BYTES = 64 * 1024  # by a rank from all, between these limits
 

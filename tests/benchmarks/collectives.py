@@ -71,7 +71,9 @@ def variants(ctx: accel.DistContext, call: str, tree: Tree, *, with_accelerate: 
     return ways
 
 
-def compare(ctx: accel.DistContext, ways: dict[str, Variant], blocks: int, count: int) -> None:
+def compare(
+    ctx: accel.DistContext, ways: dict[str, Variant], blocks: int, count: int, clock: Callable[[], float]
+) -> None:
     """Time the ways in alternating blocks and print their ratios to the first."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
@@ -80,12 +82,12 @@ def compare(ctx: accel.DistContext, ways: dict[str, Variant], blocks: int, count
     for block in range(blocks):
         for name in list(ways) if block % 2 else list(reversed(ways)):
             accel.wait_for_everyone(ctx)
-            start = time.perf_counter()
+            start = clock()
             for _ in range(count):
                 ways[name]()
             if ctx.device.type == "cuda":
                 torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - start) / count)
+            times[name].append((clock() - start) / count)
     reference = times[next(iter(times))]
     for name, own in times.items():
         ratio = statistics.median(mine / theirs for mine, theirs in zip(own, reference, strict=True))
@@ -97,7 +99,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=0.15, help="roughly, for a block")
     parser.add_argument("--skip-accelerate", action="store_true")
+    parser.add_argument("--cpu-time", action="store_true", help="what a process computes, not how long it waits")
     options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(1)
     with_accelerate = importlib.util.find_spec("accelerate") is not None and not options.skip_accelerate
     # leaves, floats in each, and roughly the seconds of a call
@@ -108,7 +112,7 @@ def main() -> None:
                 tree = {f"leaf {i}": torch.randn(floats, device=ctx.device) for i in range(leaves)}
                 accel.print(ctx, f"{call} of {leaves} x {floats * 4} bytes, {ctx.world_size} ranks, {ctx.device.type}")
                 ways = variants(ctx, call, tree, with_accelerate=with_accelerate and floats < 1 << 20)
-                compare(ctx, ways, options.blocks, max(int(options.seconds / seconds), 2))
+                compare(ctx, ways, options.blocks, max(int(options.seconds / seconds), 2), clock)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def _open_on(rank: int, thread: int) -> str:
 )
 def test_each_rank_gets_one_object_from_each(ranks, objects, large, data, seed):
     size = len(objects)
-    objects = [[each, "x" * 5000 * (i % 2)] if large else each for i, each in enumerate(objects)]
+    objects = [[each, "x" * 9000 * (i % 2)] if large else each for i, each in enumerate(objects)]
     dst = data.draw(st.none() | st.integers(0, size - 1))
     results = ranks.run(lambda ctx: accel.gather_object(ctx, objects[ctx.rank], dst=dst), size, seed=seed)
     for rank, got in enumerate(results):

@@ -65,6 +65,7 @@ class Simulator:
         network: Network | None = None,
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
+        __tracebackhide__ = True
         return self.run_groups(
             _with_context(fn),
             world_size,
@@ -87,6 +88,7 @@ class Simulator:
         network: Network | None = None,
     ) -> list[T]:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
+        __tracebackhide__ = True
         if self._closed:
             raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
         return _run(
@@ -152,6 +154,7 @@ def simulate(
     >>> simulate(lambda ctx: ctx.rank * 10, world_size=3)
     [0, 10, 20]
     """
+    __tracebackhide__ = True  # pytest shows the test and the rank's function, and not what lies between
     return simulate_groups(
         _with_context(fn),
         world_size,
@@ -182,6 +185,7 @@ def simulate_groups(
 
     Args, returns and errors are those of `simulate`.
     """
+    __tracebackhide__ = True
     return _run(
         fn,
         world_size,
@@ -207,6 +211,7 @@ def _run(
     default_group: bool,
     network: Network | None,
 ) -> list[T]:
+    __tracebackhide__ = True
     _check_callable(fn)
     _check(world_size, seed, timeout_s, network)
     check_faults(faults, world_size)
@@ -235,7 +240,12 @@ def _run(
 
 def _with_context(fn: Callable[[DistContext], T]) -> Callable[[dist.ProcessGroup], T]:
     _check_callable(fn)
-    return lambda group: fn(from_group(group, device="cpu"))
+
+    def run(group: dist.ProcessGroup) -> T:
+        __tracebackhide__ = True
+        return fn(from_group(group, device="cpu"))
+
+    return run
 
 
 def _check_callable(fn: object) -> None:

@@ -92,6 +92,7 @@ class World(Generic[T]):
             CollectiveMismatch: ranks made calls that do not fit together.
             SimulationError: the run took too long, or a rank vanished.
         """
+        __tracebackhide__ = True
         for rank, error in self._errors.items():
             error.add_note(f"raised on rank {rank} of {self._size}{self._replay()}{self._left_waiting()}")
             if asked_for_default_group(error) and not dist.is_initialized():
@@ -99,7 +100,7 @@ class World(Generic[T]):
             raise error
         if (cause := self._scheduler.cause) is not None:
             if self._seed is not None:
-                cause.add_note(f"the schedule was{self._replay()}")
+                cause.add_note(f"seed={self._seed} gives the same schedule again")
             raise cause
         if unfinished := self._traffic.unfinished():
             raise Deadlock(
@@ -117,6 +118,7 @@ class World(Generic[T]):
         return lambda: context.run(self._body, rank)
 
     def _body(self, rank: int) -> None:
+        __tracebackhide__ = True
         scheduler = self._scheduler
         scheduler.enter(rank)
         how = "stopped"

@@ -72,6 +72,7 @@ def test_the_page_s_tests_are_a_user_s_suite(suite):
     passed = len(re.findall(r"^test_page.py::\w+ PASSED", suite, flags=re.M))
     assert passed == PAGE.count("def test_") - 1 > 4
     assert "rank 0: returned" in suite
+    assert "_world.py" not in suite.partition("rank 0: returned")[0]  # the simulator's frames would bury the user's
     [shown] = re.findall(r"^    trees=.*", PAGE, flags=re.M)
     assert shown in suite
 

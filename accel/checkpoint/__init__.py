@@ -6,6 +6,7 @@ What lists and checks folders works without torch; all else is loaded when it is
 
 from typing import TYPE_CHECKING
 
+from accel.checkpoint._boxes import Box as Box
 from accel.checkpoint._directory import latest_checkpoint as latest_checkpoint
 from accel.checkpoint._keep import Keep as Keep
 from accel.checkpoint._keep import check_keep as check_keep
@@ -36,27 +37,32 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import check_tensor as check_tensor
     from accel.checkpoint._codec import decode as decode
     from accel.checkpoint._codec import encode as encode
+    from accel.checkpoint._codec import tensors_in as tensors_in
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
     from accel.checkpoint._merge import opened_tensors as opened_tensors
-    from accel.checkpoint._plan import Plan as Plan
     from accel.checkpoint._plan import checksum as checksum
     from accel.checkpoint._plan import plan_writes as plan_writes
     from accel.checkpoint._plan import tied as tied
     from accel.checkpoint._read import Saved as Saved
-    from accel.checkpoint._read import read_checkpoint as read_checkpoint
+    from accel.checkpoint._read import open_checkpoint as open_checkpoint
     from accel.checkpoint._save import save as save
     from accel.checkpoint._settle import settle as settle
+    from accel.checkpoint._sharded import held_box as held_box
+    from accel.checkpoint._sharded import is_sharded as is_sharded
+    from accel.checkpoint._sharded import like as like
+    from accel.checkpoint._sharded import local_part as local_part
     from accel.checkpoint._snapshot import Content as Content
 
 _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
-    "_codec": ("check_tensor", "decode", "encode"),
+    "_codec": ("check_tensor", "decode", "encode", "tensors_in"),
     "_merge": ("differing_values", "merge", "opened_tensors"),
-    "_plan": ("Plan", "checksum", "plan_writes", "tied"),
-    "_read": ("Saved", "read_checkpoint"),
+    "_plan": ("checksum", "plan_writes", "tied"),
+    "_read": ("Saved", "open_checkpoint"),
     "_save": ("save",),
     "_settle": ("settle",),
+    "_sharded": ("held_box", "is_sharded", "like", "local_part"),
     "_snapshot": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

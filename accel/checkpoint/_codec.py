@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
+from accel.checkpoint._sharded import held_box, is_sharded, local_part
 from accel.errors import CheckpointError
 from accel.storage import stored_dtype
 
@@ -91,15 +92,37 @@ def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise CheckpointError(f"not a stored value: {tag}", where=where) from error
 
 
+def tensors_in(value: Any) -> set[str]:
+    """Return the names of the tensors that an encoded value refers to.
+
+    Args:
+        value: decoded JSON, from anywhere.
+    """
+    if isinstance(value, list):
+        return set[str]().union(*map(tensors_in, cast("list[Any]", value)))
+    if not isinstance(value, dict):
+        return set()
+    fields = cast("dict[str, Any]", value)
+    name = fields.get("$tensor")
+    return {name} if isinstance(name, str) and len(fields) == 1 else tensors_in(list(fields.values()))
+
+
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Raise unless a tensor is dense, has values, and can be stored.
 
     Raises:
-        CheckpointError: it is sparse, quantized, without values, distributed, or of a dtype that has no name on disk.
+        CheckpointError: it is sparse, quantized, without values, awaits a sum over ranks, or is of a dtype that has no
+            name on disk.
     """
     problem, fix = "", "Store a dense tensor."
+    if is_sharded(tensor):
+        _ = held_box(tensor, path)
+        tensor = local_part(tensor)
     if _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
-        problem, fix = f"a {type(tensor).__name__}", "Sharded and wrapped tensors cannot be saved yet; save a full one."
+        problem, fix = (
+            f"a {type(tensor).__name__}",
+            "Store what it wraps, plain or in a DTensor.",
+        )
     elif tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
         problem, fix = "a tensor without values", "Give it values first: `to_empty`, or one forward pass."
     elif tensor.layout != torch.strided or tensor.is_quantized:

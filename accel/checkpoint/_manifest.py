@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from accel.checkpoint._boxes import Box, shape_problem, tiling_problem
 from accel.errors import CheckpointError
 from accel.storage import FileEntry, is_file_name
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 RANKS = "$rng"  # the tensor of which each rank wrote a row; "$" keeps it apart from any item's name
 
 ItemKind = Literal["module", "optimizer", "stateful", "record", "value"]
@@ -36,6 +37,11 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: tuple[Size, ...]
     shape: tuple[Size, ...]
 
+    @property
+    def box(self) -> Box:
+        """Which part of the tensor it is."""
+        return Box(self.offset, self.shape)
+
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor.
@@ -43,7 +49,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         dtype: torch's name, such as "float32".
         shape: of the whole tensor.
-        pieces: boxes that cover it; in format 1 a single one.
+        pieces: boxes that hold each of its elements once, each in another file; in format 1 a single one.
     """
 
     dtype: str
@@ -145,12 +151,8 @@ def _contradiction(manifest: Manifest) -> str:
         if not is_file_name(name) or name == MANIFEST:
             return f"{name!r} is not a name of a file in this folder"
     for name, entry in manifest.tensors.items():
-        if len(entry.pieces) != 1 or entry.pieces[0].shape != entry.shape or any(entry.pieces[0].offset):
-            return f"tensor {name!r} is not stored in one piece, which format {FORMAT} asks for"
-        if len(entry.pieces[0].offset) != len(entry.shape):
-            return f"tensor {name!r} has an offset of another number of dimensions"
-        if entry.pieces[0].file not in manifest.files:
-            return f"tensor {name!r} is in {entry.pieces[0].file!r}, which is not listed"
+        if problem := _tensor_problem(entry, manifest):
+            return f"tensor {name!r} {problem}"
     for name, target in manifest.aliases.items():
         if name in manifest.tensors or target not in manifest.tensors:
             return f"alias {name!r} of {target!r} leads nowhere"
@@ -158,6 +160,20 @@ def _contradiction(manifest: Manifest) -> str:
         if not name.isidentifier():
             return f"{name!r} is not an item's name"
     return ""
+
+
+def _tensor_problem(entry: TensorEntry, manifest: Manifest) -> str:
+    """What is wrong with a tensor's pieces, "" if nothing is."""
+    if problem := shape_problem(entry.shape):
+        return problem
+    files = [piece.file for piece in entry.pieces]
+    if missing := next((file for file in files if file not in manifest.files), ""):
+        return f"is in {missing!r}, which is not listed"
+    if len(set(files)) < len(files):
+        return "has two pieces in one file"
+    if manifest.format == 1 and len(files) != 1:
+        return "is not stored in one piece, which format 1 asks for"
+    return tiling_problem(entry.shape, [piece.box for piece in entry.pieces])
 
 
 def _refusal(problem: str, where: str) -> CheckpointError:

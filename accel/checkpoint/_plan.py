@@ -4,48 +4,52 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-import msgspec
 import torch
 
+from accel.checkpoint._sharded import is_sharded
 
-class Plan(msgspec.Struct, frozen=True):
-    """The tensors that each rank writes.
-
-    Attributes:
-        ranks: names by rank, sorted.
-    """
-
-    ranks: tuple[tuple[str, ...], ...]
+K = TypeVar("K", bound=Any)  # ordered and hashable
 
 
-def plan_writes(shared: Mapping[str, int], main: Mapping[str, int], world_size: int) -> Plan:
-    """Divide tensors among ranks so that they write about equally many bytes.
+def plan_writes(
+    sizes: Mapping[K, int], holders: Mapping[K, Sequence[int]], world_size: int
+) -> tuple[tuple[K, ...], ...]:
+    """Divide work among ranks so that they write, or read, about equally many bytes.
 
     Args:
-        shared: bytes of each tensor that is equal on all ranks, so that any of them may write it.
-        main: bytes of each tensor that rank 0 writes.
-        world_size: how many ranks write.
+        sizes: bytes of each part.
+        holders: the ranks that can do a part, at least one, where these are not all ranks.
+        world_size: how many ranks there are.
 
     Returns:
-        A partition of the names. Ranks differ by at most the largest shared tensor, unless `main` alone exceeds that.
+        The parts of each rank, in order: each part once, at one of its holders. Where all ranks can do all, ranks
+        differ by the largest part at most.
     """
-    parts: list[list[str]] = [list(main), *([] for _ in range(world_size - 1))]
-    loads = [(sum(main.values()) if rank == 0 else 0, rank) for rank in range(world_size)]
-    heapq.heapify(loads)
-    for name in sorted(shared, key=lambda name: (-shared[name], name)):
-        load, rank = loads[0]
-        parts[rank].append(name)
-        heapq.heapreplace(loads, (load + shared[name], rank))
-    return Plan(tuple(tuple(sorted(part)) for part in parts))
+    found: list[list[K]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    order = sorted(sizes, key=lambda part: (part not in holders, len(holders.get(part, ())) > 1, -sizes[part], part))
+    listed = [part for part in order if part in holders]
+    for part in listed:
+        rank = min(holders[part], key=lambda rank: (loads[rank], rank))
+        found[rank].append(part)
+        loads[rank] += sizes[part]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for part in order[len(listed) :]:
+        load, rank = heap[0]
+        found[rank].append(part)
+        heapq.heapreplace(heap, (load + sizes[part], rank))
+    return tuple(tuple(sorted(parts)) for parts in found)
 
 
 def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Find names for the same memory with the same shape and stride.
+    """Find names for the same memory with the same shape and stride, or for the same sharded tensor.
 
     Args:
-        tensors: by name.
+        tensors: by name. A DTensor is known by being one object, as ranks that hold nothing of it have no memory.
 
     Returns:
         Every name that can be left out -> the first name, in sorted order, of what it is.
@@ -55,6 +59,10 @@ def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     for name in sorted(tensors):
         tensor = tensors[name]
         if not tensor.numel():
+            continue
+        if is_sharded(tensor):
+            if (known := first.setdefault((id(tensor),), name)) != name:
+                aliases[name] = known
             continue
         start = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
         memory = (*start, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
@@ -72,8 +80,22 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
     Returns:
         An integer of 64 bits; equal for equal tensors.
     """
-    sums = [_bits(tensors[name]).sum(dtype=torch.int64) * (2 * at + 1) for at, name in enumerate(sorted(tensors))]
-    return int(torch.stack([each.cpu() for each in sums]).sum()) if sums else 0
+    sums = checksums(tensors)
+    return sum(sums[name] * (2 * at + 1) for at, name in enumerate(sorted(sums))) % 2**64 - 2**63
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Sum the bits of each tensor; see `checksum`."""
+    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
+    kinds: dict[torch.device, list[int]] = {}
+    for at, each in enumerate(sums):
+        kinds.setdefault(each.device, []).append(at)
+    found = [0] * len(sums)
+    for places in kinds.values():
+        values = cast("list[int]", torch.stack([sums[at] for at in places]).tolist())  # pyright: ignore[reportUnknownMemberType]
+        for at, value in zip(places, values, strict=True):
+            found[at] = value
+    return dict(zip(tensors, found, strict=True))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
+from accel.checkpoint._boxes import Box, tiling_problem, whole
 from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
-from accel.checkpoint._plan import Plan, checksum, plan_writes, tied
+from accel.checkpoint._plan import checksum, checksums, plan_writes, tied
 from accel.checkpoint._settle import settle
+from accel.checkpoint._sharded import held_box, is_sharded, local_part
 from accel.comm import Call
 from accel.context import DistContext
+from accel.errors import CheckpointError
 from accel.storage import dtype_name
+
+Part = tuple[str, Box]  # a tensor's name, and which of its elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +56,33 @@ class Snapshot:
     manifest: Manifest
 
 
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's part of a sharded tensor, and what it sums up to."""
+
+    box: Box
+    checksum: int
+
+
 class _Rank(msgspec.Struct, frozen=True):
-    """What every rank says before a save: its own bytes, and what its share of the state sums up to."""
+    """What every rank says before a save.
+
+    Attributes:
+        row: its own bytes.
+        checksum: what the tensors that are equal on all ranks sum up to.
+        held: its parts of the sharded tensors, in order of their names; None where it has none.
+    """
 
     row: bytes
     checksum: int
+    held: list[_Held | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which parts there are, in bytes, and who holds those that not every rank holds."""
+
+    sizes: dict[Part, int]
+    holders: dict[Part, list[int]]
 
 
 def take_snapshot(
@@ -71,24 +98,31 @@ def take_snapshot(
         site: the call of the user's that this is part of.
 
     Raises:
+        CheckpointError: the parts of a sharded tensor that ranks hold are not the whole; the same on every rank.
         CollectiveMismatch: ranks hold different tensors.
     """
-    aliases = tied({**content.shared, **content.main})
-    shared = {name: tensor for name, tensor in content.shared.items() if name not in aliases}
-    main = {name: tensor for name, tensor in content.main.items() if name not in aliases}
-    detail = "\n".join([f"step {step}", *_facts(shared), *sorted(f"{a} is {b}" for a, b in aliases.items())])
-    ranks = settle(ctx, Call("save_state", detail, site), None, _Rank(content.row, checksum(shared)), _Rank)
+    everything = {**content.shared, **content.main}
+    aliases = tied(everything)
+    tensors = {name: tensor for name, tensor in everything.items() if name not in aliases}
+    sharded = {name: tensor for name, tensor in sorted(tensors.items()) if is_sharded(tensor)}
+    shared = {name: tensors[name] for name in content.shared if name in tensors and name not in sharded}
+    facts = _facts(shared | sharded)
+    detail = "\n".join([f"step {step}", *facts, *sorted(f"{a} is {b}" for a, b in aliases.items())])
+    mine = _Rank(content.row, checksum(shared), _held(sharded))
+    ranks = settle(ctx, Call("save_state", detail, site), None, mine, _Rank)
+    tensors[RANKS] = _stack([rank.row for rank in ranks])
+    differing = [name for name, same in zip(sharded, _copies_agree(ranks), strict=True) if not same]
     if len({rank.checksum for rank in ranks}) > 1:
-        if ctx.is_main_process:
-            text = "ranks hold different parameters or optimizer states; the checkpoint of step %s holds rank 0's"
-            logging.getLogger("accel.checkpoint").warning(text, step)
-        main, shared = {**shared, **main}, {}
-    main[RANKS] = _stack([rank.row for rank in ranks])
-    plan = plan_writes({k: v.nbytes for k, v in shared.items()}, {k: v.nbytes for k, v in main.items()}, ctx.world_size)
-    tensors = {**shared, **main}
+        differing += sorted(shared)
+    if differing and ctx.is_main_process:
+        text = "ranks hold different parameters or optimizer states (%s%s); step %s gets the lowest rank's"
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
+    layout = _layout(tensors, sharded.keys(), shared.keys() - set(differing), ranks)
+    plan = plan_writes(layout.sizes, layout.holders, ctx.world_size)
     return Snapshot(
         file=_file_name(ctx.rank, ctx.world_size),
-        tensors={name: tensors[name] for name in plan.ranks[ctx.rank]},
+        tensors={name: _part(tensors[name], box) for name, box in plan[ctx.rank]},
         manifest=Manifest(
             format=FORMAT,
             accel=importlib.metadata.version("accel"),
@@ -104,15 +138,63 @@ def take_snapshot(
     )
 
 
-def _entries(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, TensorEntry]:
-    files = {name: _file_name(rank, len(plan.ranks)) for rank, names in enumerate(plan.ranks) for name in names}
+def _held(sharded: Mapping[str, torch.Tensor]) -> list[_Held | None]:
+    sums = checksums({name: local_part(tensor) for name, tensor in sharded.items()})
+    boxes = {name: held_box(tensor, name) for name, tensor in sharded.items()}
+    return [_Held(box, sums[name]) if box is not None else None for name, box in boxes.items()]
+
+
+def _copies_agree(ranks: Sequence[_Rank]) -> list[bool]:
+    """Whether ranks that hold the same part of a sharded tensor hold the same bits, for each tensor."""
+    found: list[bool] = []
+    for parts in zip(*(rank.held for rank in ranks), strict=True):
+        held = {part for part in parts if part is not None}
+        found.append(len(held) == len({part.box for part in held}))
+    return found
+
+
+def _layout(
+    tensors: Mapping[str, torch.Tensor], sharded: Set[str], shared: Set[str], ranks: Sequence[_Rank]
+) -> _Layout:
+    """List the parts of all tensors: those of sharded ones, one for each that any rank may write, others for rank 0."""
+    layout = _Layout({}, {})
+    for name in tensors.keys() - sharded:
+        part = name, whole(tensors[name].shape)
+        layout.sizes[part] = tensors[name].nbytes
+        if name not in shared:
+            layout.holders[part] = [0]
+    for at, name in enumerate(sorted(sharded)):
+        first: dict[Box, int] = {}
+        for rank, said in enumerate(ranks):
+            held = said.held[at]
+            if held is None:
+                continue
+            part = name, held.box
+            layout.sizes[part] = held.box.size * tensors[name].element_size()
+            if first.setdefault(held.box, held.checksum) == held.checksum:
+                layout.holders.setdefault(part, []).append(rank)
+        if problem := tiling_problem(tensors[name].shape, list(first)):
+            raise CheckpointError(
+                f"a sharded tensor {problem}",
+                where=name,
+                fix="Shard it over a mesh of ranks of this context only, each of which calls save_state.",
+            )
+    return layout
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """This rank's part of a tensor; of one without elements all of it."""
+    return local_part(tensor) if box.size else local_part(tensor).new_empty(tuple(tensor.shape))
+
+
+def _entries(tensors: Mapping[str, torch.Tensor], plan: Sequence[Sequence[Part]]) -> dict[str, TensorEntry]:
+    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(tensors)}
+    for rank, parts in enumerate(plan):
+        for name, box in parts:
+            pieces[name].append(Piece(_file_name(rank, len(plan)), box.offset, box.shape))
     return {
-        name: TensorEntry(
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            pieces=(Piece(files[name], (0,) * tensor.dim(), tuple(tensor.shape)),),
-        )
-        for name, tensor in sorted(tensors.items())
+        name: TensorEntry(dtype_name(tensors[name].dtype), tuple(tensors[name].shape), tuple(found))
+        for name, found in pieces.items()
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel.errors import ConfigError, PrepareError, check_choice
-from accel.training._modules import clean_name
+from accel.training._modules import clean_name, reshard
 
 _torch = cast(Any, torch)  # the operations on lists have no public names
 
@@ -108,12 +108,12 @@ class Ema(nn.Module):
             _copy(averages, live)
             yield
         finally:
-            _reshard(model)
+            reshard(model)
             _copy(own, live)
 
     def _live(self, model: nn.Module) -> list[torch.Tensor]:
         """The model's tensors that have an average."""
-        _reshard(model)
+        reshard(model)
         return [*model.parameters(), *(model.buffers() if self.averages_buffers else ())]
 
     def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -150,7 +150,7 @@ def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
 
 def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
     """The model's tensors by the names that they have without wrappers."""
-    _reshard(model)
+    reshard(model)
     named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
     if buffers:
         named += model.named_buffers()
@@ -201,14 +201,6 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
     torch.clear_autocast_cache()  # an autocast around goes on with copies of what the targets were
-
-
-def _reshard(model: nn.Module) -> None:
-    """Let `fully_shard` drop gathered weights, which it would else go on with after their shards have changed."""
-    for module in model.modules():
-        kind = type(module)
-        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
-            cast(Any, module).reshard()
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:

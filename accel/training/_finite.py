@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from accel.checkpoint import Content
+from accel.checkpoint import Content, local_part
 from accel.errors import NonFiniteError
 from accel.optim import norms
 
@@ -38,7 +38,7 @@ def check_finite(content: Content) -> None:
 def _nonfinite(tensors: Mapping[str, torch.Tensor], *, masks: bool) -> Iterator[str]:
     """The names of tensors that hold what they may not."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in ((name, local_part(tensor)) for name, tensor in tensors.items()):
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # nothing is computed in fp8
             kinds.setdefault((wide.device, wide.dtype), {})[name] = wide

@@ -101,8 +101,9 @@ def _capture_item(
     kind = kind_of(item)
     if isinstance(item, nn.Module):
         state = modules[name]
-        shared.update({f"{name}.{key}": tensor.detach() for key, tensor in state.parameters.items()})
-        main.update({f"{name}.{key}": tensor.detach() for key, tensor in state.buffers.items()})
+        once = {id(tensor): tensor.detach() for tensor in (*state.parameters.values(), *state.buffers.values())}
+        shared.update({f"{name}.{key}": once[id(tensor)] for key, tensor in state.parameters.items()})
+        main.update({f"{name}.{key}": once[id(tensor)] for key, tensor in state.buffers.items()})
         value = {key: encode(extra, f"{name}.{key}", main) for key, extra in state.extras.items()}
     elif isinstance(item, torch.optim.Optimizer):
         value = msgspec.to_builtins(encode_optimizer(item, name, names, shared))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,12 +37,13 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
     """List a module's parameters, persistent buffers and extra state; wrappers leave no trace in the names.
 
     Args:
-        module: plain, or wrapped by DDP or torch.compile, whole or in parts.
+        module: plain, sharded, or wrapped by DDP or torch.compile, whole or in parts.
         item: its name, for errors.
 
     Raises:
         CheckpointError: a tensor cannot be stored, or is neither parameter nor buffer.
     """
+    reshard(module)
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -62,6 +63,14 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
             )
         (parameters if isinstance(value, nn.Parameter) else buffers)[name] = value
     return ModuleState(parameters, buffers, extras, owners)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let `fully_shard` drop gathered weights, which it would else go on with after their shards have changed."""
+    for module in model.modules():
+        kind = type(module)
+        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
+            cast(Any, module).reshard()
 
 
 def clean_name(module: nn.Module, raw: str) -> str:

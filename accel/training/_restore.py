@@ -1,83 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint and live items: compare everything, then change what can fail, then what cannot."""
+"""A checkpoint and live items: compare everything, then read, then change what can fail, then what cannot."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import Item, Saved, decode, encode
+from accel.checkpoint import Item, Saved, decode, encode, is_sharded, like, local_part, tensors_in
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState
 from accel.training._items import Stateful, kind_of, module_states, parameter_names, type_name
+from accel.training._loading import Action, Changes, read_like, read_part
 from accel.training._modules import ModuleState
 from accel.training._optimizers import OptimizerValue, compare_optimizer, decode_optimizer, load_optimizer
-from accel.training._problems import Problems, facts
+from accel.training._problems import Facts, Problems, facts
 from accel.training._rng import apply_rng, check_rng
-from accel.training._rows import read_row, with_own_part
-
-Action = Callable[[], object]
+from accel.training._rows import read_row, row_part, with_own_part
 
 
-@dataclass(slots=True)
-class Changes:
-    """What loading will do, in order.
+class Matching:
+    """The comparison of one checkpoint with one set of items.
 
     Attributes:
-        risky: pairs of a change that runs code of others, and what makes it undone.
-        copies: live tensors and what is copied into them; cannot fail.
-        values: what `load_state` returns.
-        rng: this rank's streams; None to seed them anew.
+        problems: in what they differ.
+        changes: what loading will do.
     """
 
-    risky: list[tuple[Action, Action]] = field(default_factory=list[tuple[Action, Action]])
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[torch.Tensor, torch.Tensor]])
-    values: dict[str, object] = field(default_factory=dict[str, object])
-    rng: RngState | None = None
+    def __init__(self, ctx: DistContext, saved: Saved, items: Mapping[str, object]) -> None:
+        self.problems, self.changes = Problems(), Changes()
+        self._ctx, self._saved, self._items = ctx, saved, items
+        self._modules = module_states(items)
+        self._names = parameter_names(self._modules)
 
+    def compare(self) -> None:
+        """Compare by what the manifest tells. Changes nothing, reads no tensor.
 
-def match(ctx: DistContext, saved: Saved, items: Mapping[str, object]) -> Changes:
-    """Compare a checkpoint with live items; return what loading will do. Changes nothing, no communication.
+        Raises:
+            CheckpointError: they do not fit, every difference listed; or it holds what `save_state` never writes.
+        """
+        stored, items = self._saved.manifest.items, self._items
+        self.problems.missing += [f"item {name}" for name in items.keys() - stored.keys()]
+        self.problems.unasked += stored.keys() - items.keys()
+        for name in sorted(items.keys() & stored.keys()):
+            live, item = items[name], stored[name]
+            self.changes.values[name] = live
+            if not _same_kind(name, live, item, self.problems):
+                continue
+            if isinstance(live, nn.Module):
+                self._module(name, self._modules[name], item)
+            elif isinstance(live, torch.optim.Optimizer):
+                self._optimizer(name, live, item)
+            elif item.kind == "stateful" and isinstance(live, Stateful):
+                self._stateful(name, live, item)
+            else:
+                self._value(name, live, item)
+        if self.problems:
+            raise self.problems.error(self._saved.path)
+        if (part := row_part(self._ctx, self._saved)) is not None:
+            self.changes.wanted.append(part)
+        self._saved.open_files(self.changes.wanted)
 
-    Raises:
-        CheckpointError: they do not fit, every difference listed; or it holds what `save_state` never writes.
-    """
-    stored, problems, changes = saved.manifest.items, Problems(), Changes()
-    modules = module_states(items)
-    names = parameter_names(modules)
-    problems.missing += [f"item {name}" for name in items.keys() - stored.keys()]
-    problems.unasked += stored.keys() - items.keys()
-    optimizers: dict[str, tuple[torch.optim.Optimizer, OptimizerValue]] = {}
-    for name in sorted(items.keys() & stored.keys()):
-        live, item = items[name], stored[name]
-        changes.values[name] = live
-        if not _same_kind(name, live, item, problems):
-            continue
-        if isinstance(live, nn.Module):
-            _match_module(saved, name, modules[name], item, problems, changes)
-        elif isinstance(live, torch.optim.Optimizer):
-            optimizers[name] = live, _convert_optimizer(name, item)
-            compare_optimizer(*optimizers[name], name, names, problems)
-        elif item.kind == "stateful" and isinstance(live, Stateful):
-            _match_stateful(saved, name, live, item, problems, changes)
+    def read(self) -> RngState | None:
+        """Read what is wanted, make of it the values and changes; return this rank's streams. Changes nothing.
+
+        Raises:
+            CheckpointError: something is not what was saved.
+        """
+        for make in self.changes.makers:
+            make()
+        if self.problems:
+            raise self.problems.error(self._saved.path)
+        row = read_row(self._ctx, self._saved)
+        values = self.changes.values
+        self.changes.values = {name: with_own_part(value, name, row) for name, value in values.items()}
+        return check_rng(self._ctx, self._saved, row)
+
+    def _module(self, name: str, live: ModuleState, item: Item) -> None:
+        tensors = {f"{name}.{key}": tensor for key, tensor in {**live.parameters, **live.buffers}.items()}
+        extras = _fields(item.value, name)
+        inside = {f"{name}.{key}" for key in extras}
+        entries = self._saved.entries
+        stored = {key for key in entries if key.startswith(f"{name}.") and not _belongs(key, inside)}
+        self.problems.compare_names(tensors.keys(), stored, "")
+        self.problems.compare_names(live.extras.keys(), extras.keys(), f"{name}.")
+        first: dict[int, str] = {}
+        for key in sorted(tensors.keys() & stored):
+            tensor = tensors[key]
+            self.problems.compare_tensor(key, facts(tensor), self._facts(key))
+            self.changes.want(key, tensor)
+            self.changes.copies.append((tensor, key))
+            twin = first.setdefault(id(tensor), key)
+            if self._facts(twin) == self._facts(key) and entries[twin] is not entries[key]:
+                self.changes.makers.append(_call(self._compare_tied, tensor, twin, key))
+        for key in live.extras.keys() & extras.keys():
+            self._want_all(name, extras[key])
+            owner, before = live.owners[key], copy.deepcopy(live.extras[key])
+            self.changes.makers.append(_call(self._make_extra, name, extras[key], owner, before))
+
+    def _compare_tied(self, live: torch.Tensor, twin: str, key: str) -> None:
+        if not torch.equal(*(local_part(read_like(self._saved, each, live)) for each in (twin, key))):
+            self.problems.wrong_type(key, f"the same tensor as {twin}", "another one")
+
+    def _make_extra(self, name: str, stored: Any, owner: nn.Module, before: Any) -> None:
+        value = self._decode(name, stored, {})
+        self.changes.risky.append((_call(owner.set_extra_state, value), _call(owner.set_extra_state, before)))
+
+    def _optimizer(self, name: str, live: torch.optim.Optimizer, item: Item) -> None:
+        value = _convert_optimizer(name, item)
+        compare_optimizer(live, value, name, self._names, self.problems)
+        templates: dict[str, torch.Tensor] = {}
+        for parameter in (each for group in live.param_groups for each in group["params"]):
+            state = value.state.get(self._names.get(id(parameter), ""))
+            templates |= dict.fromkeys(tensors_in(state), parameter) if is_sharded(parameter) else {}
+        for key in self._names_in(name, item.value):
+            same = key in templates and self._facts(key)[1] == tuple(templates[key].shape)
+            self.changes.want(key, templates[key] if same else None)
+        self.changes.makers.append(_call(self._make_optimizer, name, live, item, value, templates))
+
+    def _make_optimizer(
+        self,
+        name: str,
+        live: torch.optim.Optimizer,
+        item: Item,
+        value: OptimizerValue,
+        templates: Mapping[str, torch.Tensor],
+    ) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for key in self._names_in(name, item.value):
+            parameter, shape = templates.get(key), self._facts(key)[1]
+            if parameter is not None and shape == tuple(parameter.shape):
+                tensors[key] = read_like(self._saved, key, parameter)
+            elif parameter is not None and shape and is_sharded(parameter):  # what belongs to rows, columns or blocks
+                tensors[key] = like(self._saved.read(key), parameter)
+            else:
+                tensors[key] = self._saved.read(key)
+        state = decode_optimizer(live, value, name, self._names, tensors)
+        before = {"state": live.state, "param_groups": live.param_groups}  # replaced, never changed, by a load
+        self.changes.risky.append((_call(load_optimizer, live, state), _call(live.__dict__.update, before)))
+
+    def _stateful(self, name: str, live: Stateful, item: Item) -> None:
+        mine: dict[str, torch.Tensor] = {}
+        before = live.state_dict()
+        encode(before, name, mine)
+        for key in self._want_all(name, item.value, mine) & mine.keys():
+            if mine[key].numel():  # what is empty now has yet to grow
+                self.problems.compare_tensor(key, facts(mine[key]), self._facts(key))
+        self.changes.makers.append(_call(self._make_stateful, name, live, item, before, mine))
+
+    def _make_stateful(
+        self, name: str, live: Stateful, item: Item, before: dict[str, Any], mine: Mapping[str, torch.Tensor]
+    ) -> None:
+        state = self._decode(name, item.value, mine)
+        back = _call(live.load_state_dict, copy.deepcopy(before))
+        self.changes.risky.append((_call(live.load_state_dict, state), back))
+
+    def _value(self, name: str, live: object, item: Item) -> None:
+        mine: dict[str, torch.Tensor] = {}
+        encode(live, name, mine)
+        found = self._want_all(name, item.value, mine)
+        if isinstance(live, msgspec.Struct):
+            tag = live.__struct_config__.tag_field
+            names = {*live.__struct_fields__, *filter(None, [tag])}
+            self.problems.compare_names(names, _fields(item.value, name).keys(), f"{name}.")
+        if found:
+            self.changes.makers.append(_call(self._make_value, name, live, item, mine))
         else:
-            changes.values[name] = _new_value(ctx, saved, name, live, item, problems)
-    if problems:
-        raise problems.error(saved.path)
-    for name, (optimizer, value) in optimizers.items():
-        state = decode_optimizer(optimizer, value, name, names, _copies(saved, name, {}, torch.device("cpu")))
-        changes.risky.append(_optimizer_change(optimizer, state))
-    row = read_row(ctx, saved)
-    changes.values = {name: with_own_part(value, name, row) for name, value in changes.values.items()}
-    changes.rng = check_rng(ctx, saved, row)
-    return changes
+            self._make_value(name, live, item, mine)
+
+    def _make_value(self, name: str, live: object, item: Item, mine: Mapping[str, torch.Tensor]) -> None:
+        device = self._ctx.device if isinstance(live, msgspec.Struct) else torch.device("cpu")
+        value = self._decode(name, item.value, mine, device)
+        if isinstance(live, msgspec.Struct):
+            value = _record(name, live, value, self.problems)
+        else:
+            live_type = torch.Tensor if isinstance(live, torch.Tensor) else type(live)
+            found = torch.Tensor if isinstance(value, torch.Tensor) else cast("type[object]", type(value))
+            numbers = {live_type, found} <= {int, float}
+            if live is not None and found is not live_type and not numbers:
+                self.problems.wrong_type(f"item {name}", live_type.__name__, found.__name__)
+        self.changes.values[name] = value
+
+    def _facts(self, key: str) -> Facts:
+        entry = self._saved.entries[key]
+        return entry.dtype, entry.shape
+
+    def _names_in(self, name: str, value: Any) -> set[str]:
+        """The tensors that an item's value refers to, its own only."""
+        found = tensors_in(value)
+        for key in found:
+            if key not in self._saved.entries or not _belongs(key, {name}):
+                raise CheckpointError("not a stored value: $tensor", got=repr(key), where=f"item {name}")
+        return found
+
+    def _want_all(self, name: str, value: Any, mine: Mapping[str, torch.Tensor] | None = None) -> set[str]:
+        """Note that a value is read, each tensor of it as its live namesake lies; return the tensors' names."""
+        found = self._names_in(name, value)
+        for key in found:
+            self.changes.want(key, self._template(key, mine or {}))
+        return found
+
+    def _template(self, key: str, mine: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        live = mine.get(key)
+        return live if live is not None and tuple(live.shape) == self._facts(key)[1] else None
+
+    def _decode(
+        self, name: str, value: Any, mine: Mapping[str, torch.Tensor], device: torch.device | None = None
+    ) -> Any:
+        """Make a value with tensors of its own, each where its live namesake lies, others on a device or the CPU."""
+        tensors: dict[str, torch.Tensor] = {}
+        for key in self._names_in(name, value):
+            read = read_like(self._saved, key, self._template(key, mine))
+            tensors[key] = read if is_sharded(read) else read.to(mine[key].device if key in mine else device or "cpu")
+        return decode(value, f"item {name}", tensors)
 
 
 def try_risky(changes: Changes) -> list[Action]:
@@ -107,12 +247,11 @@ def rollback(undo: list[Action]) -> None:
         back()
 
 
-def finish(ctx: DistContext, saved: Saved, changes: Changes) -> None:
+def finish(ctx: DistContext, saved: Saved, changes: Changes, rng: RngState | None) -> None:
     """Make the changes that cannot fail: module tensors and random streams. Mutates them."""
-    with torch.no_grad():
-        for live, stored in changes.copies:
-            live.copy_(stored)
-    apply_rng(ctx, saved, changes.rng)
+    for live, name in changes.copies:
+        read_part(saved, name, live, local_part(live))
+    apply_rng(ctx, saved, rng)
 
 
 def _same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
@@ -127,56 +266,8 @@ def _same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
     return True
 
 
-def _match_module(saved: Saved, name: str, live: ModuleState, item: Item, problems: Problems, changes: Changes) -> None:
-    tensors = {f"{name}.{key}": tensor for key, tensor in {**live.parameters, **live.buffers}.items()}
-    extras = _fields(item.value, name)
-    inside = {f"{name}.{key}" for key in extras}
-    stored = {key for key in saved.tensors if key.startswith(f"{name}.") and not _belongs(key, inside)}
-    problems.compare_names(tensors.keys(), stored, "")
-    problems.compare_names(live.extras.keys(), extras.keys(), f"{name}.")
-    first: dict[int, str] = {}
-    for key in sorted(tensors.keys() & stored):
-        problems.compare_tensor(key, facts(tensors[key]), facts(saved.tensors[key]))
-        twin = first.setdefault(id(tensors[key]), key)
-        if facts(saved.tensors[twin]) == facts(saved.tensors[key]) and not _equal(saved, twin, key):
-            problems.wrong_type(key, f"the same tensor as {twin}", "another one")
-        changes.copies.append((tensors[key], saved.tensors[key]))
-    for key in live.extras.keys() & extras.keys():
-        owner, before = live.owners[key], copy.deepcopy(live.extras[key])
-        value = decode(extras[key], f"item {name}", _copies(saved, name, {}, torch.device("cpu")))
-        changes.risky.append((_call(owner.set_extra_state, value), _call(owner.set_extra_state, before)))
-
-
-def _match_stateful(saved: Saved, name: str, live: Stateful, item: Item, problems: Problems, changes: Changes) -> None:
-    mine: dict[str, torch.Tensor] = {}
-    before = live.state_dict()
-    encode(before, name, mine)
-    tensors = _copies(saved, name, mine, torch.device("cpu"))
-    for key in mine.keys() & tensors.keys():
-        if mine[key].numel():  # what is empty now has yet to grow
-            problems.compare_tensor(key, facts(mine[key]), facts(tensors[key]))
-    state = decode(item.value, f"item {name}", tensors)
-    changes.risky.append((_call(live.load_state_dict, state), _call(live.load_state_dict, copy.deepcopy(before))))
-
-
-def _new_value(ctx: DistContext, saved: Saved, name: str, live: object, item: Item, problems: Problems) -> object:
-    mine: dict[str, torch.Tensor] = {}
-    encode(live, name, mine)
-    device = ctx.device if isinstance(live, msgspec.Struct) else torch.device("cpu")
-    value = decode(item.value, f"item {name}", _copies(saved, name, mine, device))
-    if isinstance(live, msgspec.Struct):
-        return _record(name, live, value, problems)
-    live_type = torch.Tensor if isinstance(live, torch.Tensor) else type(live)
-    numbers = {live_type, type(value)} <= {int, float}
-    if live is not None and type(value) is not live_type and not numbers:
-        problems.wrong_type(f"item {name}", live_type.__name__, type(value).__name__)
-    return value
-
-
 def _record(name: str, live: msgspec.Struct, value: object, problems: Problems) -> object:
-    tag = live.__struct_config__.tag_field
     stored = _fields(value, name)
-    problems.compare_names({*live.__struct_fields__, *filter(None, [tag])}, stored.keys(), f"{name}.")
     try:
         return msgspec.convert({_wire_name(live, key): held for key, held in stored.items()}, type(live))
     except msgspec.ValidationError as error:
@@ -196,26 +287,8 @@ def _convert_optimizer(name: str, item: Item) -> OptimizerValue:
         raise CheckpointError(f"not an optimizer's state: {error}", where=f"item {name}") from error
 
 
-def _optimizer_change(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tuple[Action, Action]:
-    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}  # replaced, never changed, by a load
-    return _call(load_optimizer, optimizer, state), _call(optimizer.__dict__.update, before)
-
-
-def _copies(saved: Saved, name: str, mine: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of an item's tensors that live objects may keep, each where its live namesake lies."""
-    keys = [key for key in saved.tensors if key == name or key.startswith((f"{name}.", f"{name}["))]
-    return {key: saved.tensors[key].clone().to(mine[key].device if key in mine else device) for key in keys}
-
-
 def _belongs(key: str, inside: set[str]) -> bool:
     return any(key == path or key.startswith((f"{path}.", f"{path}[")) for path in inside)
-
-
-def _equal(saved: Saved, one: str, other: str) -> bool:
-    aliases = saved.manifest.aliases
-    if aliases.get(one, one) == aliases.get(other, other):
-        return True
-    return torch.equal(saved.tensors[one], saved.tensors[other])
 
 
 def _fields(value: object, name: str) -> dict[str, Any]:

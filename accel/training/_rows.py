@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import msgspec
 import torch
 
-from accel.checkpoint import RANKS, Saved, decode, encode
+from accel.checkpoint import RANKS, Box, Saved, decode, encode, is_sharded
+from accel.comm import as_bytes
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState, capture_rng
@@ -66,8 +67,20 @@ def write_row(ctx: DistContext, items: Mapping[str, object]) -> bytes:
         if part is not None:
             tensors: dict[str, torch.Tensor] = {}
             value = encode(part, name, tensors)
-            parts[name] = _Part(value, {key: _to_bytes(tensor) for key, tensor in tensors.items()})
+            parts[name] = _Part(value, {key: _to_bytes(key, tensor) for key, tensor in tensors.items()})
     return msgspec.msgpack.encode(Row(capture_rng(ctx.device), parts))
+
+
+def row_part(ctx: DistContext, saved: Saved) -> tuple[str, Box] | None:
+    """Return where this rank's row is, None if the run had another number of ranks.
+
+    Raises:
+        CheckpointError: there are no rows.
+    """
+    entry, world = saved.entries.get(RANKS), saved.manifest.world_size
+    if entry is None or entry.dtype != "uint8" or len(entry.shape) != 2 or entry.shape[0] != world:
+        raise CheckpointError("no row of random streams for each rank", where=f"{saved.path}, tensor {RANKS}")
+    return (RANKS, Box((ctx.rank, 0), (1, entry.shape[1]))) if world == ctx.world_size else None
 
 
 def read_row(ctx: DistContext, saved: Saved) -> Row | None:
@@ -76,12 +89,10 @@ def read_row(ctx: DistContext, saved: Saved) -> Row | None:
     Raises:
         CheckpointError: there are no rows, or this is none.
     """
-    rows, where = saved.tensors.get(RANKS), f"{saved.path}, tensor {RANKS}"
-    if rows is None or rows.dtype != torch.uint8 or rows.dim() != 2 or len(rows) != saved.manifest.world_size:
-        raise CheckpointError("no row of random streams for each rank", where=where)
-    if saved.manifest.world_size != ctx.world_size:
+    where, part = f"{saved.path}, tensor {RANKS}", row_part(ctx, saved)
+    if part is None:
         return None
-    row = bytes(cast("list[int]", rows[ctx.rank].tolist()))  # pyright: ignore[reportUnknownMemberType]
+    row = as_bytes(saved.read(*part).view(-1))
     length = int.from_bytes(row[:_LENGTH_BYTES], "little")
     try:
         return msgspec.msgpack.decode(row[_LENGTH_BYTES:][:length], type=Row)
@@ -105,7 +116,9 @@ def with_own_part(value: object, name: str, row: Row | None) -> object:
         raise CheckpointError(f"not a stored part: {error}", where=where) from error
 
 
-def _to_bytes(tensor: torch.Tensor) -> _Tensor:
+def _to_bytes(name: str, tensor: torch.Tensor) -> _Tensor:
+    if is_sharded(tensor):
+        raise CheckpointError("a DTensor in what each rank keeps for itself", where=name, fix="Keep its to_local().")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), bytes(flat.numpy()))
 

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args, overload
 
+import msgspec
+
 from accel.checkpoint import (
     Content,
     Keep,
+    Saved,
     Saving,
     check_keep,
     check_metrics,
-    read_checkpoint,
+    open_checkpoint,
+    plan_writes,
     save,
     save_async,
     settle,
@@ -24,11 +29,18 @@ from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError, check_choice
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
-from accel.training._restore import finish, match, rollback, try_risky
+from accel.training._restore import Matching, finish, rollback, try_risky
 
 SaveMode = Literal["sync", "async"]
 
 _LARGEST_STEP = 10**18
+
+
+class _Wish(msgspec.Struct, frozen=True):
+    """What a rank is about to load: of which manifest, and how much of each file."""
+
+    digest: str
+    bytes_of_files: list[int]
 
 
 @overload
@@ -120,7 +132,9 @@ def save_state(
     return write(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
 
 
-def load_state(ctx: DistContext, path: str | os.PathLike[str], items: Mapping[str, object]) -> dict[str, object]:
+def load_state(
+    ctx: DistContext, path: str | os.PathLike[str], items: Mapping[str, object], *, verify: bool = True
+) -> dict[str, object]:
     """Load a checkpoint into items, all of it or nothing. A collective. Mutates modules, optimizers, random streams.
 
     Every rank reads and checks everything before any changes anything. At the world size that was saved, random
@@ -141,29 +155,50 @@ def load_state(ctx: DistContext, path: str | os.PathLike[str], items: Mapping[st
             same on every rank; nothing has been changed.
         ConfigError: no items, or a name that is no identifier.
     """
-    error, saved, changes, folder = None, None, None, Path(path)
-    try:
-        check_items(items, "load_state")
-        saved = read_checkpoint(folder)
-        changes = match(ctx, saved, items)
-    except Exception as failure:
-        error = failure
-    call, digest = Call("load_state", folder.name, call_site()), saved.digest if saved is not None else ""
-    digests = settle(ctx, call, error, digest, str)
-    assert saved is not None and changes is not None  # noqa: PT018 - settle raised otherwise
-    error, undo = None, []
-    try:
-        _check_same(digests, folder)
-        undo = try_risky(changes)
-    except CheckpointError as failure:
-        error = failure
-    try:
-        settle(ctx, Call("load_state: applying", site=call.site), error, b"", bytes)
-    except BaseException:
-        rollback(undo)
-        raise
-    finish(ctx, saved, changes)
-    return changes.values
+    folder, site = Path(path), call_site()
+    with contextlib.ExitStack() as stack:
+        error, saved, matching, wish = None, None, None, _Wish("", [])
+        try:
+            check_items(items, "load_state")
+            saved = stack.enter_context(open_checkpoint(folder))
+            matching = Matching(ctx, saved, items)
+            matching.compare()
+            wish = _Wish(saved.digest, saved.bytes_of_files(matching.changes.wanted))
+        except Exception as failure:
+            error = failure
+        wishes = settle(ctx, Call("load_state", f"{folder.name}\nverify {verify}", site), error, wish, _Wish)
+        assert saved is not None and matching is not None  # noqa: PT018 - settle raised otherwise
+        try:
+            _check_same(wishes, folder)
+            if verify:
+                saved.verify(_files_to_verify(ctx, saved, wishes))
+        except CheckpointError as failure:
+            error = failure
+        settle(ctx, Call("load_state: checking", site=site), error, b"", bytes)
+        error, undo, rng = None, [], None
+        try:
+            rng = matching.read()
+            undo = try_risky(matching.changes)
+        except Exception as failure:
+            error = failure
+        try:
+            settle(ctx, Call("load_state: applying", site=site), error, b"", bytes)
+        except BaseException:
+            rollback(undo)
+            raise
+        finish(ctx, saved, matching.changes, rng)
+        return matching.changes.values
+
+
+def _files_to_verify(ctx: DistContext, saved: Saved, wishes: list[_Wish]) -> list[str]:
+    """Divide the files that are read among the ranks; each goes to one of those that read most of it."""
+    sizes, holders = dict[str, int](), dict[str, list[int]]()
+    for at, name in enumerate(sorted(saved.manifest.files)):
+        most = max(wish.bytes_of_files[at] for wish in wishes)
+        if most:
+            sizes[name] = saved.manifest.files[name].size
+            holders[name] = [rank for rank, wish in enumerate(wishes) if 2 * wish.bytes_of_files[at] >= most]
+    return list(plan_writes(sizes, holders, ctx.world_size)[ctx.rank])
 
 
 def _check_step(step: int) -> None:
@@ -171,11 +206,11 @@ def _check_step(step: int) -> None:
         raise ConfigError("not a step", expected="an integer from 0", got=repr(step), where="save_state, step=")
 
 
-def _check_same(digests: list[str], path: Path) -> None:
-    if len(set(digests)) > 1:
+def _check_same(wishes: list[_Wish], path: Path) -> None:
+    if len({wish.digest for wish in wishes}) > 1:
         raise CheckpointError(
             "ranks read different checkpoints",
             expected="one folder that all nodes share",
-            got=f"{len(set(digests))} different manifests",
+            got=f"{len({wish.digest for wish in wishes})} different manifests",
             where=str(path),
         )

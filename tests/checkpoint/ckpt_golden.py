@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the golden checkpoint of the current format, once per format: `python ckpt_golden.py`. Never run for an older one."""
+"""Writes the golden checkpoint of the current format, once per format: `python ckpt_golden.py`."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import accel
 from accel.checkpoint._manifest import FORMAT
@@ -36,13 +39,15 @@ def start() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "progress": Progress(), "extra": {}}
 
 
-def filled() -> dict[str, Any]:
+def filled(spread: Callable[[nn.Module], object] = lambda model: model) -> dict[str, Any]:
     """What a golden checkpoint holds: numbers that arithmetic gives, whatever the version of torch."""
     items = start()
-    model, optimizer = items["model"], items["optimizer"]
+    model = items["model"]
     with torch.no_grad():
         for at, tensor in enumerate([*model.parameters(), *model.buffers()]):
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) / 8 + at)
+    spread(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for at, parameter in enumerate(model.parameters()):
         moments = {"exp_avg": parameter.detach() / 2, "exp_avg_sq": parameter.detach() / 4}
         optimizer.state[parameter] = {"step": torch.tensor(float(at + 3)), **moments}
@@ -51,19 +56,23 @@ def filled() -> dict[str, Any]:
         "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
         "wide": torch.tensor([1 + 2j, 3j]).to(torch.complex128),
     }
-    return items | {"progress": Progress(4, 0.25, torch.tensor([1.0, 2.0]).double()), "extra": extra}
+    return items | {
+        "optimizer": optimizer,
+        "progress": Progress(4, 0.25, torch.tensor([1.0, 2.0]).double()),
+        "extra": extra,
+    }
 
 
 def make(ctx: DistContext) -> Path:
-    """Save the golden checkpoint."""
-    items = filled()
-    _ = torch.manual_seed(40 + ctx.rank)
+    """Save the golden checkpoint, of a model that two ranks share."""
+    items = filled(lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
+    _ = torch.manual_seed(40 + ctx.rank)  # pyright: ignore[reportUnknownMemberType]
     return accel.save_state(ctx, HERE / "making", items, step=12)
 
 
 if __name__ == "__main__":
     target = HERE / f"format-{FORMAT}"
-    made = simulate(make, 2)[0]
+    made = simulate(make, 2, default_group=True)[0]
     shutil.rmtree(target, ignore_errors=True)
     made.rename(target)
     shutil.rmtree(HERE / "making")

@@ -9,22 +9,40 @@ from accel.checkpoint import Item, Manifest, Piece, TensorEntry, decode_manifest
 from accel.errors import CheckpointError
 from accel.storage import FileEntry
 
-SIZES = st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 10**12), max_size=30)
+
+@given(data=st.data(), world=st.integers(1, 9))
+def test_every_part_is_written_once_by_one_that_holds_it(data: st.DataObject, world: int) -> None:
+    sizes = data.draw(st.dictionaries(st.text(max_size=4), st.integers(0, 10**12), max_size=30))
+    some = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
+    holders = data.draw(st.dictionaries(st.sampled_from(sorted(sizes)), some) if sizes else st.just({}))
+    plan = plan_writes(sizes, holders, world)
+    assert len(plan) == world
+    assert sorted(part for parts in plan for part in parts) == sorted(sizes)
+    assert all(rank in holders.get(part, range(world)) for rank, parts in enumerate(plan) for part in parts)
+    assert plan == plan_writes(dict(reversed(sizes.items())), holders, world)
+    loads = [sum(sizes[part] for part in parts) for parts in plan]
+    bound = sum(sizes[part] for part in holders) + max((sizes[p] for p in sizes if p not in holders), default=0)
+    assert max(loads) - min(loads) <= bound
 
 
-@given(shared=SIZES, main=SIZES, world=st.integers(1, 9))
-def test_every_tensor_is_written_once_and_ranks_write_about_equally_much(
-    shared: dict[str, int], main: dict[str, int], world: int
-) -> None:
-    main = {f"main.{name}": size for name, size in main.items()}
-    plan = plan_writes(shared, main, world)
-    assert len(plan.ranks) == world
-    assert sorted(name for part in plan.ranks for name in part) == sorted([*shared, *main])
-    assert set(main) <= set(plan.ranks[0])
-    loads = [sum((shared | main)[name] for name in part) for part in plan.ranks]
-    largest = max(shared.values(), default=0)
-    assert max(loads) - min(loads[1:] or loads) <= max(largest, sum(main.values()))
-    assert plan == plan_writes(dict(reversed(shared.items())), main, world)
+@given(
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=12), copies=st.integers(1, 3), shards=st.integers(1, 4)
+)
+def test_copies_of_a_shard_divide_its_writing(sizes: list[int], copies: int, shards: int) -> None:
+    parts = {(name, shard): size for name, size in enumerate(sizes) for shard in range(shards)}
+    holders = {part: [part[1] + copy * shards for copy in range(copies)] for part in parts}
+    loads = [sum(parts[part] for part in written) for written in plan_writes(parts, holders, copies * shards)]
+    for shard in range(shards):
+        group = [loads[shard + copy * shards] for copy in range(copies)]
+        assert max(group) - min(group) <= max(sizes)
+
+
+def test_many_pieces_are_checked_in_little_time() -> None:
+    pieces = tuple(piece((at,), (1,), f"f{at}") for at in range(100_000))
+    files = {each.file: FileEntry(10, "0" * 64) for each in pieces}
+    many = {"w": TensorEntry("float32", (100_000,), pieces)}
+    changed = msgspec.structs.replace(manifest(), format=2, tensors=many, files=files, aliases={})
+    assert decode_manifest(encode_manifest(changed), "here")[0] == changed
 
 
 def test_tied_tensors_are_the_same_memory_with_the_same_view() -> None:
@@ -34,6 +52,13 @@ def test_tied_tensors_are_the_same_memory_with_the_same_view() -> None:
     assert tied({"x": torch.ones(2), "y": torch.ones(2)}) == {}
 
 
+def piece(offset: tuple[int, ...], shape: tuple[int, ...], file: str = "a.safetensors") -> Piece:
+    return Piece(file, offset, shape)
+
+
+OVERLAP = (piece((0,), (2,)), piece((1,), (2,), "b"))
+
+
 def manifest() -> Manifest:
     return Manifest(
         format=1,
@@ -41,7 +66,7 @@ def manifest() -> Manifest:
         torch="2",
         step=3,
         world_size=2,
-        files={"a.safetensors": FileEntry(10, "0" * 64)},
+        files={name: FileEntry(10, "0" * 64) for name in ("a.safetensors", "b")},
         tensors={"m.w": TensorEntry("float32", (2, 3), (Piece("a.safetensors", (0, 0), (2, 3)),))},
         aliases={"m.v": "m.w"},
         items={"m": Item("module", "Linear", {})},
@@ -71,11 +96,18 @@ def test_any_flipped_bit_of_a_manifest_is_blamed_on_it(position: int, bit: int) 
         ({"aliases": {"x": "gone"}}, "leads nowhere"),
         ({"aliases": {"m.w": "m.w"}}, "leads nowhere"),
         ({"items": {"a/b": Item("value", "int", 1)}}, "not an item's name"),
-        ({"format": 2}, "newer format.*expected format 1 or older, got format 2, written by accel 0"),
+        ({"format": 3}, "newer format.*expected format 2 or older, got format 3, written by accel 0"),
         ({"format": 0}, "never was"),
         ({"tensors": {"w": TensorEntry("float32", (2,), ())}}, "one piece"),
-        ({"tensors": {"w": TensorEntry("float32", (2,), (Piece("a.safetensors", (1,), (1,)),))}}, "one piece"),
-        ({"tensors": {"w": TensorEntry("float32", (2,), (Piece("a.safetensors", (), (2,)),))}}, "dimensions"),
+        ({"format": 2, "tensors": {"w": TensorEntry("float32", (2,), ())}}, "0 elements that do not cover its 2"),
+        ({"tensors": {"w": TensorEntry("float32", (2,), (piece((1,), (1,)),))}}, "1 elements that do not cover its 2"),
+        ({"tensors": {"w": TensorEntry("float32", (2,), (piece((), (2,)),))}}, "dimensions"),
+        ({"tensors": {"w": TensorEntry("float32", (2,), (piece((0,), (1,)), piece((1,), (1,))))}}, "two pieces in one"),
+        ({"tensors": {"w": TensorEntry("float32", (2,), (piece((0,), (1,)), piece((1,), (1,), "b")))}}, "one piece"),
+        ({"format": 2, "tensors": {"w": TensorEntry("float32", (3,), OVERLAP)}}, "4 elements that do not cover its 3"),
+        ({"format": 2, "tensors": {"w": TensorEntry("float32", (5,), OVERLAP)}}, "4 elements that do not cover its 5"),
+        ({"format": 2, "tensors": {"w": TensorEntry("float32", (2**63, 2**63), OVERLAP)}}, "more elements than any"),
+        ({"format": 2, "tensors": {"w": TensorEntry("float32", (1,) * 10**5, OVERLAP)}}, "100000 dimensions"),
         ({"step": -1}, "cannot be read"),
         ({"world_size": 0}, "cannot be read"),
         ({"tensors": {"w": TensorEntry("float32", (-2,), (Piece("a.safetensors", (0,), (-2,)),))}}, "cannot be read"),

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What loading will do, gathered while nothing is changed: what is read of the files, and what then changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from accel.checkpoint import Box, Saved, held_box, is_sharded, like, local_part
+
+Action = Callable[[], object]
+
+
+@dataclass(slots=True)
+class Changes:
+    """What loading will do, in order.
+
+    Attributes:
+        wanted: names of tensors, and which part of each this rank reads; None for all of it.
+        makers: what makes values and the next two lists of what is read.
+        risky: pairs of a change that runs code of others, and what makes it undone.
+        copies: live tensors and the names of what is copied into them; cannot fail.
+        values: what `load_state` returns.
+    """
+
+    wanted: list[tuple[str, Box | None]] = field(default_factory=list[tuple[str, Box | None]])
+    makers: list[Action] = field(default_factory=list[Action])
+    risky: list[tuple[Action, Action]] = field(default_factory=list[tuple[Action, Action]])
+    copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
+    values: dict[str, object] = field(default_factory=dict[str, object])
+
+    def want(self, name: str, template: torch.Tensor | None) -> None:
+        """Note that this rank reads what lies like a live tensor; all of a tensor if there is none."""
+        box = held_box(template, name) if template is not None and is_sharded(template) else None
+        if box is not None or template is None or not is_sharded(template):
+            self.wanted.append((name, box))
+
+
+def read_like(saved: Saved, name: str, template: torch.Tensor | None) -> torch.Tensor:
+    """Return a stored tensor in new memory: spread as a live DTensor is, else whole and on the CPU.
+
+    Args:
+        saved: the checkpoint.
+        name: the tensor's.
+        template: the live tensor, of the same shape if it is a DTensor; None for none.
+    """
+    if template is None or not is_sharded(template):
+        return saved.read(name)
+    local = local_part(template)
+    part = torch.empty(local.shape, dtype=saved.stub(name).dtype)
+    read_part(saved, name, template, part)
+    return like(part, template, template.shape)
+
+
+def read_part(saved: Saved, name: str, live: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy this rank's part of a stored tensor. Mutates the target.
+
+    Args:
+        saved: the checkpoint.
+        name: the tensor's.
+        live: tells which part that is.
+        target: of the part's shape.
+    """
+    box = held_box(live, name)
+    if box is not None and target.numel():
+        saved.read_into(target, name, box)

@@ -52,6 +52,11 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False).stdout
 
 
+def without_sizes(text: str) -> str:
+    """A report without the bytes of accel's own messages, which change with versions."""
+    return re.sub(r"uint8\[\d+\]", "uint8[]", text)
+
+
 def test_shown_outputs_are_what_is_printed():
     namespace: dict[str, Any] = {"__name__": "train"}
     printed, compared, end = "", 0, 0
@@ -61,7 +66,7 @@ def test_shown_outputs_are_what_is_printed():
                 exec(compile(block[2], "train.py", "exec"), namespace)
             printed = out.getvalue()
         elif PAGE[end : block.start()] == "\n\nprints\n\n":
-            assert printed == block[2]
+            assert without_sizes(printed) == without_sizes(block[2])
             compared += 1
         end = block.end()
     assert compared == PAGE.count("\nprints\n") > 2

@@ -18,7 +18,7 @@ _OTHER = "other"
 def describe_machine(machine: Machine) -> str:
     """Return one line on what processes would share."""
     cores = f"{machine.cores} CPU core{'s' if machine.cores != 1 else ''}"
-    names = [gpu.name for gpu in machine.gpus]
+    names = [gpu.name for gpu in machine.gpus or ()]
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return f"This machine: {cores}, {gpus or 'no GPU that the driver knows'}."
 
@@ -49,7 +49,7 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
     suggested = suggest(machine) | dict(present)
     fields = {field.name: field for field in FIELDS}
     for name in _FIRST:
-        if name == "gpu_ids" and (len(machine.gpus) < 2 or answers["device"] == "cpu"):
+        if name == "gpu_ids" and (len(machine.gpus or ()) < 2 or answers["device"] == "cpu"):
             continue
         default = suggested.get(name, fields[name].default)
         if name == "nproc_per_node" and answers["device"] == "cpu" and name not in present:

@@ -115,8 +115,8 @@ def _decode_toml(text: str, path: str) -> dict[str, Any]:
         raise _malformed(
             "TOML", path, reason, int(line or end.count("\n") + 1), int(column or len(end) - end.rfind("\n"))
         ) from None
-    except RecursionError:
-        raise _malformed("TOML", path, "nested too deeply", 1, 1) from None
+    except (RecursionError, ValueError):
+        raise _malformed("TOML", path, "nested too deeply, or a number with too many digits", 1, 1) from None
 
 
 def _decode_json(text: str, path: str) -> dict[str, Any]:
@@ -124,10 +124,10 @@ def _decode_json(text: str, path: str) -> dict[str, Any]:
         values: object = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise _malformed("JSON", path, error.msg, error.lineno, error.colno) from None
-    except RecursionError:
-        raise _malformed("JSON", path, "nested too deeply", 1, 1) from None
     except _TwiceError as error:
         raise ConfigError("a key stands twice", got=repr(str(error)), where=path, fix="Remove one.") from None
+    except (RecursionError, ValueError):
+        raise _malformed("JSON", path, "nested too deeply, or a number with too many digits", 1, 1) from None
     if not isinstance(values, dict):
         raise ConfigError("not a JSON object", expected="{ key: value, ... }", got=type(values).__name__, where=path)
     return cast(dict[str, Any], values)

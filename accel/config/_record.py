@@ -17,7 +17,7 @@ from accel.config._schema import Field, fields_of, from_plain, to_text
 from accel.errors import ConfigError
 from accel.formats import PrecisionName
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=4096)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Auto = Literal["auto"]
 
@@ -41,9 +41,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     nproc_per_node: Annotated[
         Count | Auto,
-        Meta(
-            description="How many processes to start on this machine; auto: one per visible GPU, one without GPUs.",
-        ),
+        Meta(description="How many processes to start on this machine; auto: one per visible GPU, one without GPUs."),
     ] = 1
     device: Annotated[
         str,
@@ -63,9 +61,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     gpu_ids: Annotated[
         Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | Literal["all"],
-        Meta(
-            description="Which of the visible GPUs to use, counted from 0.",
-        ),
+        Meta(description="Which of the visible GPUs to use, counted from 0."),
     ] = "all"
     precision: Annotated[
         PrecisionName | Auto,
@@ -84,15 +80,11 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     timeout_s: Annotated[
         Seconds | Auto,
-        Meta(
-            description="Seconds until a collective that misses a rank fails; auto: what the script says, else 300.",
-        ),
+        Meta(description="Seconds until a collective that misses a rank fails; auto: what the script says, else 300."),
     ] = "auto"
     threads_per_process: Annotated[
         Count | Auto,
-        Meta(
-            description="CPU threads of each process; auto: OMP_NUM_THREADS if that is set, else the cores shared out.",
-        ),
+        Meta(description="CPU threads of each process; auto: OMP_NUM_THREADS if it is set, else the cores shared out."),
     ] = "auto"
     log_dir: Annotated[
         str,
@@ -109,9 +101,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     quiet: Annotated[bool, Meta(description="Show the output of rank 0 only.")] = False
     stop_grace_s: Annotated[
         Seconds,
-        Meta(
-            description="Seconds that the processes have to save and leave when the launch is asked to stop.",
-        ),
+        Meta(description="Seconds that the processes have to save and leave when the launch is asked to stop."),
     ] = 10.0
 
     def __post_init__(self) -> None:

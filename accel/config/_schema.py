@@ -129,8 +129,8 @@ def _words(kind: inspect.Type, examples: list[str]) -> str:
     match kind:
         case inspect.BoolType():
             return "true or false"
-        case inspect.IntType(ge=least):
-            return f"an integer of at least {least}"
+        case inspect.IntType(ge=least, le=most):
+            return f"an integer from {least} to {most}"
         case inspect.FloatType(gt=above, le=most):
             return f"a number above {above} and at most {most:.0f}"
         case inspect.LiteralType(values=values):

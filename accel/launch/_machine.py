@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+_OTHER_GPUS = ("/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu")  # of AMD, below Windows, on a Jetson
+
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU of NVIDIA's.
@@ -29,18 +31,19 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cores: CPU cores that this process may use.
-        gpus: the GPUs that the driver knows.
+        gpus: the GPUs that NVIDIA's driver knows; None where GPUs are of a kind that nobody here can count.
     """
 
     cores: int
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] | None = ()
 
 
 def read_machine() -> Machine:
-    """Look at this machine: its usable cores, and the GPUs of NVIDIA's driver; none without one."""
-    gpus: tuple[Gpu, ...] = ()
-    with contextlib.suppress(OSError):  # no driver is installed
+    """Look at this machine: its usable cores, and the GPUs of NVIDIA's driver."""
+    try:
         gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:
+        gpus = None if any(map(os.path.exists, _OTHER_GPUS)) else ()
     return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus)
 
 
@@ -53,21 +56,25 @@ def read_gpus(nvml: Any) -> tuple[Gpu, ...]:
         return tuple(_read_gpu(nvml, index) for index in range(count.value))
 
 
-def visible_gpus(variable: str | None, count: int) -> tuple[str, ...]:
-    """Return what CUDA shows a process of `count` GPUs, each as CUDA_VISIBLE_DEVICES names it.
+def visible_gpus(variable: str | None, count: int | None) -> tuple[str, ...] | None:
+    """Return what CUDA shows a process of the GPUs, each as CUDA_VISIBLE_DEVICES names it.
 
     Like CUDA, it stops at the first name that is none. A name that begins with letters is taken as it is.
 
     Args:
         variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
-        count: how many GPUs there are.
+        count: how many GPUs there are; None if nobody knows.
+
+    Returns:
+        The names; None if nobody knows them.
     """
     if variable is None:
-        return tuple(str(index) for index in range(count))
+        return None if count is None else tuple(str(index) for index in range(count))
     shown: list[str] = []
-    for name in variable.split(",") if count else ():
+    for name in variable.split(",") if count != 0 else ():
         name = name.strip()
-        if not (name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)):
+        is_index = name.isdecimal() and (count is None or int(name) < count)
+        if not (is_index or name.startswith(("GPU-", "MIG-"))):
             break
         shown.append(name)
     return tuple(shown)

@@ -85,7 +85,8 @@ def plan_launch(
         LaunchError: more processes than GPUs, or GPUs that are not there.
         EnvError: `environ` holds a setting that the processes would refuse.
     """
-    gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus)))
+    known = None if machine.gpus is None else len(machine.gpus)
+    gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), known))
     count = _count(config, gpus)
     shared = _shared(config, environ, gpus, threads=max(1, machine.cores // count))
     launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
@@ -111,18 +112,20 @@ def plan_launch(
     )
 
 
-def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the GPUs that the processes may share out among them; none if they compute elsewhere."""
-    if config.device not in ("auto", "cuda"):
+def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the names of the GPUs that processes may share out; none if they use others or nobody knows them."""
+    if not config.device.startswith(("auto", "cuda")):
         return ()
+    if visible is None:
+        return () if config.gpu_ids == "all" else tuple(map(str, config.gpu_ids))
     if config.gpu_ids == "all":
-        if config.device == "cuda" and not visible:
+        if config.device != "auto" and not visible:
             raise LaunchError(
                 "no GPU is visible",
                 got=f"device={config.device}",
                 fix="Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or compute on the CPU with --cpu.",
             )
-        return visible
+        return visible if ":" not in config.device else ()
     if max(config.gpu_ids) >= len(visible):
         raise LaunchError(
             "there is no such GPU",

@@ -88,8 +88,8 @@ def get_choices(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "environ", "file", "told"),
     [
-        ({"nproc_per_node": "0"}, {}, {}, "an integer of at least 1 or auto, got '0' - at --nproc-per-node"),
-        ({"nproc_per_node": "9" * 5000}, {}, {}, "an integer of at least 1 or auto, got '9999"),
+        ({"nproc_per_node": "0"}, {}, {}, "an integer from 1 to 4096 or auto, got '0' - at --nproc-per-node"),
+        ({"nproc_per_node": "9" * 5000}, {}, {}, "an integer from 1 to 4096 or auto, got '9999"),
         ({"nproc_per_nod": "1"}, {}, {}, "Did you mean `nproc_per_node`?"),
         ({"timeout_s": "nan"}, {}, {}, "a number above 0"),
         ({"timeout_s": "inf"}, {}, {}, "a number above 0"),

@@ -130,6 +130,20 @@ def test_auto_counts_what_is_visible_and_chosen() -> None:
     assert len(on_cpu.processes) == 1
 
 
+def test_gpus_that_nobody_can_count_are_left_to_the_ranks() -> None:
+    machine = Machine(cores=8, gpus=None)
+    assert len(plan(config=LaunchConfig(nproc_per_node=4, device="cuda"), machine=machine).processes) == 4
+    assert len(plan("auto", machine=machine).processes) == 1
+    chosen = LaunchConfig(nproc_per_node="auto", gpu_ids=(1, 0))
+    assert variables(plan(config=chosen, machine=machine), "CUDA_VISIBLE_DEVICES") == {"1,0"}
+    hidden = plan(config=chosen, machine=machine, environ={"CUDA_VISIBLE_DEVICES": "4,5"})
+    assert variables(hidden, "CUDA_VISIBLE_DEVICES") == {"5,4"}
+
+
+def test_several_processes_may_share_the_gpu_that_is_named() -> None:
+    assert len(plan(config=LaunchConfig(nproc_per_node=3, device="cuda:0"), machine=with_gpus(1)).processes) == 3
+
+
 def test_the_cpu_takes_any_number_of_processes() -> None:
     assert len(plan(config=LaunchConfig(nproc_per_node=5, device="cpu"), machine=with_gpus(2)).processes) == 5
 
@@ -139,6 +153,7 @@ def test_the_cpu_takes_any_number_of_processes() -> None:
     [
         (LaunchConfig(nproc_per_node=3), 2, "at most 2, got nproc_per_node=3"),
         (LaunchConfig(device="cuda"), 0, "no GPU is visible"),
+        (LaunchConfig(device="cuda:0"), 0, "no GPU is visible"),
         (LaunchConfig(gpu_ids=(0, 2)), 2, "ids from 0 to 1, got gpu_ids=0,2"),
         (LaunchConfig(gpu_ids=(0,)), 0, "a machine with a visible GPU"),
     ],

@@ -38,10 +38,10 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
         (["launch", "nowhere.py"], "there is no such script"),
         (["launch", "scrip.py"], "Did you mean `script.py`?"),
         (["launch", "."], "the script is a folder"),
-        (["launch", "--nproc-per-node", "0", "script.py"], "an integer of at least 1 or auto, got '0'"),
-        (["launch", "--nproc-per-node", "-1", "script.py"], "an integer of at least 1 or auto, got '-1'"),
-        (["launch", "--nproc-per-node", "two", "script.py"], "an integer of at least 1 or auto, got 'two'"),
-        (["launch", "--nproc-per-node=1.5", "script.py"], "an integer of at least 1 or auto, got '1.5'"),
+        (["launch", "--nproc-per-node", "0", "script.py"], "an integer from 1 to 4096 or auto, got '0'"),
+        (["launch", "--nproc-per-node", "-1", "script.py"], "an integer from 1 to 4096 or auto, got '-1'"),
+        (["launch", "--nproc-per-node", "two", "script.py"], "an integer from 1 to 4096 or auto, got 'two'"),
+        (["launch", "--nproc-per-node=1.5", "script.py"], "an integer from 1 to 4096 or auto, got '1.5'"),
         (["launch", "--nproc-per-node"], "expected one argument"),
         (["launch", "--nproc-per-nod", "2", "script.py"], "Did you mean `--nproc-per-node`?"),
         (["launch", "--nproc=2", "script.py"], "unknown flag: got '--nproc'"),
@@ -110,7 +110,7 @@ def test_a_wrong_word_is_one_line_and_status_2(
     [
         ({"ACCEL_PRECISION": "fp17"}, "not a usable precision"),
         ({"ACCEL_PRECISON": "bf16"}, "Did you mean `ACCEL_PRECISION`?"),
-        ({"ACCEL_NPROC_PER_NODE": "many"}, "an integer of at least 1 or auto, got 'many' - at ACCEL_NPROC_PER_NODE"),
+        ({"ACCEL_NPROC_PER_NODE": "many"}, "an integer from 1 to 4096 or auto, got 'many' - at ACCEL_NPROC_PER_NODE"),
         ({"ACCEL_CONFIG": "nowhere.toml"}, "there is no such file: got 'nowhere.toml'"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from accel.cli._flags import add_fields, resolve_flags
 from accel.cli._menu import Option, choose, has_arrow_keys
@@ -23,14 +23,12 @@ _ABOUT = f"""Ask how to launch on this machine, and write the answers to {DEFAUL
 `default` writes what this machine suggests, unasked; `show` prints what holds and who said so;
 `import` takes over a file of Accelerate."""
 
+SUBCOMMANDS = ("default", "show", "import")
+
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run one of the commands of `accel config`; return the exit status."""
-    commands: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
-        "default": _default,
-        "show": _show,
-        "import": _import,
-    }
+    commands = dict(zip(SUBCOMMANDS, (_default, _show, _import), strict=True))
     if not words or words[0].startswith("-"):
         return _interactive(words, environ)
     if words[0] not in commands:

@@ -25,11 +25,12 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(words)
         for word in unknown:
             name = word.partition("=")[0]
-            raise ConfigError("unknown flag", got=repr(name), where=self.prog, fix=did_you_mean(name, self._flags()))
+            raise ConfigError("unknown flag", got=repr(name), where=self.prog, fix=did_you_mean(name, self.flags()))
         return known
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where=self.prog, fix=f"`{self.prog} --help` shows the flags.")
 
-    def _flags(self) -> list[str]:
+    def flags(self) -> list[str]:
+        """Return the flags that it knows, by their long names."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

@@ -45,6 +45,14 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[inspect.Type, ...]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names that it takes, as far as they can be listed."""
+        literals = (kind.values for kind in self.kinds if isinstance(kind, inspect.LiteralType))
+        literal = [str(name) for values in literals for name in values]
+        boolean = ["true", "false"] if not self.metavar else []
+        return tuple(dict.fromkeys([*self.choices, *literal, *boolean]))
+
+    @property
     def is_open(self) -> bool:
         """Whether it takes more than some names."""
         return any(not isinstance(kind, inspect.LiteralType) for kind in self.kinds)
@@ -160,6 +168,5 @@ def _metavar(kind: inspect.Type) -> str | None:
 
 
 def _near(field: Field, got: object) -> str:
-    names = [name for kind in field.kinds if isinstance(kind, inspect.LiteralType) for name in map(str, kind.values)]
-    hint = did_you_mean(str(got), names) if names else ""
+    hint = did_you_mean(str(got), field.names) if field.names else ""
     return hint if hint.startswith("Did") else ""

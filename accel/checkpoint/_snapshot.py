@@ -108,7 +108,8 @@ def take_snapshot(
     shared = {name: tensors[name] for name in content.shared if name in tensors and name not in sharded}
     facts = _facts(shared | sharded)
     detail = "\n".join([f"step {step}", *facts, *sorted(f"{a} is {b}" for a, b in aliases.items())])
-    mine = _Rank(content.row, checksum(shared), _held(sharded))
+    bits = checksum(shared) if ctx.world_size > 1 else 0
+    mine = _Rank(content.row, bits, _held(sharded))
     ranks = settle(ctx, Call("save_state", detail, site), None, mine, _Rank)
     tensors[RANKS] = _stack([rank.row for rank in ranks])
     differing = [name for name, same in zip(sharded, _copies_agree(ranks), strict=True) if not same]

@@ -13,6 +13,7 @@ from accel.context import DistContext
 from accel.data._plan import Tail, check_count
 from accel.data._stream_cut import Cut
 from accel.errors import ConfigError, DataError, check_choice
+from accel.tree import Container
 
 StreamMode = Literal["shards", "own", "elements", "dispatch"]
 
@@ -78,17 +79,18 @@ class StreamLoader:
         """Whether some ranks read the whole stream for others."""
         return self.mode in ("elements", "dispatch")
 
-    def cut(self, mine: tuple[int, ...]) -> Cut:
+    def cut(self, mine: tuple[int, ...], containers: tuple[Container, ...]) -> Cut:
         """Return how a reader cuts the stream.
 
         Args:
             mine: the data-parallel ranks that it reads for.
+            containers: further kinds of containers that batches may hold.
         """
         whole = self.batch_size is None
         if not self.is_shared:
-            return Cut(size=self.batch_size or 1, ranks=1, mine=(0,), tail=self.tail, whole=whole)
+            return Cut(self.batch_size or 1, 1, (0,), self.tail, whole, containers)
         size = self.global_batch or self.world_size
-        return Cut(size=size, ranks=self.world_size, mine=mine, tail=self.tail, whole=whole)
+        return Cut(size, self.world_size, mine, self.tail, whole, containers)
 
 
 def is_stream(loader: object) -> bool:

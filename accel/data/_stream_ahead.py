@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from accel.comm import Call, exchange_values, fail
 from accel.context import DistContext
 from accel.data._stream_read import Skipped, Step
 from accel.errors import AccelError, DataError, TreeError
-from accel.tree import tensors
+from accel.tree import Container, tensors
 
 _MOST_BYTES = 1 << 22
 
@@ -89,9 +89,9 @@ def steps_after(size: int, limit: int, step_bytes: int) -> int:
     return max(1, min(2 * size, limit, _MOST_BYTES // max(step_bytes, 1)))
 
 
-def batch_bytes(data: object) -> int:
+def batch_bytes(data: object, containers: Sequence[Container] = ()) -> int:
     """Return the bytes of a batch's tensors; those of a large one if it cannot be taken apart."""
     try:
-        return sum(leaf.nbytes for _, leaf in tensors(data))
+        return sum(leaf.nbytes for _, leaf in tensors(data, containers))
     except TreeError:
         return _MOST_BYTES

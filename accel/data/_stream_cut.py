@@ -10,7 +10,7 @@ import msgspec
 
 from accel.data._plan import Tail
 from accel.errors import DataError
-from accel.tree import tensors
+from accel.tree import Container, tensors
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -22,6 +22,7 @@ class Cut(msgspec.Struct, frozen=True):
         mine: the ranks whose batches are made here.
         tail: what becomes of a step with fewer elements.
         whole: whether an element is a batch already, one for a rank.
+        containers: further kinds of containers that batches may hold.
     """
 
     size: int
@@ -29,6 +30,7 @@ class Cut(msgspec.Struct, frozen=True):
     mine: tuple[int, ...]
     tail: Tail
     whole: bool
+    containers: tuple[Container, ...] = ()
 
 
 class Part(msgspec.Struct, frozen=True, eq=False):
@@ -71,20 +73,24 @@ def cut(plan: Cut, elements: Sequence[Any], collate: Callable[[Any], Any]) -> tu
 
 
 def _deal(plan: Cut, given: list[Any]) -> tuple[dict[int, Part], list[int]]:
-    rows = [count_rows(batch) for batch in given]
+    rows = [count_rows(batch, plan.containers) for batch in given]
     last = len(given) - 1
     counts = [rows[rank] if rank <= last else 0 for rank in range(plan.ranks)]
     return {rank: Part(given[min(rank, last)], rows[min(rank, last)]) for rank in plan.mine}, counts
 
 
-def count_rows(batch: object) -> int:
+def count_rows(batch: object, containers: Sequence[Container] = ()) -> int:
     """Return how many samples a batch holds that the stream itself has made.
+
+    Args:
+        batch: nested containers of tensors of shape [samples, ...].
+        containers: further kinds of containers.
 
     Raises:
         DataError: it holds no tensors, or they differ in their first dimension, or there is no sample.
         TreeError: a container that cannot be taken apart.
     """
-    shapes = {path: list(leaf.shape) for path, leaf in tensors(batch)}
+    shapes = {path: list(leaf.shape) for path, leaf in tensors(batch, containers)}
     rows = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(rows) != 1 or rows == {0}:
         raise DataError(

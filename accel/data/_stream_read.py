@@ -129,7 +129,7 @@ def read_steps(
             yield skipped
         while (piece := turns.next()) is not None:
             for part in piece.parts.values():
-                check_movable(part.data)
+                check_movable(part.data, plan.containers)
             more = piece.more or turns.any_left()
             yield Step(piece.parts, piece.counts, more, turns.position())
     except Exception as error:

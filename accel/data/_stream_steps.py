@@ -92,16 +92,16 @@ def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Gene
     if loader.is_shared:
         nodes = [place.node if loader.mode == "elements" else 0 for place in places]
         handing = Handing(ctx, call, nodes, parts)
-        ahead = Ahead(ctx, call, _read(loader, cursor, handing.mine) if handing.reads else iter(()))
+        ahead = Ahead(ctx, call, _read(ctx, loader, cursor, handing.mine) if handing.reads else iter(()))
         readers = [places[reader] for reader in handing.readers]
         steps = _handed_out(ctx, loader, cursor, handing, ahead, _limit(readers))
     else:
-        ahead, readers = Ahead(ctx, call, _read(loader, cursor, (0,))), places
+        ahead, readers = Ahead(ctx, call, _read(ctx, loader, cursor, (0,))), places
         steps = _apart(ctx, loader, cursor, ahead, call, parts, _limit(readers))
     if cursor.consumed:
         ahead.catch_up()
     duplicate = loader.rank in parts[: ctx.rank]
-    for data, given in moved(steps, ctx.device, ahead=all(place.ahead for place in readers)):
+    for data, given in moved(steps, ctx.device, ctx.containers, ahead=all(place.ahead for place in readers)):
         yield data, given._replace(duplicate=duplicate)
 
 
@@ -118,7 +118,7 @@ def _apart(
     position, consumed, size = cursor.stream, cursor.consumed, 1
     while True:
         steps = ahead.take(size)
-        words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(_word(steps, kept)))]
+        words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(_word(ctx, steps, kept)))]
         agreed = _agreed(words, parts, drops=loader.tail == "drop")
         if not agreed:
             raise _nothing(cursor, loader)
@@ -137,8 +137,8 @@ def _apart(
         size = steps_after(size, limit, max(word.size for word in words))
 
 
-def _word(steps: list[Step], kept: Part | None) -> _Word:
-    size = batch_bytes(steps[0].parts[0].data) if steps else 0
+def _word(ctx: DistContext, steps: list[Step], kept: Part | None) -> _Word:
+    size = batch_bytes(steps[0].parts[0].data, ctx.containers) if steps else 0
     return _Word([step.counts[0] for step in steps], bool(steps) and steps[-1].more, not steps and kept is None, size)
 
 
@@ -210,11 +210,11 @@ def _handed_out(
         size = steps_after(size, limit, handing.step_bytes)
 
 
-def _read(loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterator[Step | Skipped]:
+def _read(ctx: DistContext, loader: StreamLoader, cursor: Cursor, mine: tuple[int, ...]) -> Iterator[Step | Skipped]:
     own = [] if loader.is_shared else [loader.rank]
     yield from read_steps(
         loader.source,
-        loader.cut(mine),
+        loader.cut(mine, ctx.containers),
         loader.collate_fn,
         epoch=cursor.epoch,
         key=Key(cursor.seed).fold_in("stream", cursor.epoch, *own),

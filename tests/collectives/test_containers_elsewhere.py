@@ -8,7 +8,7 @@ from collections import UserDict
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import Container, Cursor, TreeError
@@ -34,6 +34,29 @@ def test_batches_hold_them_and_their_metrics_are_gathered(ranks):
         return sorted(torch.cat([each["ids"] for each in found]).tolist())
 
     assert ranks.run(lambda ctx: rank(ctx, KNOWN), 2) == [list(range(5))] * 2
+    with pytest.raises(TreeError, match="got Encoding"):
+        rank(accel.single(), [])
+
+
+class Rows(IterableDataset):
+    """Gives samples, or batches of its own."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+
+    def __iter__(self):
+        yield from [_collate([0, 1]), _collate([2])] if self.whole else range(3)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_batches_of_streams_hold_them(ranks, whole):
+    def rank(ctx, containers):
+        ctx = accel.replace(ctx, containers=containers)
+        form = {"batch_size": None} if whole else {"batch_size": 2, "collate_fn": _collate}
+        loader = accel.prepare_loader(ctx, DataLoader(Rows(whole), **form), stream="own")
+        return [(batch.data["ids"].tolist(), int(batch.valid)) for batch in accel.batches(ctx, loader, Cursor())]
+
+    assert ranks.run(lambda ctx: rank(ctx, KNOWN), 2) == [[([0, 1], 2), ([2], 1)]] * 2
     with pytest.raises(TreeError, match="got Encoding"):
         rank(accel.single(), [])
 

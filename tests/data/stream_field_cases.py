@@ -37,7 +37,7 @@ class Wide(IterableDataset):
     def __iter__(self):
         for i in range(self.n):
             self.read += 1
-            yield {"id": i, "a": torch.full((200,), float(i)), "b": (torch.full((3, 50), i), f"text {i}")}
+            yield {"id": i, "a": torch.full((2000,), float(i)), "b": (torch.full((3, 50), i), f"text {i}")}
 
 
 def gathered(ctx, loader, cursor=None):

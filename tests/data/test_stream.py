@@ -242,7 +242,7 @@ def test_all_ranks_read_ahead_or_none(ranks, monkeypatch, mode, ahead):
     """A batch that one rank alone asks for ahead of its turn would meet the others in another call."""
     asked = []
 
-    def watch(items, device, *, ahead):
+    def watch(items, device, containers, *, ahead):
         asked.append(ahead)
         return items
 

@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from accel.training import evaluating as evaluating
     from accel.training import fused_step as fused_step
     from accel.training import get_state_dict as get_state_dict
+    from accel.training import load_accelerate_state as load_accelerate_state
     from accel.training import load_state as load_state
     from accel.training import optimizer_step as optimizer_step
     from accel.training import prepare as prepare
@@ -209,6 +210,7 @@ _HOMES = {
         "evaluating",
         "fused_step",
         "get_state_dict",
+        "load_accelerate_state",
         "load_state",
         "optimizer_step",
         "prepare",

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import tensors_in as tensors_in
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
-    from accel.checkpoint._merge import opened_tensors as opened_tensors
     from accel.checkpoint._plan import checksum as checksum
     from accel.checkpoint._plan import plan_writes as plan_writes
     from accel.checkpoint._plan import tied as tied
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
     "_codec": ("check_tensor", "decode", "encode", "tensors_in"),
-    "_merge": ("differing_values", "merge", "opened_tensors"),
+    "_merge": ("differing_values", "merge"),
     "_plan": ("checksum", "plan_writes", "tied"),
     "_read": ("Saved", "open_checkpoint"),
     "_save": ("save",),

@@ -9,6 +9,7 @@ from accel.training._clip import unscale_gradients as unscale_gradients
 from accel.training._ema import Ema as Ema
 from accel.training._ema import ema_decay as ema_decay
 from accel.training._evaluating import evaluating as evaluating
+from accel.training._foreign import load_accelerate_state as load_accelerate_state
 from accel.training._fused import fused_step as fused_step
 from accel.training._models import save as save
 from accel.training._models import save_model as save_model

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor, checksum, settle, tied
+from accel.checkpoint import check_tensor, checksum, is_sharded, settle, tied
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
@@ -32,7 +32,7 @@ from accel.storage import (
     take_lock,
     write_tensors,
 )
-from accel.training._whole import facts, is_dtensor, live_tensors, whole
+from accel.training._whole import facts, live_tensors, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +151,15 @@ def _plan(model: nn.Module, limit: int) -> _Weights:
     kept: dict[str, torch.Tensor] = {}
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
-    groups = tied({name: tensor for name, tensor in live.items() if not is_dtensor(tensor)})
+    groups = tied({name: tensor for name, tensor in live.items() if not is_sharded(tensor)})
     for name, tensor in live.items():
-        group = id(tensor) if is_dtensor(tensor) else groups.get(name, name)
+        group = id(tensor) if is_sharded(tensor) else groups.get(name, name)
         if (known := first.setdefault(group, name)) == name:
             kept[name] = tensor
         else:
             aliases[name] = known
     shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
-    return _Weights(kept, shards, aliases, checksum({k: v for k, v in kept.items() if not is_dtensor(v)}))
+    return _Weights(kept, shards, aliases, checksum({k: v for k, v in kept.items() if not is_sharded(v)}))
 
 
 def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) -> Exception | None:
@@ -173,7 +173,7 @@ def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) ->
             for name in weights.shards[at]:
                 tensor = whole(weights.tensors[name])
                 if at - start == ctx.rank and error is None:
-                    mine[name] = tensor.cpu() if is_dtensor(weights.tensors[name]) else tensor
+                    mine[name] = tensor.cpu() if is_sharded(weights.tensors[name]) else tensor
         if mine and error is None:
             try:
                 write_tensors(stage, files[start + ctx.rank], mine, metadata)

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any, cast, overload
 
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor, settle
+from accel.checkpoint import check_tensor, is_sharded, settle
 from accel.collectives import check_rank
 from accel.comm import Call, call_site
 from accel.context import DistContext
@@ -78,22 +77,12 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for raw, value in model.state_dict(keep_vars=True).items():
         name = clean_name(model, raw)
         if isinstance(value, torch.Tensor):
-            spread = is_dtensor(value)
-            check_tensor(cast(Any, value).to_local() if spread else value, name)
-            tensors[name] = value if spread else value.detach()  # tied shards are known by being one object
+            check_tensor(value, name)
+            tensors[name] = value if is_sharded(value) else value.detach()  # tied shards are known by being one object
         elif raw.rpartition(".")[2] == _EXTRA_STATE:
             logger = logging.getLogger("accel.checkpoint")
             logger.warning("%s is left out: it is extra state, and no tensor", name)
     return tensors
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor; does not import what makes them."""
-    if "torch.distributed.tensor" not in sys.modules:  # its import takes most of a second
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
 
 
 def facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -103,9 +92,9 @@ def facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in one piece; a DTensor is gathered, which is a collective of its mesh."""
+    if not is_sharded(tensor):
+        return tensor.detach()
     spread = cast(Any, tensor.detach())
-    if not is_dtensor(spread):
-        return spread
     if spread.device.type != spread.device_mesh.device_type:  # offloaded, while its ranks talk through their devices
         spread = spread.to(spread.device_mesh.device_type)
     return spread.full_tensor()

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the environment says about this process, read once and checked, as one frozen record.
 
-`read_env` is the only function of the library that knows the names of environment variables. It is pure: a mapping
+`read_env` is the only function that knows the names of the variables which make a process a rank. It is pure: a mapping
 in, a `LaunchEnv` out, so that a test needs no monkeypatch and two contexts can come from two mappings.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
 import msgspec
 
-from accel.errors import EnvError, check_choice
+from accel.errors import EnvError, check_choice, check_spelling
 from accel.formats import PrecisionName
 
 SETTINGS = ("ACCEL_DEVICE", "ACCEL_BACKEND", "ACCEL_PRECISION", "ACCEL_TIMEOUT_S")
@@ -102,16 +101,7 @@ def read_env(environ: Mapping[str, str]) -> LaunchEnv:
 
 
 def _settings(environ: Mapping[str, str]) -> LaunchEnv:
-    for name in environ:
-        if name.startswith("ACCEL_") and name not in SETTINGS:
-            near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.85)
-            if near:  # other software may own other names; a near miss is a typo
-                raise EnvError(
-                    "unknown setting",
-                    got=f"{name}={environ[name]!r}",
-                    where="the environment",
-                    fix=f"Did you mean `{near[0]}`?",
-                )
+    check_spelling(environ, SETTINGS)
     precision = environ.get("ACCEL_PRECISION") or None
     if precision is not None:
         check_choice(precision, get_args(PrecisionName), "unknown precision", where="ACCEL_PRECISION", error=EnvError)

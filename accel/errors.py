@@ -8,7 +8,7 @@ person reads. `describe` and `rebuild` carry an error across ranks, so that all 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -149,6 +149,20 @@ def check_choice(
             where=where,
             fix=_nearest(str(got), choices),
         )
+
+
+def check_spelling(environ: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raise `EnvError` for a variable whose name is nearly a known one; what is far from all is other software's."""
+    for name in environ:
+        if name.startswith("ACCEL_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            if near:
+                raise EnvError(
+                    "unknown setting",
+                    got=f"{name}={environ[name]!r}",
+                    where="the environment",
+                    fix=f"Did you mean `{near[0]}`?",
+                )
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

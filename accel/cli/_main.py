@@ -39,10 +39,15 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else words
     try:
-        return _dispatch(words)
+        status = _dispatch(words)
+        sys.stdout.flush()
     except AccelError as error:
         print(f"accel: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads the output has seen enough, and Python would flush the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    return status
 
 
 def _dispatch(words: Sequence[str]) -> int:

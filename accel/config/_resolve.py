@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +10,7 @@ import msgspec
 
 from accel.config._record import FIELDS, LaunchConfig, refuse_clash
 from accel.config._schema import Field, from_plain, from_text
-from accel.errors import ConfigError, did_you_mean
+from accel.errors import ConfigError, check_spelling, did_you_mean
 
 CONFIG_VARIABLE = "ACCEL_CONFIG"
 
@@ -66,12 +65,13 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
 
     Raises:
         ConfigError: an unknown name, a value that its field does not take, or fields that contradict each other.
+        EnvError: a variable is nearly one of ours.
     """
     known = {field.name: field for field in FIELDS}
     for name in flags:
         if name not in known:
             raise ConfigError("unknown field", got=repr(name), where="flags", fix=did_you_mean(name, known))
-    _refuse_misspelt(environ)
+    check_spelling(environ, [CONFIG_VARIABLE, *(field.variable for field in FIELDS)])
     if file is not None:
         check_names(file)
     values: dict[str, Any] = {}
@@ -112,17 +112,3 @@ def _said(
         source = Source("flag", field.flag)
         said.append((from_text(field, flags[field.name], where=field.flag), source, field.flag))
     return said
-
-
-def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    names = [CONFIG_VARIABLE, *(field.variable for field in FIELDS)]
-    for name in environ:
-        if name.startswith("ACCEL_") and name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-            if near:  # other software may own other names; a near miss is a typo
-                raise ConfigError(
-                    "unknown setting",
-                    got=f"{name}={environ[name]!r}",
-                    where="the environment",
-                    fix=f"Did you mean `{near[0]}`?",
-                )

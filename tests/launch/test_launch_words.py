@@ -165,6 +165,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--nproc-per-node" in capsys.readouterr().out
 
 
+def test_a_reader_that_leaves_early_is_no_error(workspace: Workspace) -> None:
+    command = f"{sys.executable} -m accel.cli config show"
+    done = subprocess.run(
+        ["sh", "-c", f"{{ {command}; echo $? >&2; }} | true"], capture_output=True, text=True, cwd=workspace.folder
+    )
+    assert done.stderr in ("141\n", "0\n")  # 0 if the words were faster than the reader's end
+
+
 def test_help_imports_neither_torch_nor_a_command() -> None:
     code = (
         "import sys; from accel.cli import main; main(['--help'])\n"

@@ -11,7 +11,17 @@ from accel.cli._flags import add_fields, resolve_flags
 from accel.cli._menu import Option, choose, has_arrow_keys
 from accel.cli._parser import Parser
 from accel.cli._questions import describe_machine, interview, suggest
-from accel.config import DEFAULT_FILE, FIELDS, LaunchConfig, encode, import_accelerate, read_config, resolve, to_text
+from accel.config import (
+    DEFAULT_FILE,
+    FIELDS,
+    ConfigFile,
+    LaunchConfig,
+    encode,
+    import_accelerate,
+    read_config,
+    resolve,
+    to_text,
+)
 from accel.errors import ConfigError, did_you_mean
 from accel.launch import read_machine
 
@@ -40,8 +50,9 @@ def _interactive(words: Sequence[str], environ: Mapping[str, str]) -> int:
     path: str = _parser("accel config").read(words).output
     machine, arrows = read_machine(), has_arrow_keys(environ)
     replaces = os.path.lexists(path)
-    present = dict(read_config(path).values) if replaces else {}
-    _ = resolve({}, {}, read_config(path) if replaces else None)
+    file = read_config(path) if replaces else ConfigFile(path=path, values={})
+    known = resolve({}, {}, file).config
+    present = {name: getattr(known, name) for name in file.values}
     print(describe_machine(machine))
     print("Arrow keys move, Enter takes, Ctrl-C leaves." if arrows else "An empty line takes what is in brackets.")
     try:

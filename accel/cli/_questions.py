@@ -45,18 +45,19 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
     Raises:
         ConfigError: the input ended.
     """
-    answers = dict(present)
+    answers = {name: value for name, value in present.items() if name not in _FIRST}
     suggested = suggest(machine) | dict(present)
     fields = {field.name: field for field in FIELDS}
     for name in _FIRST:
-        if name == "gpu_ids" and (len(machine.gpus or ()) < 2 or answers["device"] == "cpu"):
+        if name == "gpu_ids" and answers["device"] == "cpu":
+            continue
+        if name == "gpu_ids" and len(machine.gpus or ()) < 2:  # nothing to choose here; a file may be for elsewhere
+            answers |= {name: present[name]} if name in present else {}
             continue
         default = suggested.get(name, fields[name].default)
         if name == "nproc_per_node" and answers["device"] == "cpu" and name not in present:
             default = fields[name].default
         answers[name] = _answer(fields[name], default, answers, arrows=arrows)
-        if name == "device" and answers[name] == "cpu":
-            _ = answers.pop("gpu_ids", None)
     more = [Option("no", "take what is there"), Option("yes", "backend, time-outs, threads, output")]
     if choose("Look at the other settings too?", more, "no", arrows=arrows) == "yes":
         for field in FIELDS:

@@ -134,6 +134,19 @@ def test_answers_that_contradict_each_other_are_asked_again(monkeypatch: pytest.
     assert answers == {"device": "auto", "gpu_ids": (1,), "nproc_per_node": 1, "precision": "bf16"}
 
 
+def test_what_is_there_can_be_taken_or_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = {"device": "cuda", "gpu_ids": (0, 1), "nproc_per_node": 2, "precision": "fp16", "quiet": True}
+    answer(monkeypatch, "", "", "", "", "")
+    assert interview(TWO_GPUS, present, arrows=False) == present
+    answer(monkeypatch, "", "1", "", "1", "", "")  # two processes have no place on one GPU
+    assert interview(TWO_GPUS, present, arrows=False) == present | {"gpu_ids": (1,), "nproc_per_node": 1}
+    answer(monkeypatch, "cpu", "", "", "")
+    on_cpu = {name: value for name, value in present.items() if name != "gpu_ids"} | {"device": "cpu"}
+    assert interview(TWO_GPUS, present, arrows=False) == on_cpu
+    answer(monkeypatch, "", "", "", "")
+    assert interview(Machine(cores=1), present, arrows=False) == present
+
+
 def test_the_machine_decides_what_is_suggested() -> None:
     assert suggest(TWO_GPUS) == {"nproc_per_node": "auto", "precision": "bf16"}
     assert suggest(Machine(cores=2, gpus=(Gpu(name="V100", generation=7),)))["precision"] == "fp16"

@@ -4,6 +4,7 @@
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from ckpt_helpers import CPU, Run, equal
 
 from accel.checkpoint import latest_checkpoint
-from accel.context import DistContext
+from accel.context import DistContext, session
 from accel.testing import simulate
 from accel.training._state import save_state
 
@@ -146,4 +147,54 @@ def test_random_kills_lose_nothing(trials: int, tmp_path: Path) -> None:
         other = Run(seed=3)
         loaded = other.load_with(CPU, found, {"step": 0})
         assert loaded["step"] == int(found.name.removeprefix("step-"))
+        assert equal(other.state(), expected)
+
+
+def keep_saving(rank: int, port: int, out: Path, run: Run, start: int) -> None:
+    environ = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with session(environ, device="cpu", timeout_s=30) as ctx:
+        for step in range(start, 10**6):
+            items, keep = run.items() | {"step": step}, 1 + step % 2
+            if step % 3:
+                save_state(ctx, out, items, step=step, keep=keep)
+            else:
+                save_state(ctx, out, items, step=step, keep=keep, mode="async")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("trials", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_kills_of_two_processes_lose_nothing(trials: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    rng, run, last = random.Random(trials), Run(), 1
+    run.step(1)
+    save_state(CPU, tmp_path, run.items() | {"step": last}, step=last, keep=1)
+    expected = run.state()
+    for _ in range(trials):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = list[int]()
+        for rank in (0, 1):
+            if (pid := os.fork()) == 0:
+                try:
+                    keep_saving(rank, port, tmp_path, run, last + 1)
+                finally:
+                    os._exit(1)
+            ranks.append(pid)
+        deadline = time.monotonic() + 60
+        while latest_checkpoint(tmp_path) == tmp_path / f"step-{last:08d}":  # until they have joined and saved
+            assert time.monotonic() < deadline, "stuck"
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.1)
+        for pid in rng.sample(ranks, 2):
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(rng.choice([0.0, 0.02]))
+        for pid in ranks:
+            os.waitpid(pid, 0)
+        found = latest_checkpoint(tmp_path, verify=True)
+        assert found is not None
+        other = Run(seed=3)
+        last = other.load_with(CPU, found, {"step": 0})["step"]
+        assert found.name == f"step-{last:08d}"
         assert equal(other.state(), expected)

@@ -2,7 +2,9 @@
 """Random damage and hostile manifests: nothing is accepted wrong, the file is named, memory stays as it was."""
 
 import hashlib
+import io
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -17,6 +19,7 @@ from ckpt_helpers import CPU, Run, equal, streams
 
 from accel.checkpoint import latest_checkpoint
 from accel.errors import CheckpointError
+from accel.storage import LOCK
 from accel.training._state import load_state, save_state
 
 PAGE = 4096
@@ -65,18 +68,22 @@ DAMAGES: list[Callable[[Path, random.Random], None]] = [flip, flip, truncate, ze
 DAMAGES += [swap_in_stale]
 
 
-def test_no_damage_is_accepted_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trials", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_damage_is_accepted_wrong_and_the_older_checkpoint_is_found(
+    trials: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run, rng = Run(), random.Random(5)
     run.step(1)
-    save_state(CPU, tmp_path, run.items(), step=1)
+    older = save_state(CPU, tmp_path, run.items(), step=1)
     run.step(1)
-    good = save_state(CPU, tmp_path, run.items(), step=2)
-    saved = run.state()
+    bad = save_state(CPU, tmp_path, run.items(), step=2)
+    saved, good = run.state(), tmp_path / "good"
+    shutil.copytree(bad, good)
     files = sorted(path.name for path in good.iterdir())
     run.step(1)
     live, drawn = run.state(), streams()
-    for trial in range(400):
-        bad = tmp_path / "step-00000003"
+    for trial in range(trials):
+        shutil.rmtree(bad)
         shutil.copytree(good, bad)
         name = files[trial % len(files)]
         damage = DAMAGES[trial // len(files) % len(DAMAGES)]
@@ -87,7 +94,9 @@ def test_no_damage_is_accepted_wrong(tmp_path: Path) -> None:
         expected = "safetensors" if whole else name
         assert expected in str(caught.value), (damage, str(caught.value))
         assert caught.value.where.startswith(str(bad))
-        shutil.rmtree(bad)
+        caplog.clear()
+        assert latest_checkpoint(tmp_path, verify=True) == older
+        assert [str(bad) in message and name in message for message in caplog.messages] == [True]
     assert equal((run.state(), streams()), (live, drawn))
     run.load(CPU, good)
     assert equal(run.state(), saved)
@@ -180,6 +189,56 @@ def test_a_hostile_manifest_is_refused_and_changes_nothing(number: int, tmp_path
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024
 
 
+class Payload:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_no_file_is_ever_unpickled(wrapped: bool, tmp_path: Path) -> None:
+    data = pickle.dumps(Payload(f"touch {tmp_path / 'executed'}"))
+    if wrapped:
+        buffer = io.BytesIO()
+        torch.save({"model": Payload(f"touch {tmp_path / 'executed'}")}, buffer)
+        data = buffer.getvalue()
+    out, run = tmp_path / "run", Run()
+    for name in ("manifest.json", FILE):
+        path = save_state(CPU, out, run.items(), step=0)
+        (path / name).write_bytes(data)
+        entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        if name == FILE:
+            reseal(path, set_path("files", FILE, value=entry))
+        with pytest.raises(CheckpointError):
+            load_state(CPU, path, run.items())
+        latest_checkpoint(out, verify=True)
+        shutil.rmtree(path)
+    (out / LOCK).write_bytes(data)
+    save_state(CPU, out, run.items(), step=1)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**62, 2**63, 2**64 - 1])
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xff" * 64],
+    ids=["none", "empty", "deep list", "deep object", "no text"],
+)
+def test_absurd_headers_are_refused_without_taking_memory(length: int, header: bytes, tmp_path: Path) -> None:
+    path = save_state(CPU, tmp_path, {"x": torch.ones(2)}, step=0)
+    data = length.to_bytes(8, "little") + header
+    (path / FILE).write_bytes(data)
+    reseal(path, set_path("files", FILE, value={"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError):
+        load_state(CPU, path, {"x": torch.ones(2)})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024
+
+
 def test_files_are_never_read_through_links(tmp_path: Path) -> None:
     run = Run()
     path = save_state(CPU, tmp_path / "run", run.items(), step=0)
@@ -215,7 +274,7 @@ def test_mutated_manifests_with_valid_digests_raise_or_load_but_never_in_part(tr
     path = save_state(CPU, tmp_path, run.items(), step=0)
     original, saved = msgspec.json.decode((path / "manifest.json").read_bytes()), run.state()
     run.step(1)
-    refused = 0
+    refused, memory = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(trials):
 
         def change(manifest: dict[str, Any]) -> None:
@@ -235,6 +294,7 @@ def test_mutated_manifests_with_valid_digests_raise_or_load_but_never_in_part(tr
             run = Run()
             run.step(1)
     assert refused > trials // 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024
 
 
 def reseal_from(path: Path, original: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> None:

@@ -163,12 +163,13 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_older_checkpoint(
 ) -> None:
     save_state(CPU, tmp_path, {"x": 1}, step=1)
     real, failures = getattr(os, name), 0
-    for moment in range(20):
-        calls = iter(range(100))
+    codes = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES]
+    for moment in range(80):
+        calls, code, turn = iter(range(100)), codes[moment % 4], moment // 4
 
-        def fail(*args: Any, _calls: Any = calls, _moment: int = moment, **kwargs: Any) -> Any:
-            if next(_calls) == _moment:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0] if isinstance(args[0], str) else None)
+        def fail(*args: Any, _calls: Any = calls, _turn: int = turn, _code: int = code, **kwargs: Any) -> Any:
+            if next(_calls) == _turn:
+                raise OSError(_code, os.strerror(_code), args[0] if isinstance(args[0], str) else None)
             return real(*args, **kwargs)
 
         with monkeypatch.context() as patch:
@@ -177,7 +178,7 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_older_checkpoint(
                 save_state(CPU, tmp_path, {"x": 2}, step=2)
                 failed = False
             except CheckpointError as error:
-                assert "EIO" in str(error)  # noqa: PT017
+                assert errno.errorcode[code] in str(error)  # noqa: PT017
                 assert str(tmp_path) in str(error)  # noqa: PT017
                 failed, failures = True, failures + 1
         path = latest_checkpoint(tmp_path)
@@ -185,10 +186,13 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_older_checkpoint(
         assert load_state(CPU, path, {"x": 0})["x"] == int(path.name[-1])
         if not failed:
             assert path.name == "step-00000002"
-        if next(calls) <= moment:
+        if next(calls) <= turn:
             break
         if name in ("open", "write", "mkdir"):
             assert not list(tmp_path.glob("*.tmp-*"))
+        assert save_state(CPU, tmp_path, {"x": 3}, step=3, keep=1) == latest_checkpoint(tmp_path)  # training goes on
+        save_state(CPU, tmp_path, {"x": 1}, step=1, keep=1)
+        assert os.listdir(tmp_path) == ["step-00000001"]
     assert failures or name in ("unlink", "rmdir")  # those only happen after the commit
 
 

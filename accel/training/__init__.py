@@ -6,6 +6,8 @@ from accel.training._backward import backward as backward
 from accel.training._clip import clip_grad_norm_ as clip_grad_norm_
 from accel.training._clip import clip_grad_value_ as clip_grad_value_
 from accel.training._clip import unscale_gradients as unscale_gradients
+from accel.training._dcp import export_dcp as export_dcp
+from accel.training._dcp import import_dcp as import_dcp
 from accel.training._ema import Ema as Ema
 from accel.training._ema import ema_decay as ema_decay
 from accel.training._evaluating import evaluating as evaluating
@@ -16,6 +18,8 @@ from accel.training._models import save_model as save_model
 from accel.training._prepare import prepare as prepare
 from accel.training._prepare import prepare_optimizer as prepare_optimizer
 from accel.training._prepare import prepare_scheduler as prepare_scheduler
+from accel.training._renaming import Stored as Stored
+from accel.training._state import Loaded as Loaded
 from accel.training._state import load_state as load_state
 from accel.training._state import save_state as save_state
 from accel.training._step import StepResult as StepResult

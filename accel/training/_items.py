@@ -10,12 +10,13 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import Content, Item, ItemKind, encode
+from accel.checkpoint import Content, Item, ItemKind, encode, is_sharded
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.parallel import unwrap_model
 from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
+from accel.training._renaming import SaveTransform, transformed_tensors
 from accel.training._rows import write_row
 
 
@@ -41,17 +42,17 @@ class CheckedBeforeSave(Protocol):
         ...
 
 
-def capture(ctx: DistContext, items: Mapping[str, object]) -> Content:
+def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
     """Take items apart into what this rank brings to a checkpoint. No communication; nothing is copied.
 
     Raises:
         CheckpointError: something cannot be stored, named by its path.
-        ConfigError: a record says that this is no moment to save.
+        ConfigError: a record says that this is no moment to save, or the transform returned what it may not.
     """
     shared: dict[str, torch.Tensor] = {}
     main: dict[str, torch.Tensor] = {}
     modules = module_states(items)
-    names, entries = parameter_names(modules), dict[str, Item]()
+    names, entries = _capture_modules(modules, transform, shared, main), dict[str, Item]()
     for name, item in items.items():
         try:
             entries[name] = _capture_item(name, item, modules, names, shared, main)
@@ -73,6 +74,8 @@ def kind_of(item: object) -> ItemKind:
 
 def type_name(item: object) -> str:
     """Return the name of an item's class, without wrappers."""
+    if isinstance(item, torch.Tensor) and is_sharded(item):
+        return "Tensor"  # what a mesh spreads, another mesh or none takes back
     return type(unwrap_model(item) if isinstance(item, nn.Module) else item).__qualname__
 
 
@@ -90,6 +93,30 @@ def parameter_names(modules: Mapping[str, ModuleState]) -> Names:
     return names
 
 
+def _capture_modules(
+    modules: Mapping[str, ModuleState],
+    transform: SaveTransform | None,
+    shared: dict[str, torch.Tensor],
+    main: dict[str, torch.Tensor],
+) -> Names:
+    """Add what modules hold; return the names that their parameters have in the checkpoint, by `id`."""
+    named: dict[str, torch.Tensor] = {}
+    parameters: set[str] = set()
+    once: dict[int, torch.Tensor] = {}  # tied tensors stay one object
+    for item, state in modules.items():
+        parameters |= {f"{item}.{key}" for key in state.parameters}
+        for key, tensor in {**state.parameters, **state.buffers}.items():
+            named[f"{item}.{key}"] = once.setdefault(id(tensor), tensor.detach())
+    found = transformed_tensors(named, modules, transform)
+    old_names = {id(tensor): name for name, tensor in reversed(named.items())}
+    moved: dict[str, str] = {}
+    for name, tensor in sorted(found.items()):
+        old = name if name in named else old_names.get(id(tensor), name)
+        moved.setdefault(old_names.get(id(tensor), name), name)
+        (shared if old in parameters else main)[name] = tensor
+    return {key: moved.get(name, name) for key, name in parameter_names(modules).items()}
+
+
 def _capture_item(
     name: str,
     item: object,
@@ -101,9 +128,6 @@ def _capture_item(
     kind = kind_of(item)
     if isinstance(item, nn.Module):
         state = modules[name]
-        once = {id(tensor): tensor.detach() for tensor in (*state.parameters.values(), *state.buffers.values())}
-        shared.update({f"{name}.{key}": once[id(tensor)] for key, tensor in state.parameters.items()})
-        main.update({f"{name}.{key}": once[id(tensor)] for key, tensor in state.buffers.items()})
         value = {key: encode(extra, f"{name}.{key}", main) for key, extra in state.extras.items()}
     elif isinstance(item, torch.optim.Optimizer):
         value = msgspec.to_builtins(encode_optimizer(item, name, names, shared))

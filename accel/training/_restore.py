@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -15,13 +16,32 @@ from accel.checkpoint import Item, Saved, decode, encode, is_sharded, like, loca
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState
+from accel.storage import dtype_name
 from accel.training._items import Stateful, kind_of, module_states, parameter_names, type_name
 from accel.training._loading import Action, Changes, read_like, read_part
 from accel.training._modules import ModuleState
 from accel.training._optimizers import OptimizerValue, compare_optimizer, decode_optimizer, load_optimizer
-from accel.training._problems import Facts, Problems, facts
+from accel.training._problems import Facts, Problems, facts, is_floating
+from accel.training._renaming import LoadTransform, transformed_names
 from accel.training._rng import apply_rng, check_rng
 from accel.training._rows import read_row, row_part, with_own_part
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a checkpoint may differ from what it is loaded into; see `load_state`."""
+
+    strict: bool
+    cast: bool
+    transform: LoadTransform | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The live parameter that a tensor of an optimizer's state belongs to, and the dtype that it was saved with."""
+
+    parameter: torch.Tensor
+    stored_dtype: str
 
 
 class Matching:
@@ -29,11 +49,14 @@ class Matching:
 
     Attributes:
         problems: in what they differ.
+        skipped: in what they differ, and may.
         changes: what loading will do.
     """
 
-    def __init__(self, ctx: DistContext, saved: Saved, items: Mapping[str, object]) -> None:
-        self.problems, self.changes = Problems(), Changes()
+    def __init__(self, ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> None:
+        self.problems, self.skipped, self.changes = Problems(options.cast), Problems(), Changes()
+        self._options = options
+        self._sources = transformed_names(saved.manifest, saved.entries, options.transform)
         self._ctx, self._saved, self._items = ctx, saved, items
         self._modules = module_states(items)
         self._names = parameter_names(self._modules)
@@ -45,21 +68,13 @@ class Matching:
             CheckpointError: they do not fit, every difference listed; or it holds what `save_state` never writes.
         """
         stored, items = self._saved.manifest.items, self._items
-        self.problems.missing += [f"item {name}" for name in items.keys() - stored.keys()]
-        self.problems.unasked += stored.keys() - items.keys()
+        found = Problems()
+        found.missing += [f"item {name}" for name in items.keys() - stored.keys()]
+        found.unasked += stored.keys() - items.keys()
+        self._judge(found)
+        self.changes.values = {name: items[name] for name in sorted(items)}
         for name in sorted(items.keys() & stored.keys()):
-            live, item = items[name], stored[name]
-            self.changes.values[name] = live
-            if not _same_kind(name, live, item, self.problems):
-                continue
-            if isinstance(live, nn.Module):
-                self._module(name, self._modules[name], item)
-            elif isinstance(live, torch.optim.Optimizer):
-                self._optimizer(name, live, item)
-            elif item.kind == "stateful" and isinstance(live, Stateful):
-                self._stateful(name, live, item)
-            else:
-                self._value(name, live, item)
+            self._compare_item(name, items[name], stored[name])
         if self.problems:
             raise self.problems.error(self._saved.path)
         if (part := row_part(self._ctx, self._saved)) is not None:
@@ -81,22 +96,45 @@ class Matching:
         self.changes.values = {name: with_own_part(value, name, row) for name, value in values.items()}
         return check_rng(self._ctx, self._saved, row)
 
+    def _judge(self, found: Problems) -> None:
+        (self.problems if self._options.strict else self.skipped).add(found)
+
+    def _compare_item(self, name: str, live: object, item: Item) -> None:
+        """Compare an item; if it does not fit and may be left out, it is, but for the tensors of a module that fit."""
+        outer, self.problems = self.problems, Problems(self._options.cast)
+        before, makers = len(self.changes.wanted), len(self.changes.makers)
+        if _same_kind(name, live, item, self.problems):
+            if isinstance(live, nn.Module):
+                self._module(name, self._modules[name], item)
+            elif isinstance(live, torch.optim.Optimizer):
+                self._optimizer(name, live, item)
+            elif item.kind == "stateful" and isinstance(live, Stateful):
+                self._stateful(name, live, item)
+            else:
+                self._value(name, live, item)
+        found, self.problems = self.problems, outer
+        if found and not isinstance(live, nn.Module):
+            del self.changes.wanted[before:], self.changes.makers[makers:]
+            self.changes.values[name] = live
+        self._judge(found)
+
     def _module(self, name: str, live: ModuleState, item: Item) -> None:
         tensors = {f"{name}.{key}": tensor for key, tensor in {**live.parameters, **live.buffers}.items()}
         extras = _fields(item.value, name)
         inside = {f"{name}.{key}" for key in extras}
-        entries = self._saved.entries
-        stored = {key for key in entries if key.startswith(f"{name}.") and not _belongs(key, inside)}
+        entries, sources = self._saved.entries, self._sources
+        stored = {key for key, old in sources.items() if key.startswith(f"{name}.") and not _belongs(old, inside)}
         self.problems.compare_names(tensors.keys(), stored, "")
         self.problems.compare_names(live.extras.keys(), extras.keys(), f"{name}.")
         first: dict[int, str] = {}
         for key in sorted(tensors.keys() & stored):
-            tensor = tensors[key]
-            self.problems.compare_tensor(key, facts(tensor), self._facts(key))
-            self.changes.want(key, tensor)
-            self.changes.copies.append((tensor, key))
+            tensor, old = tensors[key], sources[key]
+            if not self.problems.compare_tensor(key, facts(tensor), self._facts(old)):
+                continue
+            self.changes.want(old, tensor)
+            self.changes.copies.append((tensor, old))
             twin = first.setdefault(id(tensor), key)
-            if self._facts(twin) == self._facts(key) and entries[twin] is not entries[key]:
+            if entries[sources[twin]] is not entries[old]:
                 self.changes.makers.append(_call(self._compare_tied, tensor, twin, key))
         for key in live.extras.keys() & extras.keys():
             self._want_all(name, extras[key])
@@ -104,7 +142,8 @@ class Matching:
             self.changes.makers.append(_call(self._make_extra, name, extras[key], owner, before))
 
     def _compare_tied(self, live: torch.Tensor, twin: str, key: str) -> None:
-        if not torch.equal(*(local_part(read_like(self._saved, each, live)) for each in (twin, key))):
+        one, other = (local_part(read_like(self._saved, self._sources[each], live)) for each in (twin, key))
+        if not torch.equal(one, other):
             self.problems.wrong_type(key, f"the same tensor as {twin}", "another one")
 
     def _make_extra(self, name: str, stored: Any, owner: nn.Module, before: Any) -> None:
@@ -112,16 +151,18 @@ class Matching:
         self.changes.risky.append((_call(owner.set_extra_state, value), _call(owner.set_extra_state, before)))
 
     def _optimizer(self, name: str, live: torch.optim.Optimizer, item: Item) -> None:
-        value = _convert_optimizer(name, item)
+        moved = {old: new for new, old in reversed(self._sources.items()) if old not in self._sources}
+        value = _convert_optimizer(name, item, moved)
         compare_optimizer(live, value, name, self._names, self.problems)
-        templates: dict[str, torch.Tensor] = {}
+        owners: dict[str, _Owner] = {}
         for parameter in (each for group in live.param_groups for each in group["params"]):
-            state = value.state.get(self._names.get(id(parameter), ""))
-            templates |= dict.fromkeys(tensors_in(state), parameter) if is_sharded(parameter) else {}
+            owner = self._names.get(id(parameter), "")
+            if owner in value.state and owner in value.params:
+                mine = _Owner(parameter, value.params[owner].dtype)
+                owners |= dict.fromkeys(tensors_in(value.state[owner]), mine)
         for key in self._names_in(name, item.value):
-            same = key in templates and self._facts(key)[1] == tuple(templates[key].shape)
-            self.changes.want(key, templates[key] if same else None)
-        self.changes.makers.append(_call(self._make_optimizer, name, live, item, value, templates))
+            self.changes.want(key, self._template(key, {key: owners[key].parameter} if key in owners else {}))
+        self.changes.makers.append(_call(self._make_optimizer, name, live, item, value, owners))
 
     def _make_optimizer(
         self,
@@ -129,20 +170,24 @@ class Matching:
         live: torch.optim.Optimizer,
         item: Item,
         value: OptimizerValue,
-        templates: Mapping[str, torch.Tensor],
+        owners: Mapping[str, _Owner],
     ) -> None:
         tensors: dict[str, torch.Tensor] = {}
         for key in self._names_in(name, item.value):
-            parameter, shape = templates.get(key), self._facts(key)[1]
-            if parameter is not None and shape == tuple(parameter.shape):
-                tensors[key] = read_like(self._saved, key, parameter)
-            elif parameter is not None and shape and is_sharded(parameter):  # what belongs to rows, columns or blocks
-                tensors[key] = like(self._saved.read(key), parameter)
-            else:
-                tensors[key] = self._saved.read(key)
+            tensors[key] = self._saved.read(key) if key not in owners else self._state_tensor(key, owners[key])
         state = decode_optimizer(live, value, name, self._names, tensors)
         before = {"state": live.state, "param_groups": live.param_groups}  # replaced, never changed, by a load
         self.changes.risky.append((_call(load_optimizer, live, state), _call(live.__dict__.update, before)))
+
+    def _state_tensor(self, key: str, owner: _Owner) -> torch.Tensor:
+        """A tensor of a parameter's state: spread as that is, and cast as that is, where it was of its dtype."""
+        parameter = owner.parameter
+        template = self._template(key, {key: parameter})
+        read = read_like(self._saved, key, template)
+        if template is None and is_sharded(parameter) and read.dim():  # what belongs to rows, columns or blocks
+            read = like(read, parameter)
+        cast = dtype_name(read.dtype) == owner.stored_dtype and is_floating(owner.stored_dtype)
+        return read.to(parameter.dtype) if cast and read.dim() else read
 
     def _stateful(self, name: str, live: Stateful, item: Item) -> None:
         mine: dict[str, torch.Tensor] = {}
@@ -258,7 +303,7 @@ def _same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
     """Whether an item can be loaded at all; None leaves it in the file, unless it is a plain value."""
     if live is None:
         return item.kind == "value"
-    named = kind_of(live) != "module"  # a module is its tensors, whatever its class
+    named = kind_of(live) != "module" and item.type != ""  # a module is its tensors, and other formats name no classes
     numbers = {type_name(live), item.type} <= {"int", "float"}  # 0 stands for a number that may have become 0.5
     if kind_of(live) != item.kind or (named and type_name(live) != item.type and not numbers):
         problems.wrong_type(f"item {name}", f"{kind_of(live)} {type_name(live)}", f"{item.kind} {item.type}")
@@ -280,11 +325,21 @@ def _wire_name(live: msgspec.Struct, name: str) -> str:
     return names.get(name, name)
 
 
-def _convert_optimizer(name: str, item: Item) -> OptimizerValue:
+def _convert_optimizer(name: str, item: Item, moved: Mapping[str, str]) -> OptimizerValue:
+    """An optimizer's stored state by the names that its parameters are loaded under."""
     try:
-        return msgspec.convert(item.value, OptimizerValue)
+        value = msgspec.convert(item.value, OptimizerValue)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"not an optimizer's state: {error}", where=f"item {name}") from error
+    return msgspec.structs.replace(
+        value,
+        groups=tuple(
+            msgspec.structs.replace(group, params=tuple(moved.get(each, each) for each in group.params))
+            for group in value.groups
+        ),
+        params={moved.get(each, each): held for each, held in value.params.items()},
+        state={moved.get(each, each): held for each, held in value.state.items()},
+    )
 
 
 def _belongs(key: str, inside: set[str]) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,11 +30,22 @@ from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError, check_choice
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
-from accel.training._restore import Matching, finish, rollback, try_risky
+from accel.training._renaming import LoadTransform, SaveTransform
+from accel.training._restore import LoadOptions, Matching, finish, rollback, try_risky
 
 SaveMode = Literal["sync", "async"]
 
 _LARGEST_STEP = 10**18
+
+
+class Loaded(dict[str, object]):
+    """The items that `load_state` returns, by name.
+
+    Attributes:
+        skipped: what did not fit, a line each; empty unless `strict=False`.
+    """
+
+    skipped: tuple[str, ...] = ()
 
 
 class _Wish(msgspec.Struct, frozen=True):
@@ -54,6 +66,7 @@ def save_state(
     metrics: Mapping[str, float] | None = None,
     mode: Literal["sync"] = "sync",
     allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
 ) -> Path: ...
 
 
@@ -68,6 +81,7 @@ def save_state(
     metrics: Mapping[str, float] | None = None,
     mode: Literal["async"],
     allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
 ) -> Saving: ...
 
 
@@ -81,6 +95,7 @@ def save_state(
     metrics: Mapping[str, float] | None = None,
     mode: SaveMode = "sync",
     allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
 ) -> Path | Saving:
     """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
 
@@ -101,6 +116,8 @@ def save_state(
             `result` has not been asked for.
         allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
             beside the -inf of masks.
+        transform: a pure function of the modules' tensors by name that gives what is saved of them: other names, fewer
+            tensors, other dtypes. The parameters of optimizers follow.
 
     Returns:
         The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed; in mode "async", a
@@ -121,7 +138,7 @@ def save_state(
         rule = check_keep(keep)
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
-        content = capture(ctx, items)
+        content = capture(ctx, items, transform)
         if not allow_non_finite:
             check_finite(content)
     except Exception as failure:
@@ -133,11 +150,19 @@ def save_state(
 
 
 def load_state(
-    ctx: DistContext, path: str | os.PathLike[str], items: Mapping[str, object], *, verify: bool = True
-) -> dict[str, object]:
+    ctx: DistContext,
+    path: str | os.PathLike[str],
+    items: Mapping[str, object],
+    *,
+    verify: bool = True,
+    strict: bool = True,
+    cast: bool = False,
+    transform: LoadTransform | None = None,
+) -> Loaded:
     """Load a checkpoint into items, all of it or nothing. A collective. Mutates modules, optimizers, random streams.
 
-    Every rank reads and checks everything before any changes anything. At the world size that was saved, random
+    Every rank checks everything before any changes anything, and reads what it holds: of sharded tensors its part,
+    whatever mesh they were saved on. At the world size that was saved, random
     streams go on where they were; at another, or on another kind of device, each rank's are seeded from the
     checkpoint's digest and the rank.
 
@@ -146,27 +171,38 @@ def load_state(
         path: a checkpoint's folder, such as `latest_checkpoint` returns.
         items: what was saved, by the same names: live objects to load into, and records and plain values of the types
             to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
+        verify: whether to compare every byte of the files that are read with their digests. Each file is read by one
+            rank for that, so the folder must be one that all nodes share.
+        strict: whether any difference is an error. Else what fits is loaded: of modules each tensor, of the rest each
+            item; what was skipped is in the result, and told by the logger `accel.checkpoint`.
+        cast: whether floating-point tensors of modules may be of another dtype, to which the stored ones are converted;
+            so is optimizer state that was of its parameter's dtype. Devices may always differ.
+        transform: a pure function of what the checkpoint holds of modules, by name, that gives the names to load it by;
+            of optimizers, the parameters follow.
 
     Returns:
-        Every item: the live objects that were passed, and new records and values.
+        Every item: the live objects that were passed, and new records and values; with `skipped`.
 
     Raises:
         CheckpointError: damaged, half-written, of a newer format, or it does not fit: every difference is listed. The
             same on every rank; nothing has been changed.
-        ConfigError: no items, or a name that is no identifier.
+        ConfigError: no items, a name that is no identifier, or a transform that returned what it may not.
     """
+    options = LoadOptions(strict, cast, transform)
     folder, site = Path(path), call_site()
     with contextlib.ExitStack() as stack:
         error, saved, matching, wish = None, None, None, _Wish("", [])
         try:
             check_items(items, "load_state")
             saved = stack.enter_context(open_checkpoint(folder))
-            matching = Matching(ctx, saved, items)
+            matching = Matching(ctx, saved, items, options)
             matching.compare()
             wish = _Wish(saved.digest, saved.bytes_of_files(matching.changes.wanted))
         except Exception as failure:
             error = failure
-        wishes = settle(ctx, Call("load_state", f"{folder.name}\nverify {verify}", site), error, wish, _Wish)
+        wishes = settle(
+            ctx, Call("load_state", f"{folder.name}\nverify {verify}\nstrict {strict}", site), error, wish, _Wish
+        )
         assert saved is not None and matching is not None  # noqa: PT018 - settle raised otherwise
         try:
             _check_same(wishes, folder)
@@ -187,7 +223,14 @@ def load_state(
             rollback(undo)
             raise
         finish(ctx, saved, matching.changes, rng)
-        return matching.changes.values
+        loaded = Loaded(matching.changes.values)
+        loaded.skipped = matching.skipped.lines()
+        if loaded.skipped and ctx.is_main_process:
+            text = "%s was not loaded in full, as strict=False:%s"
+            logging.getLogger("accel.checkpoint").warning(
+                text, folder, "".join(f"\n  {line}" for line in loaded.skipped)
+            )
+        return loaded
 
 
 def _files_to_verify(ctx: DistContext, saved: Saved, wishes: list[_Wish]) -> list[str]:

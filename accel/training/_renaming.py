@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other names for what modules hold, on the way to a file or from it: pure functions that the user passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+import torch
+
+from accel.checkpoint import Manifest, TensorEntry, check_tensor
+from accel.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor of a module in a checkpoint, which a `transform` gives another name, several, or none.
+
+    Attributes:
+        name: the one in the file.
+        dtype: torch's word, such as "float32".
+        shape: of the whole tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+SaveTransform = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+LoadTransform = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
+
+
+def transformed_names(
+    manifest: Manifest, entries: Mapping[str, TensorEntry], transform: LoadTransform | None
+) -> dict[str, str]:
+    """Return under which names the tensors of modules are loaded, each with its name in the file.
+
+    Args:
+        manifest: the checkpoint's.
+        entries: its tensors, aliases included.
+        transform: the user's; None to leave the names.
+
+    Raises:
+        ConfigError: the function returned something else than some of what it was given, by names.
+    """
+    modules = tuple(f"{name}." for name, item in manifest.items.items() if item.kind == "module")
+    given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items() if name.startswith(modules)}
+    if transform is None:
+        return {name: name for name in given}
+    found = _checked(transform(given), Stored, "load_state")
+    for name, stored in found.items():
+        if given.get(stored.name) != stored:
+            raise _refusal("load_state", f"{stored!r} as {name!r}")
+    return {name: stored.name for name, stored in found.items()}
+
+
+def transformed_tensors(
+    tensors: Mapping[str, torch.Tensor], modules: Mapping[str, object], transform: SaveTransform | None
+) -> dict[str, torch.Tensor]:
+    """Return what is saved of modules, by name.
+
+    Args:
+        tensors: what they hold.
+        modules: by item.
+        transform: the user's; None to save what they hold.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored.
+        ConfigError: the function returned something else than tensors by names that begin with a module's.
+    """
+    if transform is None:
+        return dict(tensors)
+    found = _checked(transform(tensors), torch.Tensor, "save_state")
+    for name, tensor in found.items():
+        if not name.startswith(tuple(f"{item}." for item in modules)):
+            raise _refusal("save_state", f"the name {name!r}, which begins with no item that is a module")
+        check_tensor(tensor, name)
+    return {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in found.items()}
+
+
+def _checked(found: object, kind: type[T], caller: str) -> dict[str, T]:
+    """What a function of the user's returned, if it is such things by name."""
+    if not isinstance(found, Mapping):
+        raise _refusal(caller, type(found).__name__)
+    pairs = cast("Mapping[Any, Any]", found)
+    for name, value in pairs.items():
+        if not isinstance(name, str) or not isinstance(value, kind):
+            raise _refusal(caller, f"{type(value).__name__} under {name!r}")
+    return dict(pairs)
+
+
+def _refusal(caller: str, got: str) -> ConfigError:
+    return ConfigError(
+        "a transform that returns something else than it may",
+        expected="some of what it was given, by names that begin with an item's",
+        got=got,
+        where=f"{caller}, transform=",
+        fix="Return a new dict, such as {name.replace('old.', 'new.'): value for name, value in tensors.items()}.",
+    )

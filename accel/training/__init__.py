@@ -6,8 +6,6 @@ from accel.training._backward import backward as backward
 from accel.training._clip import clip_grad_norm_ as clip_grad_norm_
 from accel.training._clip import clip_grad_value_ as clip_grad_value_
 from accel.training._clip import unscale_gradients as unscale_gradients
-from accel.training._dcp import export_dcp as export_dcp
-from accel.training._dcp import import_dcp as import_dcp
 from accel.training._ema import Ema as Ema
 from accel.training._ema import ema_decay as ema_decay
 from accel.training._evaluating import evaluating as evaluating

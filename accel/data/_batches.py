@@ -17,7 +17,7 @@ from accel.context import DistContext
 from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, plan_epoch, requests
 from accel.data._loader import Loader
-from accel.data._plan import Cursor, SampleCount, Shard, check_entry, check_places
+from accel.data._plan import Cursor, SampleCount, Shard, check_entry, copies_of
 from accel.data._reading import Asked, RequestedDataset, seed_base
 from accel.data._stream import StreamLoader
 from accel.data._stream_steps import stream_steps
@@ -89,10 +89,11 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     if isinstance(epoch.plan, Cuts):
         detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"
     places = exchange_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
-    check_places(places, loader.world_size)
+    copies = copies_of(places, loader.world_size)
     duplicate = loader.rank in places[: ctx.rank]
     for data, part in moved(_read(ctx, loader, epoch), ctx.device, ctx.containers, ahead=loader.num_workers > 0):
-        yield Batch(data, part.valid, part.rows, part.is_last, part.next, duplicate)
+        valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
+        yield Batch(data, valid, part.rows, part.is_last, part.next, duplicate)
 
 
 def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:

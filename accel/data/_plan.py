@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, Self, get_args
 
 import msgspec
@@ -50,21 +51,22 @@ class Cursor(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampleCount(int):
-    """How many real samples this rank's batch holds; `world` says how many all ranks hold together in this step.
+    """How many real samples this rank's batch holds, an int that knows about the other ranks too.
 
-    It is an int in every other way. `backward(weight=...)` reads `world`, so that the weights of a step need not be
-    summed over ranks by communication.
+    `world` says how many samples all ranks hold together in this step, and `copies` how many ranks hold each of them.
+    `backward(weight=...)` reads both, so that the weights of a step need not be summed over ranks by communication.
     """
 
     world: int
+    copies: int
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override] - int's own gives one value; for copy, pickle
-        return int(self), self.world
+    def __getnewargs__(self) -> tuple[int, int, int]:  # type: ignore[override] - int's own gives one value; for copies
+        return int(self), self.world, self.copies
 
-    def __new__(cls, here: int, world: int) -> Self:
+    def __new__(cls, here: int, world: int, copies: int = 1) -> Self:
         """Make the count of this rank and of all ranks."""
         count = int.__new__(cls, here)
-        count.world = world
+        count.world, count.copies = world, copies
         return count
 
 
@@ -196,21 +198,26 @@ def check_cursor(cursor: object) -> None:
         raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
 
 
-def check_places(places: list[int], world_size: int) -> None:
-    """Raise `DataError` if no rank takes some part of the data.
+def copies_of(places: list[int], world_size: int) -> int:
+    """Return how many ranks take each part of the data.
 
     Args:
         places: of each rank among the data-parallel ones.
         world_size: how many there are of these.
+
+    Raises:
+        DataError: not all parts are taken equally often.
     """
-    missing = set(range(world_size)) - set(places)
-    if len(places) > 1 and missing:
+    taken, copies = Counter(places), max(len(places) // world_size, 1)
+    if len(places) > 1 and any(taken[part] != copies for part in range(world_size)):
+        unread = len(taken) < world_size
         raise DataError(
-            "a part of the data is read by no rank",
-            expected=f"indices 0 to {world_size - 1}",
+            f"a part of the data is read by {'no rank' if unread else 'more ranks than another'}",
+            expected=f"indices 0 to {world_size - 1}, equally often",
             got=f"{places} by rank",
             where="prepare_loader(data_parallel=)",
         )
+    return copies
 
 
 def check_count(value: object, problem: str, *, where: str) -> None:

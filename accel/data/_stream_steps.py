@@ -12,7 +12,7 @@ import torch
 from accel.comm import Call, call_site, exchange, fail, shared_failure
 from accel.context import DistContext
 from accel.data._dispatch import Parcel, Receiver, Sender
-from accel.data._plan import Cursor, SampleCount, check_entry, check_places
+from accel.data._plan import Cursor, SampleCount, check_entry, copies_of
 from accel.data._stream import StreamLoader
 from accel.data._stream_ahead import Ahead, batch_bytes, steps_after
 from accel.data._stream_cut import Part
@@ -88,7 +88,7 @@ def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Gene
     places = [_decode(message, _Place) for message in exchange(ctx.comm, opening, _encode(here))]
     call = Call("batches, next steps", facts, site)
     parts = [place.part for place in places]
-    check_places(parts, loader.world_size)
+    copies = copies_of(parts, loader.world_size)
     if loader.is_shared:
         nodes = [place.node if loader.mode == "elements" else 0 for place in places]
         handing = Handing(ctx, call, nodes, parts)
@@ -102,7 +102,8 @@ def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Gene
         ahead.catch_up()
     duplicate = loader.rank in parts[: ctx.rank]
     for data, given in moved(steps, ctx.device, ctx.containers, ahead=all(place.ahead for place in readers)):
-        yield data, given._replace(duplicate=duplicate)
+        valid = SampleCount(given.valid, given.valid.world, copies)
+        yield data, given._replace(valid=valid, duplicate=duplicate)
 
 
 def _limit(readers: list[_Place]) -> int:

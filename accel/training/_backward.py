@@ -162,7 +162,7 @@ def _weigh(
         world = 0.0 if again else float(ctx.world_size)
         return accum.add(scale=scaler.scale, unit=unit, world=world), scaler.scale / unit
     if isinstance(weight, SampleCount):
-        world = 0.0 if same_units else float(weight.world)
+        world = 0.0 if same_units else float(weight.world * weight.copies)
         return accum.add(scale=scaler.scale, unit=unit, world=world), weight / unit * scaler.scale
     own = _own_weight(ctx, weight)
     factor = (own if isinstance(weight, torch.Tensor) else weight) / unit * scaler.scale
@@ -172,7 +172,7 @@ def _weigh(
 def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
     """What the window's weights are measured in: a full window of equal parts then needs no division at its end."""
     if isinstance(weight, SampleCount):
-        return weight.world / ctx.world_size * steps or 1.0
+        return weight.world * weight.copies / ctx.world_size * steps or 1.0
     return float(steps) if weight is None else 1.0
 
 

@@ -97,11 +97,23 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, wrong, error, said):
 def test_places_that_leave_a_part_unread_are_refused_on_every_rank(ranks):
     def rank(ctx):
         loader = accel.prepare_loader(ctx, DataLoader(range(8)), data_parallel=(0, 2))
-        with pytest.raises(DataError, match=r"read by no rank: expected indices 0 to 1, got \[0, 0\] by rank"):
+        with pytest.raises(DataError, match=r"read by no rank: expected indices 0 to 1, equally often, got \[0, 0\] by rank"):
             next(accel.batches(ctx, loader, Cursor()))
         return True
 
     assert ranks.run(rank, 2) == [True, True]
+
+
+def test_places_that_ranks_take_unequally_often_are_refused(ranks):
+    """Their samples would weigh more in a step than those of the other places."""
+
+    def rank(ctx):
+        loader = accel.prepare_loader(ctx, DataLoader(range(8)), data_parallel=(int(ctx.rank == 3), 2))
+        with pytest.raises(DataError, match=r"by more ranks than another.*equally often, got \[0, 0, 0, 1\] by rank"):
+            next(accel.batches(ctx, loader, Cursor()))
+        return True
+
+    assert all(ranks.run(rank, 4))
 
 
 @pytest.mark.parametrize("place", [(2, 3, 1), 3, (3, 3), (-1, 3), (0, 2), (0, 0)])

@@ -97,13 +97,13 @@ def test_a_cursor_beyond_the_end_is_refused(plan, world, beyond):
 
 
 @relaxed
-@given(here=st.integers(0, 100), world=st.integers(0, 1000))
-def test_a_count_is_an_integer_that_remembers_the_world(here, world):
-    count = SampleCount(here, world)
+@given(here=st.integers(0, 100), world=st.integers(0, 1000), copies=st.integers(1, 4))
+def test_a_count_is_an_integer_that_remembers_the_world(here, world, copies):
+    count = SampleCount(here, world, copies)
     assert count == here
     assert count + 1 == here + 1
     for again in (copy.copy(count), copy.deepcopy(count), pickle.loads(pickle.dumps(count))):
-        assert (again, again.world, type(again)) == (here, world, SampleCount)
+        assert (again, again.world, again.copies, type(again)) == (here, world, copies, SampleCount)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "0", None, True, 2**63])

@@ -100,7 +100,9 @@ if TYPE_CHECKING:
     from accel.seeding import set_seed as set_seed
     from accel.seeding import synchronize_rng as synchronize_rng
     from accel.training import Ema as Ema
+    from accel.training import Loaded as Loaded
     from accel.training import StepResult as StepResult
+    from accel.training import Stored as Stored
     from accel.training import accumulate as accumulate
     from accel.training import backward as backward
     from accel.training import clip_grad_norm_ as clip_grad_norm_
@@ -202,7 +204,9 @@ _HOMES = {
     "seeding": ("deterministic", "rank_key", "seeded", "set_seed", "synchronize_rng"),
     "training": (
         "Ema",
+        "Loaded",
         "StepResult",
+        "Stored",
         "accumulate",
         "backward",
         "clip_grad_norm_",

@@ -62,7 +62,7 @@ def encode_optimizer(
     Raises:
         CheckpointError: something in the state cannot be stored.
     """
-    listed, packed = _params(optimizer, names), optimizer.state_dict()
+    listed, packed = _params(optimizer, names), _state_of(optimizer, item)
     order, state = list(listed), dict[str, Any]()
     for index, entries in packed["state"].items():
         if type(index) is not int or not 0 <= index < len(order):
@@ -142,6 +142,17 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         for key, value in entries.items():  # torch casts floating state to the parameter's dtype, which loses bits
             if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
+
+
+def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
+    try:
+        return optimizer.state_dict()
+    except RuntimeError as error:  # such as of an optimizer whose state is spread over ranks in a way of its own
+        raise CheckpointError(
+            f"a {type(optimizer).__name__} that does not give its state: {error}",
+            where=item,
+            fix="Shard the model by fully_shard: any optimizer's state is sharded then, and can be saved.",
+        ) from error
 
 
 def _params(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, torch.Tensor]:

@@ -102,6 +102,23 @@ def test_what_is_not_whole_is_refused_on_all_ranks(ranks: Any, case: str, tmp_pa
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_optimizer_that_keeps_its_shards_to_itself_is_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def body(ctx: accel.DistContext) -> str:
+        model = plain()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        items = {"model": model, "optimizer": optimizer}
+        return outcome(lambda: accel.save_state(ctx, tmp_path / "run", items, step=0))
+
+    results = ranks.run(body, 2, default_group=True)
+    assert len(set(results)) == 1
+    assert "a ZeroRedundancyOptimizer that does not give its state" in results[0]
+    assert "Shard the model by fully_shard" in results[0]
+    assert os.listdir(tmp_path) == []
+
+
 def test_copies_that_differ_are_told_and_the_lowest_rank_counts(
     ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -61,6 +61,8 @@ def _verbs() -> tuple[Verb, ...]:
         Verb("verify", "CHECKPOINT|RUN", "compare every byte with the digests", _verify),
         Verb("diff", "CHECKPOINT CHECKPOINT", "tell in what two differ", _diff),
         Verb("merge", "CHECKPOINT FOLDER", "write a model for Hugging Face's libraries", _merge),
+        Verb("import", "FOLDER RUN --step N", "make a checkpoint of a folder of torch.distributed.checkpoint", _import),
+        Verb("export", "CHECKPOINT FOLDER", "write a folder of torch.distributed.checkpoint", _export),
         Verb("prune", "RUN --keep N", "delete older checkpoints", _prune),
     )
 
@@ -178,6 +180,29 @@ def _merge(words: Sequence[str]) -> int:
     with progress("merge", total) as advance:
         merge(path, args.folder, item=args.item, max_shard_size=args.max_shard_size, advance=advance)
     print(f"{path}, {args.item} -> {args.folder}")
+    return 0
+
+
+def _import(words: Sequence[str]) -> int:
+    text = f"Make a checkpoint of what torch.distributed.checkpoint wrote; no code of it is run. {_ONE_RUN}"
+    reader = parser("import", "FOLDER RUN --step N", text, "folder", "run")
+    _ = reader.add_argument("--step", type=int, required=True, metavar="N", help="names the checkpoint, 0 or above")
+    args = reader.read(words)
+    if args.step < 0:
+        raise ConfigError("not a step", expected="an integer from 0", got=str(args.step), where="--step")
+    from accel.training import import_dcp
+
+    print(f"{args.folder} -> {import_dcp(args.folder, args.run, step=args.step)}")
+    return 0
+
+
+def _export(words: Sequence[str]) -> int:
+    text = f"Write a checkpoint as a folder of torch.distributed.checkpoint. {_ONE_CHECKPOINT}"
+    args = parser("export", "CHECKPOINT FOLDER", text, "checkpoint", "folder").read(words)
+    path = find_checkpoint(args.checkpoint)
+    from accel.training import export_dcp
+
+    print(f"{path} -> {export_dcp(path, args.folder)}")
     return 0
 
 

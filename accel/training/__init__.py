@@ -9,7 +9,6 @@ from accel.training._clip import unscale_gradients as unscale_gradients
 from accel.training._ema import Ema as Ema
 from accel.training._ema import ema_decay as ema_decay
 from accel.training._evaluating import evaluating as evaluating
-from accel.training._foreign import load_accelerate_state as load_accelerate_state
 from accel.training._fused import fused_step as fused_step
 from accel.training._models import save as save
 from accel.training._models import save_model as save_model
@@ -23,3 +22,6 @@ from accel.training._state import save_state as save_state
 from accel.training._step import StepResult as StepResult
 from accel.training._step import optimizer_step as optimizer_step
 from accel.training._whole import get_state_dict as get_state_dict
+from accel.training.foreign import export_dcp as export_dcp
+from accel.training.foreign import import_dcp as import_dcp
+from accel.training.foreign import load_accelerate_state as load_accelerate_state

@@ -303,7 +303,7 @@ def _same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
     """Whether an item can be loaded at all; None leaves it in the file, unless it is a plain value."""
     if live is None:
         return item.kind == "value"
-    named = kind_of(live) != "module"  # a module is its tensors, whatever its class
+    named = kind_of(live) != "module" and item.type != ""  # a module is its tensors, and other formats name no classes
     numbers = {type_name(live), item.type} <= {"int", "float"}  # 0 stands for a number that may have become 0.5
     if kind_of(live) != item.kind or (named and type_name(live) != item.type and not numbers):
         problems.wrong_type(f"item {name}", f"{kind_of(live)} {type_name(live)}", f"{item.kind} {item.type}")

@@ -157,7 +157,7 @@ def save_async(
     snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site)
     error = None
     try:
-        snapshot = _in_host_memory(snapshot)
+        snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors))
     except (RuntimeError, MemoryError) as failure:
         error = failure
     stage = open_stage(ctx, target, site, error)
@@ -176,10 +176,14 @@ def _leave_failure(stage: Path, rank: int, snapshot: Snapshot, error: Exception)
         leave_note(stage, rank, Note(error=describe(error)))
 
 
-def _in_host_memory(snapshot: Snapshot) -> Snapshot:
-    """Copy the tensors, so that training may change its own; wait for the copies."""
+def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors, so that training may change its own, and wait for the copies.
+
+    Raises:
+        RuntimeError: the memory does not suffice, or a device failed.
+    """
     copies, devices = dict[str, torch.Tensor](), set[torch.device]()
-    for name, tensor in snapshot.tensors.items():
+    for name, tensor in tensors.items():
         live = tensor.detach().resolve_conj().resolve_neg()
         pinned = live.device.type == "cuda"  # or the copy is not made at the bus's full speed
         copies[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned).copy_(live, non_blocking=pinned)
@@ -187,7 +191,7 @@ def _in_host_memory(snapshot: Snapshot) -> Snapshot:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-    return replace(snapshot, tensors=copies)
+    return copies
 
 
 def _as_exception(error: BaseException | None) -> Exception | None:

@@ -28,7 +28,7 @@ from accel.checkpoint import (
 )
 from accel.context import single
 from accel.errors import CheckpointError
-from accel.storage import commit, disk_errors, make_folder, make_stage, remove_flat
+from accel.storage import commit, disk_errors, make_folder, remove_flat, stage_files
 from accel.training._optimizers import Group, OptimizerValue, ParamFacts
 from accel.training._problems import facts
 from accel.training._rows import write_row
@@ -105,7 +105,7 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
         saved.verify(saved.manifest.files)
         state = {name: _exported(saved, name, item) for name, item in saved.manifest.items.items()}
     make_folder(target.parent)
-    stage = make_stage(target)
+    stage = stage_files(target)
     try:
         with disk_errors(stage), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group, which is the point

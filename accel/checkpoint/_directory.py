@@ -9,11 +9,10 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from accel.checkpoint._manifest import MANIFEST, Manifest, decode_manifest
+from accel.checkpoint._manifest import LARGEST_MANIFEST, MANIFEST, Manifest, decode_manifest
 from accel.errors import CheckpointError
 from accel.storage import OpenDirectory, disk_errors, leftovers, open_directory, sha256
 
-_LARGEST_MANIFEST = 64 * 2**20
 _HASHERS = 4
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
@@ -130,7 +129,7 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
             where=str(folder.path),
             fix="Pass the folder of one step, such as latest_checkpoint(out) returns.",
         )
-    return decode_manifest(folder.read(MANIFEST, limit=_LARGEST_MANIFEST), str(folder.path / MANIFEST))
+    return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))
 
 
 def _digest(data: memoryview) -> str:

@@ -15,6 +15,7 @@ from accel.storage import FileEntry, is_file_name
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+LARGEST_MANIFEST = 256 * 2**20  # bytes; about a million pieces
 RANKS = "$rng"  # the tensor of which each rank wrote a row; "$" keeps it apart from any item's name
 
 ItemKind = Literal["module", "optimizer", "stateful", "record", "value"]
@@ -103,8 +104,19 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON whose first field is the digest of all that follows it."""
+    """Return the manifest as JSON whose first field is the digest of all that follows it.
+
+    Raises:
+        CheckpointError: it is larger than a reader takes.
+    """
     body = msgspec.json.encode(manifest)[1:]
+    if len(body) + _SEAL_BYTES > LARGEST_MANIFEST:
+        raise CheckpointError(
+            f"{MANIFEST} would be too large to be read",
+            expected=f"at most {LARGEST_MANIFEST} bytes",
+            got=f"{len(body) + _SEAL_BYTES} bytes for {len(manifest.tensors)} tensors",
+            fix="Keep large values in tensors, and shard over fewer ranks with copies (HSDP).",
+        )
     return b'{"digest":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body
 
 

@@ -155,6 +155,11 @@ def test_torch_lays_tensors_out_where_the_arithmetic_says(ranks, mesh) -> None:
                     found += [_matches(each) for each in layer.parameters()]
             hybrid = fully_shard(_numbered(7, 5), mesh=device_mesh)
             found += [_matches(each) for each in hybrid.parameters()]
+        if len(mesh) == 3:
+            for plan in (ColwiseParallel(), RowwiseParallel()):
+                layer = parallelize_module(_numbered(10, 14), device_mesh["c"], plan)
+                fully_shard(layer, mesh=device_mesh["a", "b"])
+                found += [_matches(each) for each in layer.parameters()]
         return all(found)
 
     assert all(ranks.run(body, math.prod(mesh), default_group=True))

@@ -79,6 +79,15 @@ def test_a_manifest_comes_back_and_its_digest_is_of_all_that_follows_it() -> Non
     assert encode_manifest(manifest()).startswith(b'{"digest":"' + digest.encode() + b'","format":1,')
 
 
+def test_a_manifest_that_no_reader_takes_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(encode_manifest(manifest()))
+    monkeypatch.setattr("accel.checkpoint._manifest.LARGEST_MANIFEST", size)
+    assert len(encode_manifest(manifest())) == size
+    monkeypatch.setattr("accel.checkpoint._manifest.LARGEST_MANIFEST", size - 1)
+    with pytest.raises(CheckpointError, match=r"too large to be read.*for 1 tensors"):
+        encode_manifest(manifest())
+
+
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_any_flipped_bit_of_a_manifest_is_blamed_on_it(position: int, bit: int) -> None:
     data = bytearray(encode_manifest(manifest()))

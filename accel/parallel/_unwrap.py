@@ -10,6 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel and torch.compile; a plain module is returned as it is.
 
+    `fully_shard`, tensor parallelism and `compile_model` wrap nothing: the model itself is returned, still sharded or
+    compiled. `get_state_dict` gives its tensors whole.
+
     Args:
         model: from `prepare_model`, or compiled, or plain.
     """

@@ -123,6 +123,16 @@ def test_compiled_models_keep_their_names(parts: str | None, tmp_path: Path) -> 
     assert load_folder(tmp_path).keys() == reference().keys() - {"head.weight"}
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_built_is_inside_of_every_wrapper(layout: str) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        model = spread(ctx, layout)
+        inner = accel.unwrap_model(torch.compile(model, backend="eager"))  # pyright: ignore[reportArgumentType]
+        return isinstance(inner, Tied) and inner is accel.unwrap_model(inner) is accel.unwrap_model(model)
+
+    assert simulate(rank, WORLD, default_group=True) == [True] * WORLD
+
+
 def test_where_ranks_differ_all_is_rank_0s_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: Any
 ) -> None:

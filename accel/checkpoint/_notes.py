@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -86,8 +87,12 @@ def _read(stage: Path, rank: int) -> Note | None:
 
 def _size(stage: Path) -> int:
     """How many bytes the ranks have written so far."""
+    size = 0
     with disk_errors(stage), os.scandir(stage) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # a note that gets its name just now
+                size += entry.stat(follow_symlinks=False).st_size
+    return size
 
 
 def _name(rank: int) -> str:

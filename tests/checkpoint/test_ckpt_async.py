@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,24 @@ def test_ranks_that_write_nothing_are_named(tmp_path: Path) -> None:
     leave_note(tmp_path, 1, Note(share=Share("y", None)))
     assert collect_notes(tmp_path, [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}
     assert os.listdir(tmp_path) == []
+
+
+def test_a_note_that_gets_its_name_while_it_is_looked_for_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "share-00001.json.part").write_bytes(b'{"share":{"name":"x","entry":null}}')
+    real = os.scandir
+
+    @contextmanager
+    def late(path: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with real(path) as entries:
+            found = list(entries)
+        with suppress(FileNotFoundError):
+            (tmp_path / "share-00001.json.part").rename(tmp_path / "share-00001.json")
+        yield found
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert collect_notes(tmp_path, [1], timeout_s=100, given_up=threading.Event()).keys() == {1}
 
 
 def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path) -> None:

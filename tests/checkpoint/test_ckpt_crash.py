@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that ends at any file operation of a save leaves the former checkpoint or the new one, exactly."""
 
+import faulthandler
 import os
 import random
 import signal
@@ -177,14 +178,18 @@ def test_random_kills_of_two_processes_lose_nothing(trials: int, tmp_path: Path)
         ranks = list[int]()
         for rank in (0, 1):
             if (pid := os.fork()) == 0:
+                faulthandler.dump_traceback_later(50)  # before the deadline below
                 try:
                     keep_saving(rank, port, tmp_path, run, last + 1)
+                except BaseException as error:
+                    print(f"rank {rank}: {error!r}", flush=True)
                 finally:
                     os._exit(1)
             ranks.append(pid)
         deadline = time.monotonic() + 60
         while latest_checkpoint(tmp_path) == tmp_path / f"step-{last:08d}":  # until they have joined and saved
             assert time.monotonic() < deadline, "stuck"
+            assert all(os.waitpid(pid, os.WNOHANG) == (0, 0) for pid in ranks), "a rank has failed by itself"
             time.sleep(0.005)
         time.sleep(rng.random() * 0.1)
         for pid in rng.sample(ranks, 2):

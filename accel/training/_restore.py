@@ -260,8 +260,13 @@ class Matching:
         """Make a value with tensors of its own, each where its live namesake lies, others on a device or the CPU."""
         tensors: dict[str, torch.Tensor] = {}
         for key in self._names_in(name, value):
-            read = read_like(self._saved, key, self._template(key, mine))
-            tensors[key] = read if is_sharded(read) else read.to(mine[key].device if key in mine else device or "cpu")
+            read, namesake = read_like(self._saved, key, self._template(key, mine)), mine.get(key)
+            if namesake is None:
+                tensors[key] = read.to(device or "cpu")
+                continue
+            if self._options.cast and read.is_floating_point() and namesake.is_floating_point():
+                read = read.to(namesake.dtype)
+            tensors[key] = read if is_sharded(read) else read.to(namesake.device)
         return decode(value, f"item {name}", tensors)
 
 

@@ -175,8 +175,8 @@ def load_state(
             rank for that, so the folder must be one that all nodes share.
         strict: whether any difference is an error. Else what fits is loaded: of modules each tensor, of the rest each
             item; what was skipped is in the result, and told by the logger `accel.checkpoint`.
-        cast: whether floating-point tensors of modules may be of another dtype, to which the stored ones are converted;
-            so is optimizer state that was of its parameter's dtype. Devices may always differ.
+        cast: whether floating-point tensors may be of another dtype, to which the stored ones are converted; so is
+            optimizer state that was of its parameter's dtype. Devices may always differ.
         transform: a pure function of what the checkpoint holds of modules, by name, that gives the names to load it by;
             of optimizers, the parameters follow.
 

@@ -90,6 +90,26 @@ def test_another_dtype_is_an_error_or_a_conversion(tmp_path: Path, dtype: torch.
         accel.load_state(CPU, path, {"model": model, "optimizer": None}, cast=True)
 
 
+class Table:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.rows = torch.ones(3, dtype=dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = state["rows"]
+
+
+def test_objects_with_a_state_get_the_dtype_that_they_have(tmp_path: Path) -> None:
+    path = accel.save_state(CPU, tmp_path, {"table": Table(torch.float32)}, step=0)
+    table = Table(torch.float16)
+    with pytest.raises(CheckpointError, match=r"table\.rows: expected float16, got float32"):
+        accel.load_state(CPU, path, {"table": table})
+    accel.load_state(CPU, path, {"table": table}, cast=True)
+    assert equal(table.rows, torch.ones(3, dtype=torch.float16))
+
+
 class Renamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from ckpt_helpers import CPU, equal
 from ckpt_meshes import Layout, build, plain, state, step
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import accel
@@ -155,6 +156,23 @@ def test_a_shard_that_is_damaged_or_missing_is_named_by_all_ranks(ranks: Any, tm
         assert len({said for said, _ in results}) == 1
         assert file.name in results[0][0]
         assert all(untouched for _, untouched in results)
+
+
+def test_gathered_weights_are_saved_by_shards_and_loaded_anew(ranks: Any, tmp_path: Path) -> None:
+    def body(ctx: accel.DistContext) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, models = torch.ones(2, 5, dtype=torch.float64), (plain(1), plain(2))
+        for model in models:
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+        with torch.no_grad():
+            expected = models[0](inputs)
+            _ = models[1](inputs)  # its weights stay gathered
+            path = accel.save_state(ctx, tmp_path, {"model": models[0]}, step=0)
+            accel.load_state(ctx, path, {"model": models[1]})
+            return expected, models[1](inputs)
+
+    for expected, found in ranks.run(body, 2, default_group=True):
+        assert torch.equal(found, expected)
+    assert len(manifest(tmp_path / "step-00000000")["tensors"]["model.0.weight"]["pieces"]) == 2
 
 
 def test_a_rank_maps_what_it_holds_and_no_more(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

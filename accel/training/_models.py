@@ -76,7 +76,7 @@ def save_model(
     """
     target, site, error, weights = Path(folder), call_site(), None, None
     try:
-        weights = _plan(model, parse_size(max_shard_size, "save_model, max_shard_size="))
+        weights = _plan(ctx, model, parse_size(max_shard_size, "save_model, max_shard_size="))
     except Exception as failure:
         error = failure
     detail = "\n".join([f"max_shard_size={max_shard_size}", *facts(weights.tensors if weights is not None else {})])
@@ -135,7 +135,7 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
     return target
 
 
-def _plan(model: nn.Module, limit: int) -> _Weights:
+def _plan(ctx: DistContext, model: nn.Module, limit: int) -> _Weights:
     """List what is written of a model, and in which files.
 
     Raises:
@@ -159,7 +159,8 @@ def _plan(model: nn.Module, limit: int) -> _Weights:
         else:
             aliases[name] = known
     shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
-    return _Weights(kept, shards, aliases, checksum({k: v for k, v in kept.items() if not is_sharded(v)}))
+    compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_sharded(tensor)}
+    return _Weights(kept, shards, aliases, checksum(compared))
 
 
 def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) -> Exception | None:

@@ -56,15 +56,15 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
         error = failure
     call = Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), call_site())
     settle(ctx, call, error, b"", bytes)
-    mine = dst is None or ctx.rank == dst
-    found: dict[str, torch.Tensor] = {}
-    seen: dict[int, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if id(tensor) not in seen:
-            gathered = whole(tensor)
-            seen[id(tensor)] = gathered.cpu() if mine else gathered.new_empty(0)
-        found[name] = seen[id(tensor)]
-    return found if mine else None
+    if dst not in (None, ctx.rank):
+        for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+            _ = whole(tensor)
+        return None
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in found:
+            found[id(tensor)] = whole(tensor).cpu()
+    return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
 
 def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -218,3 +218,44 @@ def test_a_reader_beside_a_writer_always_finds_one(tmp_path: Path) -> None:
         stop.set()
         writer.join()
     assert not failures
+
+
+def save_or_be_refused(out: Path, writer: int) -> None:
+    for count in range(60):
+        mine = {"writer": writer, "x": torch.full((5000,), writer)}
+        try:
+            save_state(CPU, out, mine, step=count // 4, keep=2)
+        except CheckpointError as error:
+            assert "another writer is saving" in str(error)  # noqa: PT017
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_two_writers_at_once_never_mix_and_readers_never_notice(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    save_state(CPU, tmp_path, {"writer": 0, "x": torch.full((5000,), 0)}, step=0)
+    writers, loads = list[int](), 0
+    for writer in (1, 2):
+        if (pid := os.fork()) == 0:
+            try:
+                save_or_be_refused(tmp_path, writer)
+                os._exit(0)
+            except BaseException as error:
+                print(f"writer {writer}: {error!r}", flush=True)
+                os._exit(1)
+        writers.append(pid)
+    ended: dict[int, int] = {}
+    while len(ended) < len(writers):
+        ended |= dict(os.waitpid(pid, os.WNOHANG) for pid in writers if pid not in ended)
+        ended.pop(0, None)  # one that still runs
+        path = latest_checkpoint(tmp_path)
+        assert path is not None
+        try:
+            loaded = load_state(CPU, path, {"writer": 0, "x": torch.zeros(0)})
+        except CheckpointError as error:
+            assert not path.exists() or "ENOENT" in str(error) or "missing" in str(error)  # noqa: PT017 - replaced since
+            continue
+        assert loaded["x"].eq(loaded["writer"]).all()  # type: ignore[attr-defined]
+        loads += 1
+    assert set(ended.values()) == {0}
+    assert loads
+    assert LOCK not in os.listdir(tmp_path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DistContext`: what a rank knows about itself and its peers, as a frozen value, and the ways to make one.
 
-`session` opens what a launcher asked for and closes it again; `from_group` adopts what another framework made;
-`single` needs nothing. Whatever talks to other ranks takes the context as its first argument.
+`session` opens what a launcher asked for and closes it again; `from_group` and `from_mesh` adopt what another framework
+made; `single` needs nothing. Whatever talks to other ranks takes the context as its first argument.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from accel.comm import Comm, adopt, alone, connect
+from accel.comm import Comm, adopt, alone, connect, mesh_group, place_on_mesh
 from accel.env import LaunchEnv, read_env
 from accel.errors import ConfigError, DeviceError
 from accel.formats import Precision, PrecisionName
@@ -39,7 +40,9 @@ class DistContext:
         precision: what is computed in which format; `autocast`, `loss_scale` and `prepare` follow it.
         timeout_s: seconds after which a collective that misses a rank fails.
         containers: kinds of containers besides those that `accel.tree` knows; set by `replace`.
-        comm: the handle on the process group; not part of equality, nor of what is printed.
+        mesh_place: what the mesh says about `data_parallel`; None without a mesh.
+        mesh: the mesh of all ranks, if `replace` or `from_mesh` was given one.
+        comm: the handle on the process group; like the mesh not part of equality, nor of what is printed.
     """
 
     rank: int
@@ -53,6 +56,8 @@ class DistContext:
     precision: Precision
     timeout_s: float
     containers: tuple[Container, ...] = ()
+    mesh_place: tuple[int, int] | None = None
+    mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
     comm: Comm = dataclasses.field(compare=False, repr=False)
 
     @property
@@ -69,6 +74,14 @@ class DistContext:
     def is_last_process(self) -> bool:
         """Whether this is the highest rank."""
         return self.rank == self.world_size - 1
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """(index, count) of this rank among those with samples of their own; (rank, world_size) without a mesh.
+
+        Ranks of one tensor, context or pipeline group have the same index.
+        """
+        return (self.rank, self.world_size) if self.mesh_place is None else self.mesh_place
 
 
 def from_env(
@@ -208,14 +221,51 @@ def from_group(
     )
 
 
+def from_mesh(
+    mesh: DeviceMesh,
+    *,
+    data_dims: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    precision: Precision | PrecisionName = "fp32",
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> DistContext:
+    """Make a context on the ranks of a mesh that another framework made; nothing of it is destroyed here.
+
+    Its group is the default one if the mesh has all ranks, else that of the mesh's only dimension.
+
+    Args:
+        mesh: of this rank and others.
+        data_dims: as for `replace`.
+        device: where to compute; by default the mesh's kind of device.
+        precision, local_rank, local_world_size, timeout_s: as for `from_group`.
+
+    Raises:
+        ConfigError: a mesh without a group of just its ranks, or without this rank; or as `replace` and `from_group`.
+        DeviceError: the device is not there.
+    """
+    ctx = from_group(
+        mesh_group(mesh),
+        device=mesh.device_type if device is None else device,
+        precision=precision,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        timeout_s=timeout_s,
+    )
+    return replace(ctx, mesh=mesh, data_dims=data_dims)
+
+
 def replace(
     ctx: DistContext,
     *,
     device: torch.device | str | None = None,
     precision: Precision | PrecisionName | None = None,
     containers: Sequence[Container] | None = None,
+    mesh: DeviceMesh | None = None,
+    data_dims: Sequence[str] | None = None,
 ) -> DistContext:
-    """Return a copy of the context with something changed; the group is shared.
+    """Return a copy of the context with something changed; the group is shared. No communication.
 
     Args:
         ctx: the context.
@@ -223,17 +273,27 @@ def replace(
         precision: a name such as "bf16", or a record; None for what it has.
         containers: kinds of containers besides those that `accel.tree` knows, in place of those that it has; of several
             that fit a value the first is taken. The same on every rank. None for what it has.
+        mesh: of the context's ranks; random streams, loaders and steps then follow `data_parallel`, its place on it.
+            State it before they are prepared. None for what it has.
+        data_dims: names of the mesh's dimensions along which ranks have samples of their own; None for what the names
+            say: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one
+            dimension without a name is data parallel.
 
     Raises:
         DeviceError: the device is not there.
-        ConfigError: an unknown precision, or something that is no `Container`.
+        ConfigError: an unknown precision, or something that is no `Container`; a mesh of other ranks, or with a
+            dimension of which it is not known what it means.
     """
+    if mesh is None and data_dims is not None:
+        raise ConfigError("data_dims has no effect without mesh", where="replace(data_dims=)", fix="Pass mesh= too.")
     here = LaunchEnv(rank=ctx.rank, local_rank=ctx.local_rank)
     return dataclasses.replace(
         ctx,
         device=ctx.device if device is None else _choose_device(device, here),
         precision=ctx.precision if precision is None else precision_of(precision),
         containers=ctx.containers if containers is None else _check_containers(containers),
+        mesh=ctx.mesh if mesh is None else mesh,
+        mesh_place=ctx.mesh_place if mesh is None else place_on_mesh(ctx.comm, mesh, data_dims),
     )
 
 

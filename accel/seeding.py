@@ -27,13 +27,13 @@ def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key
     Args:
         ctx: the context.
         key: the same on every rank.
-        data_rank: which share of the samples this rank works on, from 0: its data-parallel index. None where every
-            rank has a share of its own.
+        data_rank: which share of the samples this rank works on, from 0; by default what the context's mesh says,
+            `ctx.data_parallel`: without a mesh each rank has a share of its own.
 
     Raises:
         ConfigError: an index outside of the world.
     """
-    share = ctx.rank if data_rank is None else data_rank
+    share = ctx.data_parallel[0] if data_rank is None else data_rank
     if type(share) is not int or not 0 <= share < ctx.world_size:
         raise ConfigError(
             "no such share of the samples",
@@ -53,7 +53,8 @@ def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: i
     Args:
         ctx: the context.
         seed: 0 to 2**63 - 1.
-        per_rank: whether ranks draw differently, as dropout and augmentation should; False for the same on all.
+        per_rank: whether ranks with samples of their own draw differently, as dropout and augmentation should; False
+            for the same on all.
         data_rank: as for `rank_key`.
 
     Returns:

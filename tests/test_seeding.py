@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
@@ -36,6 +37,41 @@ def test_ranks_that_share_samples_draw_alike_and_others_do_not(ranks, seed, tens
         for b in range(4):
             same = a // tensor_parallel == b // tensor_parallel
             assert (keys[a] == keys[b]) == (drawn[a] == drawn[b]) == same
+
+
+@pytest.mark.parametrize(
+    ("names", "shares"),
+    [
+        (("dp", "tp"), [0, 0, 1, 1]),
+        (("pp", "data"), [0, 1, 0, 1]),
+        (("dp_replicate", "dp_shard"), [0, 1, 2, 3]),
+        (("cp", "tp"), [0, 0, 0, 0]),
+    ],
+)
+def test_a_mesh_says_who_draws_alike(ranks, names, shares):
+    def rank(ctx):
+        told = accel.replace(ctx, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        accel.set_seed(told, 5)
+        by_mesh = _draw()
+        accel.set_seed(ctx, 5, data_rank=shares[ctx.rank])
+        assert _draw() == by_mesh
+        assert accel.rank_key(told, Key(7)) == accel.rank_key(ctx, Key(7), data_rank=shares[ctx.rank])
+        return by_mesh
+
+    drawn = ranks.run(rank, 4, default_group=True)
+    assert [drawn.index(mine) for mine in drawn] == [shares.index(share) for share in shares]
+
+
+def test_streams_that_a_checkpoint_does_not_have_follow_the_mesh(ranks, tmp_path):
+    saved = accel.save_state(accel.single(), tmp_path, {"cursor": accel.Cursor()}, step=0)
+
+    def rank(ctx):
+        told = accel.replace(ctx, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+        accel.load_state(told, saved, {"cursor": accel.Cursor()})
+        return _draw()
+
+    drawn = ranks.run(rank, 4, default_group=True)
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 def test_without_an_index_every_rank_has_samples_of_its_own(ranks):

@@ -99,7 +99,7 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
 def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
     if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's
         raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
-    check_entry((ctx.rank, ctx.world_size), loader.prepared_for, cursor)
+    check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
     now = len(loader.dataset) if loader.source.size is not None else None
     if now != loader.source.size:
         raise DataError(

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from accel.context import DistContext
 from accel.data._epoch import Source, plan_epoch, skip_steps
 from accel.data._given import Lengths, read_source
-from accel.data._plan import Cursor, Plan, Tail
+from accel.data._plan import Cursor, Place, Plan, Tail
 from accel.data._reading import Workers
 from accel.data._stream import StreamLoader, StreamMode, is_stream, stream_loader
 from accel.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ class Loader:
     Attributes:
         source: the order of its epochs and how they are cut.
         rank, world_size: which part of each step is read here, and of how many; of data-parallel ranks.
-        prepared_for: rank and world size of the context.
+        prepared_for: the place of its context.
         num_workers: processes that read ahead; 0 reads in this one.
         seed_samples: whether each sample is read with random streams of its own.
         collate_fn: list of samples to batch.
@@ -37,7 +37,7 @@ class Loader:
     source: Source
     rank: int
     world_size: int
-    prepared_for: tuple[int, int]
+    prepared_for: Place
     num_workers: int
     seed_samples: bool
     collate_fn: Callable[[Any], Any]
@@ -155,8 +155,9 @@ def prepare_loader(
         lengths: for `batch_tokens`: the dataset's lengths in tokens, or a function from a sample's position to its own.
         batches_per_step: for `batch_tokens` and for a batch sampler of your own: batches of all ranks in one step, by
             default one a rank. A rank takes whole batches, joined when it takes several.
-        data_parallel: (index, count) of this rank among those that read different samples; by default its rank among
-            all. Ranks of one tensor, context or pipeline group pass the same and read the same.
+        data_parallel: (index, count) of this rank among those that read different samples; by default what the
+            context's mesh says, `ctx.data_parallel`: without a mesh its rank among all. Ranks with the same index read
+            the same.
         seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position, so
             that augmentation does not depend on workers and ranks; by default if the loader has workers. Streams are
             always read so.
@@ -206,7 +207,7 @@ def prepare_loader(
         source=source,
         rank=rank,
         world_size=world_size,
-        prepared_for=(ctx.rank, ctx.world_size),
+        prepared_for=(ctx.rank, ctx.world_size, ctx.data_parallel),
         num_workers=workers,
         seed_samples=workers > 0 if seed_samples is None else seed_samples,
         collate_fn=raw.collate_fn,
@@ -263,7 +264,7 @@ def _refuse_idle(given: dict[str, object]) -> None:
 
 def _place(ctx: DistContext, data_parallel: tuple[int, int] | None) -> tuple[int, int]:
     if data_parallel is None:
-        return ctx.rank, ctx.world_size
+        return ctx.data_parallel
     match data_parallel:
         case (int(index), int(count)) if 0 <= index < count and (ctx.world_size == 1 or ctx.world_size % count == 0):
             return index, count

@@ -13,6 +13,7 @@ from accel.errors import ConfigError, DataError, check_choice
 from accel.random import check_seed
 
 Tail = Literal["ragged", "pad", "drop"]
+Place = tuple[int, int, tuple[int, int]]  # of a context: rank, world size, (index, count) among data-parallel ranks
 
 
 class Cursor(msgspec.Struct, frozen=True, gc=False):
@@ -174,19 +175,19 @@ def beyond(cursor: Cursor, end: int) -> DataError:
     )
 
 
-def check_entry(ctx_place: tuple[int, int], prepared_for: tuple[int, int], cursor: object) -> None:
+def check_entry(ctx_place: Place, prepared_for: Place, cursor: object) -> None:
     """Raise `DataError` for a loader that was prepared for another rank, or a cursor that is none.
 
     Args:
-        ctx_place: rank and world size of the context.
-        prepared_for: those of the context that the loader was prepared with.
+        ctx_place: of the context.
+        prepared_for: that of the context that the loader was prepared with.
         cursor: where to start.
     """
     if ctx_place != prepared_for:
         raise DataError(
             "the loader was prepared for another rank",
-            expected="rank {} of {}".format(*ctx_place),
-            got="rank {} of {}".format(*prepared_for),
+            expected="rank {} of {}, place {} among data-parallel ones".format(*ctx_place),
+            got="rank {} of {}, place {}".format(*prepared_for),
             fix="Prepare it with this context.",
         )
     check_cursor(cursor)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast, get_args, runtime_che
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.context import DistContext
-from accel.data._plan import Tail, check_count
+from accel.data._plan import Place, Tail, check_count
 from accel.data._stream_cut import Cut
 from accel.errors import ConfigError, DataError, check_choice
 from accel.tree import Container
@@ -45,7 +45,7 @@ class StreamLoader:
             batches.
         global_batch: samples to a step of all ranks; None if the stream gives batches.
         rank, world_size: which part of each step is for this rank, and of how many; of data-parallel ranks.
-        prepared_for: rank and world size of the context.
+        prepared_for: the place of its context.
         replay: whether resuming reads again from the beginning, even if the stream has a state.
         steps_per_message: the most steps that ranks agree on, and hand on, at once.
         num_workers: processes that read ahead, on the ranks that read; 0 reads in this one.
@@ -60,7 +60,7 @@ class StreamLoader:
     global_batch: int | None
     rank: int
     world_size: int
-    prepared_for: tuple[int, int]
+    prepared_for: Place
     replay: bool
     steps_per_message: int
     num_workers: int
@@ -150,7 +150,7 @@ def stream_loader(
         global_batch=total,
         rank=rank,
         world_size=world_size,
-        prepared_for=(ctx.rank, ctx.world_size),
+        prepared_for=(ctx.rank, ctx.world_size, ctx.data_parallel),
         replay=replay,
         steps_per_message=steps_per_message or (1 if workers else _STEPS_PER_MESSAGE),
         num_workers=workers,

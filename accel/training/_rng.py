@@ -35,12 +35,13 @@ def check_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | Non
 
 
 def apply_rng(ctx: DistContext, saved: Saved, state: RngState | None) -> None:
-    """Put this rank's streams back, or seed them from the checkpoint's digest and the rank. Mutates them."""
+    """Put this rank's streams back, or seed them from the checkpoint's digest and the rank's place. Mutates them."""
     if state is not None:
         restore_rng(state, ctx.device)
         return
     seed = int(saved.digest[:15], 16)
-    seed_rng(Key(seed).fold_in("load_state", ctx.world_size, ctx.rank), ctx.device)
+    place, places = ctx.data_parallel
+    seed_rng(Key(seed).fold_in("load_state", places, place), ctx.device)
 
 
 def _rehearse(state: RngState, device: torch.device) -> None:

@@ -22,14 +22,18 @@ class Sharded(Protocol):
         """Say whether the next backward exchanges the gradients of this module and of those below it."""
         ...
 
+    def reshard(self) -> None:
+        """Put this module's parameters apart again, if they are whole after a forward."""
+        ...
+
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether somebody has spread the model's parameters over ranks: whether one of them is a DTensor."""
+    """Return whether somebody has spread the model's parameters over ranks."""
     if "torch.distributed.tensor" not in sys.modules:  # its import takes most of a second
         return False
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters()) or bool(sharded_roots(model))
 
 
 def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
@@ -42,14 +46,18 @@ def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
 def check_sharded(ctx: DistContext, model: nn.Module) -> None:
     """Raise unless the gradients of a sharded model are exchanged between all ranks of the context.
 
+    Parameters that a forward without a backward has left whole, as one for evaluation does, are put apart again.
+
     Raises:
         PrepareError: a mesh that leaves ranks out, or a trainable parameter that `fully_shard` did not take; named.
     """
-    with_fsdp = bool(sharded_roots(model))
-    for name, parameter in model.named_parameters():
-        ranks = _mesh_size(parameter)
-        if ranks == ctx.world_size or not parameter.requires_grad or (ranks is None and not with_fsdp):
-            continue
+    if _left_out(ctx, model) is None:
+        return
+    for module in model.modules():
+        if isinstance(module, Sharded):
+            module.reshard()
+    if (found := _left_out(ctx, model)) is not None:
+        name, ranks = found
         raise PrepareError(
             "the gradient of a parameter would not reach every rank",
             expected=f"a mesh of all {ctx.world_size} ranks",
@@ -57,6 +65,16 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
             where=f"rank {ctx.rank}, {name}",
             fix="Call fully_shard on the whole model too, on a mesh of all ranks.",
         )
+
+
+def _left_out(ctx: DistContext, model: nn.Module) -> tuple[str, int | None] | None:
+    """The first parameter whose gradient would not reach every rank, with the size of its mesh, if it has one."""
+    with_fsdp = bool(sharded_roots(model))
+    for name, parameter in model.named_parameters():
+        ranks = _mesh_size(parameter)
+        if parameter.requires_grad and ranks != ctx.world_size and (ranks is not None or with_fsdp):
+            return name, ranks
+    return None
 
 
 def _mesh_size(parameter: torch.Tensor) -> int | None:

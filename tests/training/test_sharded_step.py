@@ -105,6 +105,38 @@ def test_the_norm_counts_every_element_once_wherever_it_lies(ranks, layout, norm
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entered", ["accumulate", "trigger_sync_in_backward"])
+def test_a_forward_without_a_backward_leaves_the_model_trainable(ranks, layout, entered):
+    """`fully_shard` does not put the outermost module's parameters apart again until the backward."""
+
+    def rank(ctx):
+        model, same = _spread(layout)
+        prepared, accum, scaler = accel.prepare_model(ctx, model), accel.Accumulation(), accel.LossScale()
+        optimizer, inputs = torch.optim.SGD(model.parameters(), lr=1.0), _inputs(ctx.rank // same, 0)
+        with torch.no_grad():
+            prepared(inputs)
+        accum = accum.next()
+        if entered == "accumulate":
+            with accel.accumulate(ctx, accum, prepared):
+                accum = accel.backward(ctx, prepared(inputs).square().mean(), scaler, accum, weight=len(inputs))
+        else:
+            with accel.no_sync(ctx, prepared):
+                loss = prepared(inputs).square().mean()
+            with accel.trigger_sync_in_backward(ctx, prepared):
+                accum = accel.backward(ctx, loss, scaler, accum, weight=len(inputs))
+        accel.optimizer_step(ctx, optimizer, scaler, accum)
+        assert accel.prepare_model(ctx, prepared) is prepared
+        return same, _full(list(model.parameters()))
+
+    outcomes, expected = _run(ranks, rank, layout), _model()
+    inputs = torch.cat([_inputs(share, 0) for share in range(WORLD // outcomes[0][0])])
+    expected(inputs).square().mean().backward()
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+    for _, parameters in outcomes:
+        torch.testing.assert_close(parameters, _full(list(expected.parameters())), **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_clipping_knows_no_model_only_parameters(ranks, layout):
     """A subset, two models, any order, a generator: the norm is over all ranks, never over this rank's share."""
 

@@ -13,6 +13,7 @@ ROUNDS = """
 import os, socket, sys
 import torch, accel, accel.training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 def free_port():
     with socket.socket() as probe:
@@ -22,6 +23,7 @@ def free_port():
 def rank(number, port):
     environ = dict(RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with accel.session(environ, device="cpu") as ctx:
+        ctx = accel.replace(ctx, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
         scaler = accel.loss_scale(ctx)
@@ -55,12 +57,12 @@ def run_rounds(tmp_path: Path, rounds: int) -> str:
 
 
 @pytest.mark.multiprocess
-def test_exits_with_a_wrapped_model_alive(tmp_path: Path) -> None:
+def test_exits_with_a_wrapped_model_and_a_mesh_alive(tmp_path: Path) -> None:
     assert "6 exits" in run_rounds(tmp_path, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.multiprocess
-def test_a_hundred_exits_with_a_wrapped_model_alive(tmp_path: Path) -> None:
+def test_a_hundred_exits_with_a_wrapped_model_and_a_mesh_alive(tmp_path: Path) -> None:
     assert "100 exits" in run_rounds(tmp_path, 50)

@@ -29,9 +29,6 @@ class Unfinished(Protocol):
         ...
 
 
-_FEW_RANKS = 4  # up to here a message to each rank takes less time than gloo's all-gather
-
-
 class Comm:
     """A process group and how to use it. This is the one mutable thing behind a context: it can be closed, once.
 
@@ -39,7 +36,6 @@ class Comm:
         rank, size: this process's place in the group.
         backend: c10d's name for what carries tensors on the rank's device; "none" without a group.
         control: the device that small control messages travel on; the CPU wherever the group can.
-        direct: whether small messages go from each rank to each, and not by a collective.
         owned: whether `close` destroys the group.
         roll: where ranks note who came to a collective that failed; None where no store is known.
         unfinished: what goes on in the background; None if nothing does.
@@ -51,7 +47,6 @@ class Comm:
         "_number",
         "backend",
         "control",
-        "direct",
         "owned",
         "rank",
         "roll",
@@ -68,7 +63,6 @@ class Comm:
         backend: str,
         control: torch.device,
         owned: bool,
-        over_gloo: bool = False,
         roll: RollCall | None = None,
     ) -> None:
         self._group = group
@@ -78,7 +72,6 @@ class Comm:
         self.size = size
         self.backend = backend
         self.control = control
-        self.direct = 1 < size <= _FEW_RANKS and control.type == "cpu" and over_gloo
         self.owned = owned
         self.roll = roll
         self.unfinished: Unfinished | None = None
@@ -183,7 +176,6 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         backend=chosen,
         control=torch.device("cpu"),
         owned=True,
-        over_gloo="gloo" in both,
         roll=RollCall(store, env.rank, env.world_size),
     )
 
@@ -202,7 +194,6 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
         backend=group.name(),
         control=_control_device(group, device),
         owned=False,
-        over_gloo="gloo" in group.name(),
         roll=_roll_of(group),
     )
 

@@ -53,8 +53,6 @@ def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Calla
         out: shape [size * length], contiguous; overwritten.
         mine: shape [length], contiguous; not to be touched until the wait.
     """
-    if comm.direct:
-        return _swap(comm, out.view(comm.size, -1).unbind(), mine)
     group = comm.group
     return _start(comm, lambda: [_all_gather()(out, mine, group=group, async_op=True)])
 
@@ -82,8 +80,6 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
     few, filled = max(sizes) < _BROADCAST_BYTES, [rank for rank, size in enumerate(sizes) if size]
     if len(set(sizes)) == 1 and (few or mine.device.type != "cpu"):
         start_all_gather(comm, out, mine)()
-    elif few and comm.direct:
-        _swap(comm, torch.split(out, list(sizes)), mine)()
     elif few and len(filled) > 2:
         padded = mine.new_zeros(max(sizes))
         padded[: mine.numel()] = mine
@@ -192,13 +188,6 @@ def _gather_to(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int) -
     _ = parts[dst].copy_(mine)
     _start(comm, lambda: _receive_all(comm, parts))()
     return out
-
-
-def _swap(comm: Comm, parts: Sequence[torch.Tensor], mine: torch.Tensor) -> Callable[[], None]:
-    """Send to each rank and receive from each: on gloo far quicker than a collective, as long as ranks are few."""
-    _ = parts[comm.rank].copy_(mine)
-    others = [(comm.rank + distance) % comm.size for distance in range(1, comm.size)] if mine.numel() else []
-    return _start(comm, lambda: _receive_all(comm, parts) + [_send(comm, mine, rank) for rank in others])
 
 
 def _send(comm: Comm, tensor: torch.Tensor, dst: int) -> Any:

@@ -27,26 +27,43 @@ Variant = Callable[[], object]
 
 
 def gather_by_hand(ctx: accel.DistContext, tree: Tree) -> Tree:
-    """One all-gather of everything, for tensors of one dtype and equal shapes on all ranks."""
+    """One all-gather of everything, for tensors of equal shapes on all ranks."""
     leaves = list(tree.values())
     if len(leaves) == 1:
         return {name: _all_gather(ctx, leaf).view(-1, *leaf.shape[1:]) for name, leaf in tree.items()}
+    if len({leaf.dtype for leaf in leaves}) > 1:
+        return _gather_bytes_by_hand(ctx, tree)
     rows = _all_gather(ctx, torch.cat([leaf.reshape(-1) for leaf in leaves])).view(ctx.world_size, -1)
     parts = rows.split([leaf.numel() for leaf in leaves], dim=1)
     return {name: part.reshape(-1, *leaf.shape[1:]) for (name, leaf), part in zip(tree.items(), parts, strict=True)}
 
 
+def _gather_bytes_by_hand(ctx: accel.DistContext, tree: Tree) -> Tree:
+    """One all-gather of the bytes of tensors whose sizes are multiples of 8 bytes."""
+    leaves = [leaf.contiguous().view(-1).view(torch.uint8) for leaf in tree.values()]
+    rows = _all_gather(ctx, torch.cat(leaves)).view(ctx.world_size, -1)
+    parts = rows.split([leaf.numel() for leaf in leaves], dim=1)
+    return {
+        name: part.reshape(-1).view(leaf.dtype).view(-1, *leaf.shape[1:])
+        for (name, leaf), part in zip(tree.items(), parts, strict=True)
+    }
+
+
 def reduce_by_hand(ctx: accel.DistContext, tree: Tree) -> Tree:
-    """One all-reduce of everything, for tensors of one dtype."""
+    """One all-reduce of the tensors of each dtype."""
     leaves = list(tree.values())
     if len(leaves) == 1:
         copies = {name: leaf.clone() for name, leaf in tree.items()}
         dist.all_reduce(*copies.values(), group=ctx.comm.group)
         return copies
-    flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
-    dist.all_reduce(flat, group=ctx.comm.group)
-    parts = flat.split([leaf.numel() for leaf in leaves])
-    return {name: part.view(leaf.shape) for (name, leaf), part in zip(tree.items(), parts, strict=True)}
+    reduced: Tree = {}
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        same = {name: leaf for name, leaf in tree.items() if leaf.dtype == dtype}
+        flat = torch.cat([leaf.reshape(-1) for leaf in same.values()])
+        dist.all_reduce(flat, group=ctx.comm.group)
+        parts = flat.split([leaf.numel() for leaf in same.values()])
+        reduced |= {name: part.view(leaf.shape) for (name, leaf), part in zip(same.items(), parts, strict=True)}
+    return reduced
 
 
 def _all_gather(ctx: accel.DistContext, mine: torch.Tensor) -> torch.Tensor:
@@ -104,14 +121,22 @@ def main() -> None:
     clock = time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(1)
     with_accelerate = importlib.util.find_spec("accelerate") is not None and not options.skip_accelerate
-    # leaves, floats in each, and roughly the seconds of a call
-    cases = [(20, 4, 4e-4), (200, 4, 1e-3), (20, 64, 8e-4), (200, 64, 1.5e-3), (1, 1 << 22, 3e-2), (1, 1 << 24, 0.1)]
+    one, two = (torch.float32,), (torch.float32, torch.int64)
+    # leaves, elements of each, their dtypes in turn, and roughly the seconds of a call
+    cases = [
+        *((20, 4, one, 4e-4), (200, 4, one, 1e-3), (20, 64, one, 8e-4), (200, 64, one, 1.5e-3)),
+        *((20, 4, two, 8e-4), (200, 4, two, 2e-3), (1, 1 << 22, one, 3e-2), (1, 1 << 24, one, 0.1)),
+    ]
     with accel.session() as ctx:
         for call in ("gather", "reduce"):
-            for leaves, floats, seconds in cases:
-                tree = {f"leaf {i}": torch.randn(floats, device=ctx.device) for i in range(leaves)}
-                accel.print(ctx, f"{call} of {leaves} x {floats * 4} bytes, {ctx.world_size} ranks, {ctx.device.type}")
-                ways = variants(ctx, call, tree, with_accelerate=with_accelerate and floats < 1 << 20)
+            for leaves, elements, dtypes, seconds in cases:
+                kinds = [dtypes[i % len(dtypes)] for i in range(leaves)]
+                tree = {
+                    f"leaf {i}": torch.ones(elements, dtype=kind, device=ctx.device) for i, kind in enumerate(kinds)
+                }
+                what = f"{leaves} x {elements} {' and '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}"
+                accel.print(ctx, f"{call} of {what}, {ctx.world_size} ranks, {ctx.device.type}")
+                ways = variants(ctx, call, tree, with_accelerate=with_accelerate and elements < 1 << 20)
                 compare(ctx, ways, options.blocks, max(int(options.seconds / seconds), 2), clock)
 
 

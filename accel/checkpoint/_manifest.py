@@ -179,8 +179,8 @@ def _tensor_problem(entry: TensorEntry, manifest: Manifest) -> str:
     if problem := shape_problem(entry.shape):
         return problem
     files = [piece.file for piece in entry.pieces]
-    if missing := next((file for file in files if file not in manifest.files), ""):
-        return f"is in {missing!r}, which is not listed"
+    if missing := [file for file in files if file not in manifest.files]:
+        return f"is in {missing[0]!r}, which is not listed"
     if len(set(files)) < len(files):
         return "has two pieces in one file"
     if manifest.format == 1 and len(files) != 1:

@@ -145,6 +145,7 @@ HOSTILE = [
     set_path("tensors", "model.0.weight", "dtype", value="float64"),
     set_path("tensors", "model.0.weight", "dtype", value="object"),
     set_path("tensors", "model.0.weight", "pieces", value=[]),
+    set_path("tensors", "model.0.weight", "pieces", 0, "file", value=""),
     set_path("tensors", "model.9.weight", value={"dtype": "float32", "shape": [], "pieces": []}),
     set_path("aliases", "model.0.weight", value="model.0.bias"),
     set_path("aliases", "model.extra", value="model.0.bias"),

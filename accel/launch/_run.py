@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from typing import NamedTuple
 
 from accel.launch._children import Children
 from accel.launch._plan import LaunchPlan
@@ -14,11 +15,27 @@ from accel.launch._relay import Relay, log_path
 from accel.launch._report import failure_report, stop_report
 from accel.launch._signals import NOTICES, STOPPING, Signals, listening
 
-_SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
-_FAILED_GRACE_S = 2.5  # with the above, nothing of a failed run is left after 3 s
+SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
+FAILED_GRACE_S = 2.5  # with the above, nothing of a failed run is left after 3 s
 _LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
 _KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
 _POLL_S = 0.05
+
+
+class Ending(NamedTuple):
+    """How a launch ended.
+
+    Attributes:
+        status: 0, the status of the rank that failed first, or 128 plus the number of the signal that stopped it.
+        report: what there is to say, for stderr.
+        first: the failure that caused the others; None if no rank failed, or a signal stopped the launch.
+        stopped: the signal that stopped it, or 0.
+    """
+
+    status: int
+    report: str = ""
+    first: Failure | None = None
+    stopped: int = 0
 
 
 def run_plan(plan: LaunchPlan) -> int:
@@ -38,17 +55,40 @@ def run_plan(plan: LaunchPlan) -> int:
     Raises:
         LaunchError: a process cannot be started, or this is not the main thread.
     """
+    return run_plans([plan])
+
+
+def run_plans(plans: Iterable[LaunchPlan]) -> int:
+    """Run plans one after another as `run_plan` does, each because the one before has failed; return the last status.
+
+    Args:
+        plans: taken one by one, so that each can be made when its time comes.
+
+    Raises:
+        LaunchError: as `run_plan`.
+    """
+    status = 0
     with listening() as signals:
-        children = Children()
-        relay = children.start(plan)
-        status, report = _supervise(children, signals, plan)
-        _drain(relay, signals)
-    _ = sys.stderr.write(report)
-    sys.stderr.flush()
+        for plan in plans:
+            if plan.restarts:
+                tell(f"accel: all ranks start again, restart {plan.restarts} of {plan.max_restarts}\n")
+            children = Children()
+            relay = children.start(plan)
+            status, report, is_failure = _supervise(children, signals, plan)
+            drain(relay, signals)
+            tell(report)
+            if not is_failure:
+                break
     return status
 
 
-def _supervise(children: Children, signals: Signals, plan: LaunchPlan) -> tuple[int, str]:
+def tell(text: str) -> None:
+    """Write to stderr, at once."""
+    _ = sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _supervise(children: Children, signals: Signals, plan: LaunchPlan) -> Ending:
     while children.running() and not children.failures():
         number = signals.wait(None)
         if number in NOTICES:
@@ -56,43 +96,44 @@ def _supervise(children: Children, signals: Signals, plan: LaunchPlan) -> tuple[
         # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
         elif number and all(number in (-failure.status, stop_number(failure)) for failure in children.failures()):
             children.signal(number)
-            return _stop(children, signals, number, plan.stop_grace_s)
+            return *stop(children, signals, number, plan.stop_grace_s), False
     failures = children.failures()
     if failures and all(map(stop_number, failures)):  # the ranks agreed to stop, and the others are about to end
         return _stop(children, signals, stop_number(failures[0]), plan.stop_grace_s)
-    return _fail(children, signals, plan.log_dir) if failures else (0, "")
+    return _fail(children, signals, plan.log_dir) if failures else Ending(0)
 
 
-def _fail(children: Children, signals: Signals, log_dir: str) -> tuple[int, str]:
-    hurry = _wait(children, signals, _SETTLE_S)
+def _fail(children: Children, signals: Signals, log_dir: str) -> Ending:
+    hurry = wait(children, signals, SETTLE_S)
     failures = children.failures()
     if not hurry:
         _ = children.signal_groups(signal.SIGTERM)
-        _ = _wait(children, signals, _FAILED_GRACE_S, groups=True)
+        _ = wait(children, signals, FAILED_GRACE_S, groups=True)
     _ = children.signal_groups(signal.SIGKILL)
-    _ = _wait(children, signals, _KILLED_GRACE_S)
+    _ = wait(children, signals, _KILLED_GRACE_S)
     first = culprit(failures)
     log = log_path(log_dir, first.rank) if log_dir else ""
-    return exit_code(first.status), failure_report(first, [other for other in failures if other is not first], log)
+    report = failure_report(first, [other for other in failures if other is not first], log)
+    return Ending(exit_code(first.status), report, first)
 
 
-def _stop(children: Children, signals: Signals, number: int, grace_s: float) -> tuple[int, str]:
-    hurry = _wait(children, signals, grace_s)
+def _stop(children: Children, signals: Signals, number: int, grace_s: float) -> Ending:
+    hurry = wait(children, signals, grace_s)
     late = children.running()
     if not late and not hurry:
         _ = children.signal_groups(signal.SIGTERM)
-        _ = _wait(children, signals, _LEFTOVER_GRACE_S, groups=True)
+        _ = wait(children, signals, _LEFTOVER_GRACE_S, groups=True)
     _ = children.signal_groups(signal.SIGKILL)
-    _ = _wait(children, signals, _KILLED_GRACE_S)
+    _ = wait(children, signals, _KILLED_GRACE_S)
     recorded = [failure for failure in children.failures() if failure.record]
     report = stop_report(number, recorded, late)
     if failed := [failure for failure in recorded if not _in_order(failure)]:
         first = culprit(failed)
         report += failure_report(first, [other for other in failed if other is not first])
-    return exit_code(-number), report
+    return Ending(exit_code(-number), report, stopped=number)
 
 
-def _wait(children: Children, signals: Signals, timeout_s: float, *, groups: bool = False) -> bool:
+def wait(children: Children, signals: Signals, timeout_s: float, *, groups: bool = False) -> bool:
     """Wait until no rank runs and, with `groups`, nothing that a rank has started; return whether a signal cut in."""
     deadline = time.monotonic() + timeout_s
     while (ranks := children.running()) or (groups and children.signal_groups(0)):
@@ -105,7 +146,7 @@ def _wait(children: Children, signals: Signals, timeout_s: float, *, groups: boo
     return False
 
 
-def _drain(relay: Relay | None, signals: Signals) -> None:
+def drain(relay: Relay | None, signals: Signals) -> None:
     """Wait until all output is shown, unless a signal says that nobody waits for it any more."""
     if relay is None:
         return

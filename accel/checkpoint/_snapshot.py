@@ -31,12 +31,14 @@ class Content:
     Attributes:
         shared: tensors that are equal on all ranks; any rank may write them.
         main: tensors of which rank 0's count.
+        own: tensors that this rank holds and others need not; of copies the lowest rank's counts.
         items: everything else by item; rank 0's count.
         row: bytes of this rank's own, kept for it.
     """
 
     shared: Mapping[str, torch.Tensor]
     main: Mapping[str, torch.Tensor]
+    own: Mapping[str, torch.Tensor]
     items: Mapping[str, Item]
     row: bytes
 
@@ -63,6 +65,15 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     checksum: int
 
 
+class _Own(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a rank has and others need not, and its part of it; None if that is nothing."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    held: _Held | None
+
+
 class _Rank(msgspec.Struct, frozen=True):
     """What every rank says before a save.
 
@@ -70,11 +81,13 @@ class _Rank(msgspec.Struct, frozen=True):
         row: its own bytes.
         checksum: what the tensors that are equal on all ranks sum up to.
         held: its parts of the sharded tensors, in order of their names; None where it has none.
+        own: what it has and others need not.
     """
 
     row: bytes
     checksum: int
     held: list[_Held | None]
+    own: list[_Own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +122,18 @@ def take_snapshot(
     facts = _facts(shared | sharded)
     detail = "\n".join([f"step {step}", *facts, *sorted(f"{a} is {b}" for a, b in aliases.items())])
     bits = checksum(shared) if ctx.world_size > 1 else 0
-    mine = _Rank(content.row, bits, _held(sharded))
+    mine = _Rank(content.row, bits, list(_held(sharded).values()), _own(content.own))
     ranks = settle(ctx, Call("save_state", detail, site), None, mine, _Rank)
-    tensors[RANKS] = _stack([rank.row for rank in ranks])
-    differing = [name for name, same in zip(sharded, _copies_agree(ranks), strict=True) if not same]
+    tensors |= {**_stubs(ranks), **content.own, RANKS: _stack([rank.row for rank in ranks])}
+    held = _held_by_name(list(sharded), ranks)
+    differing = [name for name, parts in held.items() if not _copies_agree(parts)]
     if len({rank.checksum for rank in ranks}) > 1:
         differing += sorted(shared)
     if differing and ctx.is_main_process:
         text = "ranks hold different parameters or optimizer states (%s%s); step %s gets the lowest rank's"
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
-    layout = _layout(tensors, sharded.keys(), shared.keys() - set(differing), ranks)
+    layout = _layout(tensors, held, shared.keys() - set(differing))
     plan = plan_writes(layout.sizes, layout.holders, ctx.world_size)
     return Snapshot(
         file=_file_name(ctx.rank, ctx.world_size),
@@ -139,40 +153,65 @@ def take_snapshot(
     )
 
 
-def _held(sharded: Mapping[str, torch.Tensor]) -> list[_Held | None]:
-    sums = checksums({name: local_part(tensor) for name, tensor in sharded.items()})
-    boxes = {name: held_box(tensor, name) for name, tensor in sharded.items()}
-    return [_Held(box, sums[name]) if box is not None else None for name, box in boxes.items()]
+def _held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Held | None]:
+    sums = checksums({name: local_part(tensor) for name, tensor in tensors.items()})
+    boxes = {name: held_box(tensor, name) for name, tensor in tensors.items()}
+    return {name: _Held(box, sums[name]) if box is not None else None for name, box in boxes.items()}
 
 
-def _copies_agree(ranks: Sequence[_Rank]) -> list[bool]:
-    """Whether ranks that hold the same part of a sharded tensor hold the same bits, for each tensor."""
-    found: list[bool] = []
-    for parts in zip(*(rank.held for rank in ranks), strict=True):
-        held = {part for part in parts if part is not None}
-        found.append(len(held) == len({part.box for part in held}))
-    return found
+def _own(tensors: Mapping[str, torch.Tensor]) -> list[_Own]:
+    held = _held(tensors)
+    return [_Own(name, dtype_name(t.dtype), tuple(t.shape), held[name]) for name, t in sorted(tensors.items())]
+
+
+def _stubs(ranks: Sequence[_Rank]) -> dict[str, torch.Tensor]:
+    """Tensors without contents for those that only some ranks have.
+
+    Raises:
+        CheckpointError: two ranks have another one by the same name.
+    """
+    found: dict[str, _Own] = {}
+    for rank, own in ((rank, own) for rank, said in enumerate(ranks) for own in said.own):
+        known = found.setdefault(own.name, own)
+        if (known.dtype, known.shape) != (own.dtype, own.shape):
+            expected, got = (f"{each.dtype} {list(each.shape)}" for each in (known, own))
+            problem = f"rank {rank} holds another tensor by this name than a rank below it"
+            fix = "Give what ranks hold for themselves names of its own."
+            raise CheckpointError(problem, expected=expected, got=got, where=own.name, fix=fix)
+    return {name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="meta") for name, o in found.items()}
+
+
+def _held_by_name(sharded: Sequence[str], ranks: Sequence[_Rank]) -> dict[str, list[_Held | None]]:
+    """What each rank holds of every tensor that not all ranks hold alike."""
+    own = [{each.name: each.held for each in rank.own} for rank in ranks]
+    found = {name: [rank.held[at] for rank in ranks] for at, name in enumerate(sharded)}
+    return found | {name: [held.get(name) for held in own] for name in sorted({name for held in own for name in held})}
+
+
+def _copies_agree(parts: Sequence[_Held | None]) -> bool:
+    """Whether ranks that hold the same part of a tensor hold the same bits."""
+    held = {part for part in parts if part is not None}
+    return len(held) == len({part.box for part in held})
 
 
 def _layout(
-    tensors: Mapping[str, torch.Tensor], sharded: Set[str], shared: Set[str], ranks: Sequence[_Rank]
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[_Held | None]], shared: Set[str]
 ) -> _Layout:
-    """List the parts of all tensors: those of sharded ones, one for each that any rank may write, others for rank 0."""
+    """List the parts of all tensors: of those that ranks hold parts of, one for each that any rank may write."""
     layout = _Layout({}, {})
-    for name in tensors.keys() - sharded:
+    for name in tensors.keys() - held.keys():
         part = name, whole(tensors[name].shape)
         layout.sizes[part] = tensors[name].nbytes
         if name not in shared:
             layout.holders[part] = [0]
-    for at, name in enumerate(sorted(sharded)):
+    for name, parts in held.items():
         first: dict[Box, int] = {}
-        for rank, said in enumerate(ranks):
-            held = said.held[at]
-            if held is None:
+        for rank, mine in enumerate(parts):
+            if mine is None:
                 continue
-            part = name, held.box
-            layout.sizes[part] = held.box.size * tensors[name].element_size()
-            if first.setdefault(held.box, held.checksum) == held.checksum:
+            part = name, mine.box
+            layout.sizes[part] = mine.box.size * tensors[name].element_size()
+            if first.setdefault(mine.box, mine.checksum) == mine.checksum:
                 layout.holders.setdefault(part, []).append(rank)
         if problem := tiling_problem(tensors[name].shape, list(first)):
             raise CheckpointError(

@@ -22,7 +22,8 @@ def check_finite(content: Content) -> None:
     Raises:
         NonFiniteError: the tensors that are not, by name.
     """
-    bad = sorted([*_nonfinite(content.shared, masks=False), *_nonfinite(content.main, masks=True)])
+    strict = {**content.shared, **content.own}
+    bad = sorted([*_nonfinite(strict, masks=False), *_nonfinite(content.main, masks=True)])
     if not bad:
         return
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""

@@ -18,6 +18,7 @@ from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
 from accel.training._renaming import SaveTransform, transformed_tensors
 from accel.training._rows import write_row
+from accel.training._zero import inner, is_zero
 
 
 @runtime_checkable
@@ -51,14 +52,15 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     """
     shared: dict[str, torch.Tensor] = {}
     main: dict[str, torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
     modules = module_states(items)
     names, entries = _capture_modules(modules, transform, shared, main), dict[str, Item]()
     for name, item in items.items():
         try:
-            entries[name] = _capture_item(name, item, modules, names, shared, main)
+            entries[name] = _capture_item(name, item, modules, names, own if is_zero(item) else shared, main)
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
-    return Content(shared=shared, main=main, items=entries, row=write_row(ctx, items))
+    return Content(shared=shared, main=main, own=own, items=entries, row=write_row(ctx, items))
 
 
 def kind_of(item: object) -> ItemKind:
@@ -76,6 +78,8 @@ def type_name(item: object) -> str:
     """Return the name of an item's class, without wrappers."""
     if isinstance(item, torch.Tensor) and is_sharded(item):
         return "Tensor"  # what a mesh spreads, another mesh or none takes back
+    if isinstance(item, torch.optim.Optimizer):
+        return type(inner(item)).__qualname__
     return type(unwrap_model(item) if isinstance(item, nn.Module) else item).__qualname__
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -12,6 +12,7 @@ import torch
 from accel.checkpoint import decode, encode
 from accel.errors import CheckpointError
 from accel.training._problems import Problems, facts
+from accel.training._zero import held_params, inner, load_state_dict, state_dict
 
 Names = Mapping[int, str]
 
@@ -98,6 +99,43 @@ def compare_optimizer(
     problems.compare_names(set[str](), stored.state.keys() - stored.params.keys(), f"{item}: state of ")
 
 
+def held_state(optimizer: torch.optim.Optimizer, stored: OptimizerValue, names: Names) -> OptimizerValue:
+    """Return a stored state without that of parameters of which the live optimizer holds none on this rank."""
+    held = held_params(optimizer)
+    mine = {name for name, parameter in _params(optimizer, names).items() if id(parameter) in held}
+    return msgspec.structs.replace(stored, state={name: each for name, each in stored.state.items() if name in mine})
+
+
+def join_optimizers(values: Sequence[OptimizerValue], item: str) -> OptimizerValue:
+    """Return the state of an optimizer of which each rank holds some; of what several hold the lowest rank's counts.
+
+    Args:
+        values: by rank.
+        item: its name, for errors.
+
+    Raises:
+        CheckpointError: ranks have another number of groups.
+    """
+    counts = [len(value.groups) for value in values]
+    if len(set(counts)) > 1:
+        raise CheckpointError(
+            "ranks have other numbers of parameter groups",
+            expected="the groups on every rank, empty ones where it has no such parameters",
+            got=f"by rank: {', '.join(map(str, counts))}",
+            where=item,
+        )
+    groups: list[Group] = []
+    for same in zip(*(value.groups for value in values), strict=True):
+        names = dict.fromkeys(name for group in same for name in group.params)
+        groups.append(Group(tuple(names), same[0].options))
+    params: dict[str, ParamFacts] = {}
+    state: dict[str, Any] = {}
+    for value in reversed(values):
+        params |= value.params
+        state |= value.state
+    return OptimizerValue(tuple(groups), params, state, values[0].rest)
+
+
 def decode_optimizer(
     optimizer: torch.optim.Optimizer,
     stored: OptimizerValue,
@@ -124,7 +162,7 @@ def decode_optimizer(
             state[index] = decode(stored.state[name], where, tensors)
             if not isinstance(state[index], dict):
                 raise CheckpointError("not a state of a parameter", got=repr(state[index]), where=f"{where}, {name}")
-    live = cast("list[dict[str, Any]]", optimizer.state_dict()["param_groups"])
+    live = cast("list[dict[str, Any]]", state_dict(optimizer)["param_groups"])
     groups: list[dict[str, Any]] = []
     for group, mine in zip(stored.groups, live, strict=True):
         options = {key: _beside(decode(value, where, tensors), mine.get(key)) for key, value in group.options.items()}
@@ -135,18 +173,18 @@ def decode_optimizer(
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Put a state dict into an optimizer, dtypes included. Mutates it."""
-    optimizer.load_state_dict(state)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    load_state_dict(optimizer, state)
+    params, held = [p for group in optimizer.param_groups for p in group["params"]], inner(optimizer).state
     for index, entries in state["state"].items():
-        live = optimizer.state[params[index]]
+        live = held.get(params[index], {})  # nothing of what another rank holds
         for key, value in entries.items():  # torch casts floating state to the parameter's dtype, which loses bits
-            if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
+            if isinstance(value, torch.Tensor) and key in live and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
 
 
 def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
     try:
-        return optimizer.state_dict()
+        return state_dict(optimizer)
     except RuntimeError as error:  # such as of an optimizer whose state is spread over ranks in a way of its own
         raise CheckpointError(
             f"a {type(optimizer).__name__} that does not give its state: {error}",

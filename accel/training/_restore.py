@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,11 +20,18 @@ from accel.storage import dtype_name
 from accel.training._items import Stateful, kind_of, module_states, parameter_names, type_name
 from accel.training._loading import Action, Changes, read_like, read_part
 from accel.training._modules import ModuleState
-from accel.training._optimizers import OptimizerValue, compare_optimizer, decode_optimizer, load_optimizer
+from accel.training._optimizers import (
+    OptimizerValue,
+    compare_optimizer,
+    decode_optimizer,
+    held_state,
+    load_optimizer,
+)
 from accel.training._problems import Facts, Problems, facts, is_floating
 from accel.training._renaming import LoadTransform, transformed_names
 from accel.training._rng import apply_rng, check_rng
 from accel.training._rows import read_row, row_part, with_own_part
+from accel.training._zero import contents, put_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,30 +161,31 @@ class Matching:
         moved = {old: new for new, old in reversed(self._sources.items()) if old not in self._sources}
         value = _convert_optimizer(name, item, moved)
         compare_optimizer(live, value, name, self._names, self.problems)
+        value = held_state(live, value, self._names)
         owners: dict[str, _Owner] = {}
         for parameter in (each for group in live.param_groups for each in group["params"]):
             owner = self._names.get(id(parameter), "")
             if owner in value.state and owner in value.params:
                 mine = _Owner(parameter, value.params[owner].dtype)
                 owners |= dict.fromkeys(tensors_in(value.state[owner]), mine)
-        for key in self._names_in(name, item.value):
+        tensors = self._names_in(name, [value.state, value.rest, [group.options for group in value.groups]])
+        for key in tensors:
             self.changes.want(key, self._template(key, {key: owners[key].parameter} if key in owners else {}))
-        self.changes.makers.append(_call(self._make_optimizer, name, live, item, value, owners))
+        self.changes.makers.append(_call(self._make_optimizer, name, live, tensors, value, owners))
 
     def _make_optimizer(
         self,
         name: str,
         live: torch.optim.Optimizer,
-        item: Item,
+        names: Set[str],
         value: OptimizerValue,
         owners: Mapping[str, _Owner],
     ) -> None:
         tensors: dict[str, torch.Tensor] = {}
-        for key in self._names_in(name, item.value):
+        for key in names:
             tensors[key] = self._saved.read(key) if key not in owners else self._state_tensor(key, owners[key])
         state = decode_optimizer(live, value, name, self._names, tensors)
-        before = {"state": live.state, "param_groups": live.param_groups}  # replaced, never changed, by a load
-        self.changes.risky.append((_call(load_optimizer, live, state), _call(live.__dict__.update, before)))
+        self.changes.risky.append((_call(load_optimizer, live, state), _call(put_back, contents(live))))
 
     def _state_tensor(self, key: str, owner: _Owner) -> torch.Tensor:
         """A tensor of a parameter's state: spread as that is, and cast as that is, where it was of its dtype."""

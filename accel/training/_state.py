@@ -30,6 +30,7 @@ from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError, check_choice
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
+from accel.training._parts import join_values, own_values
 from accel.training._renaming import LoadTransform, SaveTransform
 from accel.training._restore import LoadOptions, Matching, finish, rollback, try_risky
 
@@ -143,8 +144,10 @@ def save_state(
             check_finite(content)
     except Exception as failure:
         error = failure
-    settle(ctx, Call("save_state", f"step {step}\nkeep {keep}\nmode {mode}", call_site()), error, b"", bytes)
+    own = own_values(items, content) if isinstance(content, Content) else b""
+    said = settle(ctx, Call("save_state", f"step {step}\nkeep {keep}\nmode {mode}", call_site()), error, own, bytes)
     assert isinstance(content, Content)  # settle raised otherwise
+    content = join_values(content, said)
     write = save_async if mode == "async" else save
     return write(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
 

@@ -26,6 +26,7 @@ from accel.training._modules import ModuleState
 from accel.training._optimizers import load_optimizer
 from accel.training._problems import Problems, facts
 from accel.training._restore import rollback, try_risky
+from accel.training._zero import contents, put_back
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 
@@ -162,8 +163,7 @@ def _optimizer(path: Path, name: str, live: torch.optim.Optimizer, problems: Pro
                 problems.compare_tensor(
                     f"{name}: {key} of parameter {index}", ("", tuple(params[index].shape)), ("", tuple(value.shape))
                 )
-    before = {"state": live.state, "param_groups": live.param_groups}  # replaced, never changed, by a load
-    changes.risky.append((_call(load_optimizer, live, state), _call(live.__dict__.update, before)))
+    changes.risky.append((_call(load_optimizer, live, state), _call(put_back, contents(live))))
 
 
 def _loss_scale(path: Path, live: LossScale) -> LossScale:

@@ -20,6 +20,7 @@ from accel.formats import PrecisionName
 Count = Annotated[int, Meta(ge=1, le=4096)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Auto = Literal["auto"]
+Span = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$")]
 
 _PRECISIONS = {
     "auto": "what the script says, fp32 if it says nothing",
@@ -43,6 +44,25 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="How many processes to start on this machine; auto: one per visible GPU, one without GPUs."),
     ] = 1
+    nnodes: Annotated[
+        Count | Span,
+        Meta(
+            examples=["1:4"],
+            description="How many hosts run the job, each with a launcher of its own; 1:4: as many as come, 1 to 4.",
+        ),
+    ] = 1
+    node_rank: Annotated[
+        Annotated[int, Meta(ge=0, le=4095)] | Auto,
+        Meta(description="Which of the hosts this is, counted from 0; auto: in the order in which they come."),
+    ] = "auto"
+    rdzv_endpoint: Annotated[
+        str,
+        Meta(
+            pattern=r"^((\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):[1-9][0-9]{0,4})?$",
+            examples=["node0:29400"],
+            description="HOST:PORT where several hosts meet, the same on all; HOST is the first of them.",
+        ),
+    ] = ""
     device: Annotated[
         str,
         Meta(
@@ -103,6 +123,15 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Seconds,
         Meta(description="Seconds that the processes have to save and leave when the launch is asked to stop."),
     ] = 10.0
+    max_restarts: Annotated[
+        Annotated[int, Meta(ge=0, le=100_000)],
+        Meta(description="How often all processes start again after one has failed."),
+    ] = 0
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """The fewest and the most hosts that the job runs on."""
+        return _span(self.nnodes)
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in FIELDS}
@@ -117,7 +146,7 @@ FIELDS: tuple[Field, ...] = fields_of(LaunchConfig)
 
 class _Clash(NamedTuple):
     clashes: bool
-    names: tuple[str, str]
+    names: tuple[str, ...]
     problem: str
     fix: str
 
@@ -134,6 +163,7 @@ def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
     """
     count, device, ids = values["nproc_per_node"], values["device"], values["gpu_ids"]
     chosen = ids != "all"
+    (fewest, most), host = _span(values["nnodes"]), values["node_rank"]
     clashes = (
         _Clash(
             chosen and device != "auto" and not device.startswith("cuda"),
@@ -153,6 +183,19 @@ def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
             "nccl carries messages between GPUs only",
             "Take gloo, or leave the backend out.",
         ),
+        _Clash(fewest > most, ("nnodes",), "more hosts at least than at most", "Write the smaller number first."),
+        _Clash(
+            host != "auto" and host >= most,
+            ("node_rank", "nnodes"),
+            "there is no such host",
+            f"Hosts count from 0 to {most - 1}; set nnodes to how many there are.",
+        ),
+        _Clash(
+            host != "auto" and fewest != most,
+            ("node_rank", "nnodes"),
+            "hosts that come and go have no fixed places",
+            "Leave node_rank out, or fix the number of hosts.",
+        ),
     )
     for clash in clashes:
         if clash.clashes:
@@ -161,3 +204,8 @@ def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
             raise ConfigError(clash.problem, got=got, where=where, fix=clash.fix)
     if chosen and len(set(ids)) < len(ids):
         raise ConfigError("a GPU is named twice", got=to_text(ids), where=places["gpu_ids"], fix="Name each once.")
+
+
+def _span(nnodes: int | str) -> tuple[int, int]:
+    fewest, _, most = str(nnodes).partition(":")
+    return int(fewest), int(most or fewest)

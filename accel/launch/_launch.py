@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -14,8 +15,8 @@ from typing import Literal
 from accel.config import LaunchConfig, resolve
 from accel.errors import LaunchError
 from accel.launch._machine import read_machine
-from accel.launch._plan import LaunchPlan, plan_launch
-from accel.launch._run import run_plan
+from accel.launch._plan import LaunchPlan, Place, plan_launch
+from accel.launch._run import run_plans
 from accel.launch._target import Target, check_target
 
 _WORKER = str(Path(__file__).with_name("_worker.py"))
@@ -49,13 +50,22 @@ def launch(
     target = Target(kind=kind, name=script, args=tuple(args))
     config = resolve({}, environ).config if config is None else config
     check_target(target, environ)
-    with _record_dir() as record_dir:
-        plan = plan_here(target, config, environ, record_dir=record_dir)
+    with record_dir() as folder:
+        places = (Place(restarts=count) for count in range(config.max_restarts + 1))
+        plans = (plan_here(target, config, environ, record_dir=folder, place=place) for place in places)
+        first = next(plans)
         _make_log_dir(config.log_dir)
-        return run_plan(plan)
+        return run_plans(itertools.chain([first], plans))
 
 
-def plan_here(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, record_dir: str) -> LaunchPlan:
+def plan_here(
+    target: Target,
+    config: LaunchConfig,
+    environ: Mapping[str, str],
+    *,
+    record_dir: str,
+    place: Place = Place(),  # noqa: B008 - a frozen value
+) -> LaunchPlan:
     """Plan a launch on this machine, now: its cores and GPUs, a free port, this process as the parent.
 
     Raises:
@@ -70,6 +80,7 @@ def plan_here(target: Target, config: LaunchConfig, environ: Mapping[str, str], 
         parent_pid=os.getpid(),
         port=free_port(),
         record_dir=record_dir,
+        place=place,
     )
 
 
@@ -106,7 +117,7 @@ def _make_log_dir(folder: str) -> None:
         ) from error
 
 
-def _record_dir() -> tempfile.TemporaryDirectory[str]:
+def record_dir() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True)
     except OSError as error:

@@ -19,6 +19,21 @@ from accel.launch._target import Target
 _FOREIGN = "TORCHELASTIC_"
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the processes of this host stand in the whole job; every host has as many.
+
+    Attributes:
+        node_rank, num_nodes: position of this host.
+        master_addr: the address of rank 0.
+        restarts: how often the job has started again.
+    """
+
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+    restarts: int = 0
+
+
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a launch.
 
@@ -38,7 +53,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All processes of a launch, in order of rank, and what the launcher does for them.
+    """All processes of a launch on one host, in order of rank, and what the launcher does for them.
 
     Attributes:
         processes: what to start.
@@ -46,6 +61,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         prefix: whether lines of output begin with their rank, where there are several processes.
         quiet: whether the output of rank 0 alone is shown.
         stop_grace_s: seconds between the wish to stop and the end by force.
+        restarts, max_restarts: how often the job has started again, and how often it may.
     """
 
     processes: tuple[ProcessPlan, ...]
@@ -53,6 +69,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     prefix: bool = True
     quiet: bool = False
     stop_grace_s: float = 10.0
+    restarts: int = 0
+    max_restarts: int = 0
 
 
 def plan_launch(
@@ -65,8 +83,9 @@ def plan_launch(
     parent_pid: int,
     port: int,
     record_dir: str,
+    place: Place = Place(),  # noqa: B008 - a frozen value
 ) -> LaunchPlan:
-    """Plan the processes of a launch on one node.
+    """Plan the processes of a launch on one host.
 
     Args:
         target: what every process runs.
@@ -75,8 +94,9 @@ def plan_launch(
         machine: what the processes share.
         interpreter: the command that runs the worker: program and leading arguments.
         parent_pid: the process that will start them; they end when it does.
-        port: where rank 0 is to listen, on 127.0.0.1.
+        port: where rank 0 is to listen.
         record_dir: the folder for failure records.
+        place: where the processes stand among those of other hosts.
 
     Returns:
         The plan; planning the same values twice gives equal plans.
@@ -91,14 +111,15 @@ def plan_launch(
     shared = _shared(config, environ, gpus, threads=max(1, machine.cores // count))
     launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
     processes: list[ProcessPlan] = []
-    for rank in range(count):
-        record = f"{record_dir}/rank-{rank}.json"
+    for local_rank in range(count):
+        rank = place.node_rank * count + local_rank
+        record = f"{record_dir}/rank-{rank}-{place.restarts}.json"
         processes.append(
             ProcessPlan(
                 rank=rank,
                 program=(*launcher, target.name, *target.args),
                 command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
-                environ=shared | _variables(rank, count, port),
+                environ=shared | _variables(local_rank, count, place, port),
                 record=record,
             )
         )
@@ -109,6 +130,8 @@ def plan_launch(
         prefix=config.prefix,
         quiet=config.quiet,
         stop_grace_s=config.stop_grace_s,
+        restarts=place.restarts,
+        max_restarts=config.max_restarts,
     )
 
 
@@ -163,15 +186,16 @@ def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, .
     return {"OMP_NUM_THREADS": str(threads)} | shared
 
 
-def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _variables(local_rank: int, count: int, place: Place, port: int) -> dict[str, str]:
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "NODE_RANK": "0",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(place.node_rank * count + local_rank),
+        "WORLD_SIZE": str(place.num_nodes * count),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "NODE_RANK": str(place.node_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
         "PYTHONUNBUFFERED": "1",
     }

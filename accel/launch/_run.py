@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from accel.launch._children import Children
@@ -67,19 +68,30 @@ def run_plans(plans: Iterable[LaunchPlan]) -> int:
     Raises:
         LaunchError: as `run_plan`.
     """
-    status = 0
+    ending = Ending(0)
     with listening() as signals:
         for plan in plans:
             if plan.restarts:
                 tell(f"accel: all ranks start again, restart {plan.restarts} of {plan.max_restarts}\n")
-            children = Children()
-            relay = children.start(plan)
-            status, report, is_failure = _supervise(children, signals, plan)
-            drain(relay, signals)
-            tell(report)
-            if not is_failure:
+            ending = _carry_out(plan, signals)
+            tell(ending.report)
+            if ending.first is None:
                 break
-    return status
+    return ending.status
+
+
+def run_to_end(plan: LaunchPlan) -> Ending:
+    """Run a plan as `run_plan` does, but leave the report to the caller."""
+    with listening() as signals:
+        return _carry_out(plan, signals)
+
+
+def _carry_out(plan: LaunchPlan, signals: Signals) -> Ending:
+    children = Children()
+    relay = children.start(plan)
+    ending = _supervise(children, signals, plan)
+    drain(relay, signals)
+    return ending
 
 
 def tell(text: str) -> None:
@@ -96,35 +108,37 @@ def _supervise(children: Children, signals: Signals, plan: LaunchPlan) -> Ending
         # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
         elif number and all(number in (-failure.status, stop_number(failure)) for failure in children.failures()):
             children.signal(number)
-            return *stop(children, signals, number, plan.stop_grace_s), False
+            return stop(children, signals, number, plan.stop_grace_s)
     failures = children.failures()
     if failures and all(map(stop_number, failures)):  # the ranks agreed to stop, and the others are about to end
-        return _stop(children, signals, stop_number(failures[0]), plan.stop_grace_s)
+        return stop(children, signals, stop_number(failures[0]), plan.stop_grace_s)
     return _fail(children, signals, plan.log_dir) if failures else Ending(0)
 
 
 def _fail(children: Children, signals: Signals, log_dir: str) -> Ending:
     hurry = wait(children, signals, SETTLE_S)
     failures = children.failures()
-    if not hurry:
-        _ = children.signal_groups(signal.SIGTERM)
-        _ = wait(children, signals, FAILED_GRACE_S, groups=True)
-    _ = children.signal_groups(signal.SIGKILL)
-    _ = wait(children, signals, _KILLED_GRACE_S)
+    end(children, signals, 0 if hurry else FAILED_GRACE_S)
     first = culprit(failures)
     log = log_path(log_dir, first.rank) if log_dir else ""
     report = failure_report(first, [other for other in failures if other is not first], log)
     return Ending(exit_code(first.status), report, first)
 
 
-def _stop(children: Children, signals: Signals, number: int, grace_s: float) -> Ending:
-    hurry = wait(children, signals, grace_s)
-    late = children.running()
-    if not late and not hurry:
+def end(children: Children, signals: Signals, grace_s: float) -> None:
+    """End the ranks and what they have started: SIGTERM, and SIGKILL when their time is over."""
+    if grace_s:
         _ = children.signal_groups(signal.SIGTERM)
-        _ = wait(children, signals, _LEFTOVER_GRACE_S, groups=True)
+        _ = wait(children, signals, grace_s, groups=True)
     _ = children.signal_groups(signal.SIGKILL)
     _ = wait(children, signals, _KILLED_GRACE_S)
+
+
+def stop(children: Children, signals: Signals, number: int, grace_s: float) -> Ending:
+    """Wait for ranks that a signal has asked to stop, then end them."""
+    hurry = wait(children, signals, grace_s)
+    late = children.running()
+    end(children, signals, 0 if late or hurry else _LEFTOVER_GRACE_S)
     recorded = [failure for failure in children.failures() if failure.record]
     report = stop_report(number, recorded, late)
     if failed := [failure for failure in recorded if not _in_order(failure)]:

@@ -16,6 +16,9 @@ SECONDS = st.floats(min_value=0, max_value=1e9, exclude_min=True)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "nproc_per_node": COUNTS | st.just("auto"),
+    "nnodes": COUNTS | st.tuples(COUNTS, COUNTS).map(lambda span: "{}:{}".format(*sorted(span))),
+    "node_rank": st.just("auto") | st.integers(0, 4),
+    "rdzv_endpoint": st.sampled_from(["", "node0:29400", "10.0.0.1:1", "[fe80::1]:65535"]),
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:3", "xpu"]),
     "gpu_ids": st.just("all") | st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple),
     "precision": st.sampled_from(["auto", *get_args(PrecisionName)]),
@@ -26,6 +29,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "prefix": st.booleans(),
     "quiet": st.booleans(),
     "stop_grace_s": SECONDS,
+    "max_restarts": st.integers(0, 100_000),
 }
 
 
@@ -47,4 +51,5 @@ def configs(draw: st.DrawFn) -> LaunchConfig:
     try:
         return LaunchConfig(**values)
     except ConfigError:
-        return LaunchConfig(**{name: value for name, value in values.items() if name not in ("gpu_ids", "backend")})
+        clashing = ("gpu_ids", "backend", "node_rank")
+        return LaunchConfig(**{name: value for name, value in values.items() if name not in clashing})

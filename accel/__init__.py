@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from accel.errors import TreeError as TreeError
     from accel.formats import Fp8 as Fp8
     from accel.formats import Precision as Precision
+    from accel.launch import debug_launcher as debug_launcher
+    from accel.launch import launch_function
+    from accel.launch import notebook_launcher as notebook_launcher
     from accel.memory import find_executable_batch_size as find_executable_batch_size
     from accel.memory import free_memory as free_memory
     from accel.optim import Accumulation as Accumulation
@@ -123,6 +126,8 @@ if TYPE_CHECKING:
     from accel.training import unscale_gradients as unscale_gradients
     from accel.tree import Container as Container
 
+    launch = launch_function  # at run time the package itself, which can be called
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -171,6 +176,7 @@ _HOMES = {
         "TreeError",
     ),
     "formats": ("Fp8", "Precision"),
+    "launch": ("debug_launcher", "launch", "notebook_launcher"),
     "memory": ("find_executable_batch_size", "free_memory"),
     "optim": ("Accumulation",),
     "parallel": (

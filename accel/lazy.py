@@ -13,13 +13,14 @@ def exports(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str],
 
     Args:
         package: its full name.
-        homes: the module inside of it that each name is from.
+        homes: the module inside of it that each name is from; the module's own name means the module.
     """
 
     def find(name: str) -> object:
         for home, names in homes.items():
             if name in names:
-                found = getattr(importlib.import_module(f"{package}.{home}"), name)
+                module = importlib.import_module(f"{package}.{home}")
+                found = module if name == home else getattr(module, name)
                 setattr(sys.modules[package], name, found)  # later look-ups cost nothing
                 return found
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

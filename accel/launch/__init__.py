@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a script on N processes of this machine, show what they print, and tell which one failed and why.
 
+Called itself, as `accel.launch(fn, nproc=2)`, the package launches a function.
+
 `plan_launch` turns plain values into a `LaunchPlan`, `run_plan` carries a plan out, `launch` does both. None of them
 imports torch or writes to the environment of the calling process. Names resolve on first use: each process of a launch
 imports this package for what it writes down when it fails, and for nothing else.
@@ -8,11 +10,18 @@ imports this package for what it writes down when it fails, and for nothing else
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from accel.lazy import exports
 
 if TYPE_CHECKING:
+    from accel.config import LaunchConfig
+    from accel.launch._function import debug_launcher as debug_launcher
+    from accel.launch._function import launch_function as launch_function
+    from accel.launch._function import notebook_launcher as notebook_launcher
     from accel.launch._launch import launch as launch
     from accel.launch._launch import plan_here as plan_here
     from accel.launch._machine import Gpu as Gpu
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
 __getattr__ = exports(
     __name__,
     {
+        "_function": ("debug_launcher", "launch_function", "notebook_launcher"),
         "_launch": ("launch", "plan_here"),
         "_machine": ("Gpu", "Machine", "read_machine", "visible_gpus"),
         "_plan": ("LaunchPlan", "ProcessPlan", "plan_launch"),
@@ -38,3 +48,26 @@ __getattr__ = exports(
         "_target": ("Target", "check_target"),
     },
 )
+
+_T = TypeVar("_T")
+
+
+class _Callable(ModuleType):
+    """A module that can be called: `accel.launch` is both this package and a function."""
+
+    def __call__(
+        self,
+        fn: Callable[..., _T],
+        args: Sequence[Any] = (),
+        *,
+        nproc: int | Literal["auto"] | None = None,
+        config: LaunchConfig | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> list[_T]:
+        """Launch a function: see `launch_function`."""
+        from accel.launch._function import launch_function
+
+        return launch_function(fn, args, nproc=nproc, config=config, environ=environ)
+
+
+sys.modules[__name__].__class__ = _Callable

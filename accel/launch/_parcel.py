@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions and values on their way between a process and the ranks that it has started, pickled.
+
+Unpickling runs code that the sender chose. Here both ends are one program: the parcels lie in a folder that was made
+for one launch, that only its user can open, and that goes with it.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+import pickle
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from accel.errors import ConfigError, MissingExtraError
+
+_CALL, _VALUE, _ERROR = "call", "value-{}", "error-{}"
+
+
+class Raised(NamedTuple):
+    """What a rank raised.
+
+    Attributes:
+        error: the exception; None if it cannot travel.
+        traceback: as Python prints it, from the first line of the function on.
+    """
+
+    error: BaseException | None
+    traceback: str
+
+
+def pack(obj: object, where: str) -> bytes:
+    """Return an object as bytes; what no module holds goes by value, which takes the extra `notebook`.
+
+    Raises:
+        MissingExtraError: it is made of functions or classes that no module holds, and the extra is not installed.
+        ConfigError: it cannot be pickled.
+    """
+    try:
+        if find_spec("cloudpickle") is not None:
+            return import_module("cloudpickle").dumps(obj)
+        buffer = io.BytesIO()
+        _ByReference(buffer).dump(obj)
+        return buffer.getvalue()
+    except MissingExtraError:
+        raise
+    except Exception as error:  # whatever an object's own __reduce__ raises
+        raise ConfigError(
+            "an object that cannot be pickled",
+            got=f"{type(obj).__name__}: {error}",
+            where=where,
+            fix="Send what it is made of: numbers, text, tensors, lists and dicts of them.",
+        ) from error
+
+
+def unpack(data: bytes, where: str) -> Any:
+    """Return the object that `pack` has packed.
+
+    Raises:
+        ConfigError: it cannot be put together in this process.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # whatever an object's own __setstate__ raises
+        raise ConfigError(
+            "an object that cannot be unpickled here",
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            fix="Let every rank be able to import its class.",
+        ) from error
+
+
+def send_call(folder: str, call: bytes) -> None:
+    """Leave a packed call for the ranks, with this process's import path and the sources that are in no file."""
+    sources = {name: linecache.getlines(name) for name in list(linecache.cache) if not os.path.exists(name)}
+    _ = Path(folder, _CALL).write_bytes(pickle.dumps((sys.path, sources, call)))
+
+
+def receive_call(folder: str) -> bytes:
+    """Take over what `send_call` has left: import from where the parent does, show lines of its notebook's cells.
+
+    Returns:
+        The packed call.
+    """
+    sys.path[:], sources, call = pickle.loads(Path(folder, _CALL).read_bytes())
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)  # without a time it is never looked for
+    return call
+
+
+def send_value(folder: str, rank: int, value: bytes) -> None:
+    """Leave a packed value for the parent."""
+    _ = Path(folder, _VALUE.format(rank)).write_bytes(value)
+
+
+def receive_value(folder: str, rank: int) -> bytes | None:
+    """Return what `send_value` has left; None if the rank came to no value."""
+    path = Path(folder, _VALUE.format(rank))
+    return path.read_bytes() if path.exists() else None
+
+
+def send_error(folder: str, rank: int, error: BaseException, traceback: str) -> None:
+    """Leave an exception for the parent; of one that cannot travel, the traceback alone."""
+    try:
+        packed = pack(error, "an exception")
+        packed = packed if type(unpack(packed, "an exception")) is type(error) else None
+    except (ConfigError, MissingExtraError):
+        packed = None
+    _ = Path(folder, _ERROR.format(rank)).write_bytes(pickle.dumps((packed, traceback)))
+
+
+def receive_error(folder: str, rank: int) -> Raised | None:
+    """Return what `send_error` has left; None if the rank left nothing."""
+    path = Path(folder, _ERROR.format(rank))
+    if not path.exists():
+        return None
+    packed, traceback = pickle.loads(path.read_bytes())
+    try:
+        return Raised(None if packed is None else unpack(packed, "an exception"), traceback)
+    except ConfigError:
+        return Raised(None, traceback)
+
+
+class _ByReference(pickle.Pickler):
+    """A pickler that says at once what the other end could not find."""
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if isinstance(obj, type | FunctionType) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
+            raise MissingExtraError(
+                "what is defined in a notebook, a script or another function cannot be sent to other processes by name",
+                got=f"{obj.__module__}.{obj.__qualname__}",
+                fix="Run `pip install accel[notebook]`, or move it into a module and import it.",
+            )
+        return NotImplemented

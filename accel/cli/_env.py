@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel env`: what a bug report should say about this machine, and nothing that should stay secret."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from accel.cli._bar import show_size
+from accel.cli._flags import CONFIG_FLAG, find_file
+from accel.cli._parser import Parser
+from accel.config import FIELDS, resolve, to_text
+from accel.errors import AccelError
+from accel.launch import read_machine
+
+_USAGE = "accel env [--config FILE] [--json]"
+_ABOUT = "Tell what a bug report needs: versions, devices, backends, the configuration and the launchers' variables."
+_PACKAGES = (
+    *("accel", "torch", "safetensors", "msgspec", "numpy", "transformers", "datasets", "accelerate", "torchao"),
+    *("torchdata", "transformer-engine", "schedulefree", "deepspeed", "hypothesis", "cloudpickle"),
+)
+_REQUIRED = 4
+_SHOWN = re.compile(
+    r"(ACCEL|TORCH|PYTORCH|TORCHELASTIC|TORCHINDUCTOR|PET|NCCL|GLOO|CUDA|OMPI_COMM_WORLD|PMI|PMIX|MV2_COMM_WORLD|OMP"
+    r"|MKL|KMP|HIP|HSA|ROCR|XLA|PJRT|TPU|SM|SLURM)_\w+|((LOCAL_)?(RANK|WORLD_SIZE))|(NODE|GROUP)_RANK"
+    r"|MASTER_(ADDR|PORT)|HF_HUB_OFFLINE|NVIDIA_VISIBLE_DEVICES|PYTHONPATH|LD_PRELOAD"
+)
+_HIDDEN_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
+_PERSONAL_NAME = re.compile(r".*_(USER|ACCOUNT|UID|GID)", re.IGNORECASE)
+_HIDDEN = (
+    (re.compile(r"(?<=://)[^/\s]*@"), "***@"),  # user:password@host
+    (re.compile(r"([\w-]*(?:key|token|secret|pass|credential|auth|sig)[\w-]*)=[^&;,\s]+", re.IGNORECASE), r"\1=***"),
+    (re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[abprs]-)[\w-]{8,}"), r"\1***"),
+)
+
+Facts = dict[str, dict[str, Any]]
+
+
+def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Print what a bug report needs; return the exit status."""
+    known = parser().read(words)
+    facts = {
+        "versions": _versions(),
+        "machine": _machine(),
+        "torch": _torch(),
+        "configuration": _configuration(known.config, environ),
+        "environment": shown_variables(environ),
+    }
+    text = msgspec.json.format(msgspec.json.encode(facts)).decode() if known.json else describe(facts)
+    print(text.replace(str(Path.home()), "~"))
+    return 0
+
+
+def parser() -> Parser:
+    """Return the parser of the command's flags."""
+    built = Parser("accel env", usage=_USAGE, description=_ABOUT)
+    _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="the file to look at, as for `accel launch`")
+    _ = built.add_argument("--json", action="store_true", help="for programs")
+    return built
+
+
+def describe(facts: Facts) -> str:
+    """Return facts as text: a section for each, a line for each of its entries."""
+    sections: list[str] = []
+    for title, entries in facts.items():
+        width = max(map(len, entries), default=0)
+        lines = [f"  {name:{width}}  {value}".rstrip() for name, value in entries.items()]
+        sections.append("\n".join([title, *(lines or ["  none"])]))
+    return "\n\n".join(sections)
+
+
+def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that launchers and libraries of training read, without what is nobody else's business."""
+    names = sorted(name for name in environ if _SHOWN.fullmatch(name) and not _PERSONAL_NAME.fullmatch(name))
+    return {name: "***" if _HIDDEN_NAME.search(name) else without_secrets(environ[name]) for name in names}
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with stars in place of credentials: those in URLs, values of telling names, well-known tokens."""
+    for pattern, stars in _HIDDEN:
+        text = pattern.sub(stars, text)
+    return text
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"}
+    for at, package in enumerate(_PACKAGES):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            if at < _REQUIRED:
+                found[package] = "not installed"
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    machine = read_machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = [f"{gpu.name} (compute capability {gpu.generation}.x)" for gpu in machine.gpus or ()]
+    return {
+        "system": platform.platform(),
+        "cores": machine.cores,
+        "memory": show_size(memory),
+        "gpus": "of a kind that is not counted" if machine.gpus is None else ", ".join(gpus) or "none",
+    }
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        torch = import_module("torch")
+        dist = import_module("torch.distributed")
+        backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+        cuda = torch.cuda.is_available()
+        return {
+            "devices": ", ".join(torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())) or "cpu",
+            "backends": ", ".join(backends) or "none",
+            "cuda": torch.version.cuda or "not built in",
+            "cudnn": torch.backends.cudnn.version() or "none",
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and "nccl" in backends else "none",
+            "rocm": torch.version.hip or "not built in",
+            "bf16": torch.cuda.is_bf16_supported() if cuda else "on the CPU",
+            "cpu capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        }
+    except Exception as error:  # a broken installation is what the report is about
+        return {"problem": without_secrets(f"{type(error).__name__}: {error}")}
+
+
+def _configuration(named: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    try:
+        file = find_file(named, environ)
+        config, sources = resolve({}, environ, file)
+    except AccelError as error:
+        return {"problem": without_secrets(str(error))}
+    told = {"file": file.path if file else "none"}
+    for field in FIELDS:
+        value = without_secrets(to_text(getattr(config, field.name)))
+        told[field.name] = f"{value} ({sources[field.name]})".strip()
+    return told

@@ -251,7 +251,7 @@ def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
 def _meet(ctx: DistContext, name: str) -> None:
     ctx.comm.check_open()
     if ctx.comm.size > 1:
-        _ = start(ctx.comm, Call(name), as_tensor(b""))()
+        _ = start(ctx.comm, Call(name))()
 
 
 def _only(here: bool, function: Callable[P, R]) -> Callable[P, R | None]:

@@ -10,10 +10,9 @@ A tensor that appears in two places is two leaves.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeGuard, TypeVar, cast
 
 import msgspec
@@ -64,14 +63,18 @@ def leaves(tree: object, containers: Containers = (), *, is_leaf: Callable[[obje
     Raises:
         TreeError: a container of an unknown kind, or one that contains itself, named by its path.
     """
-    with _bounded():
+    try:
         return [(path, node) for path, node, ends in _nodes(tree, None, containers, is_leaf) if ends]
+    except RecursionError as error:
+        raise _endless() from error
 
 
 def nodes(tree: object, containers: Containers = ()) -> list[tuple[str, Any, bool]]:
     """List path, node, and whether it is a leaf, of everything in a tree; containers before what is in them."""
-    with _bounded():
+    try:
         return list(_nodes(tree, None, containers, None))
+    except RecursionError as error:
+        raise _endless() from error
 
 
 def tensors(tree: object, containers: Containers = ()) -> list[tuple[str, torch.Tensor]]:
@@ -83,8 +86,10 @@ def flatten(tree: object, containers: Containers = ()) -> tuple[list[Any], str]:
     """List the leaves of a tree without their paths, together with its `structure`, in one pass."""
     found: list[Any] = []
     tokens: list[str] = []
-    with _bounded():
+    try:
         _flatten(tree, None, containers, found, tokens)
+    except RecursionError as error:
+        raise _endless() from error
     return found, "".join(tokens)
 
 
@@ -116,8 +121,10 @@ def map_leaves(
     Raises:
         TreeError: as `leaves`; or a `Container` put together a value of another class.
     """
-    with _bounded():
+    try:
         return cast(T, _map(function, tree, None, containers, is_leaf))
+    except RecursionError as error:
+        raise _endless() from error
 
 
 def replace_tensors(tree: T, new: Iterable[object], containers: Containers = ()) -> T:
@@ -126,17 +133,13 @@ def replace_tensors(tree: T, new: Iterable[object], containers: Containers = ())
     return map_leaves(lambda leaf: next(source) if isinstance(leaf, torch.Tensor) else leaf, tree, containers)
 
 
-@contextlib.contextmanager
-def _bounded() -> Generator[None]:
-    try:
-        yield
-    except RecursionError as error:
-        raise TreeError(
-            "containers nested without end",
-            expected="a tree",
-            got="a container that contains itself, or more levels than python can follow",
-            fix="Pass the part that holds the tensors.",
-        ) from error
+def _endless() -> TreeError:
+    return TreeError(
+        "containers nested without end",
+        expected="a tree",
+        got="a container that contains itself, or more levels than python can follow",
+        fix="Pass the part that holds the tensors.",
+    )
 
 
 def _nodes(

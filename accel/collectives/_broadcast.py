@@ -9,8 +9,8 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, check_rank, make_call, read_leaves
-from accel.collectives._pack import Packing, bytes_of, plan_packing, plan_parcels, sections, split, to_bytes
-from accel.comm import Call, as_tensor, broadcast_flat, inline_bytes, shared_failure, start
+from accel.collectives._pack import Packing, bytes_of, plan_packing, plan_parcels, sections, split, write
+from accel.comm import HEADER_BYTES, Call, blank, broadcast_flat, inline_bytes, shared_failure, start
 from accel.context import DistContext
 
 T = TypeVar("T")
@@ -52,11 +52,14 @@ def _broadcast(ctx: DistContext, leaves: Leaves, call: Call, src: int) -> list[t
     received: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
     if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
-        answers = start(ctx.comm, call, to_bytes(whole, leaves.tensors) if sends else as_tensor(b""))()
-        for group, elements in sections(whole, answers.inline[src]):
-            received.update(split(group, elements))
+        message = blank(ctx.comm)
+        if sends:
+            write(whole, leaves.tensors, message, HEADER_BYTES)
+        answers = start(ctx.comm, call, message, whole.nbytes)()
+        for group in whole.groups:
+            received.update(split(group, answers.elements(group.dtype, group.start, sum(group.counts))[src]))
     else:
-        _ = start(ctx.comm, call, as_tensor(b""))()
+        _ = start(ctx.comm, call)()
         for chosen in plan_parcels(leaves.dtypes, counts, leaves.places):
             packing, device = plan_packing(leaves.dtypes, counts, chosen), leaves.tensors[chosen[0]].device
             buffer = bytes_of(packing, leaves.tensors) if sends else _room(packing, device)

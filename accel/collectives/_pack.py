@@ -77,24 +77,33 @@ def plan_packing(dtypes: Sequence[torch.dtype], counts: Sequence[int], chosen: S
     return Packing(groups, at if len(chosen) > 1 else sum(group.stop for group in groups))
 
 
-def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor], lead: bytes = b"") -> torch.Tensor:
-    """Copy tensors into a new buffer: uint8, shape [aligned lead + packing.nbytes], on the device of the first.
+def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy tensors into a new buffer: uint8, shape [packing.nbytes], on the device of the first.
 
     Args:
-        packing: where they go, behind the lead.
+        packing: where they go.
         tensors: the list that was planned.
-        lead: bytes to begin with, on the CPU.
     """
-    skip = aligned(len(lead))
     device = tensors[packing.groups[0].members[0]].device if packing.groups else "cpu"
-    buffer = torch.empty(skip + packing.nbytes, dtype=torch.uint8, device=device)
-    if lead:
-        buffer[: len(lead)] = torch.frombuffer(bytearray(lead), dtype=torch.uint8)
-    with torch.no_grad():
-        for dtype, members, _, start, stop in packing.groups:
-            flat = [tensors[i] if tensors[i].ndim == 1 else tensors[i].reshape(-1) for i in members]
-            torch.cat(flat, out=buffer[skip + start : skip + stop].view(dtype))  # resolves conjugation and strides
+    buffer = torch.empty(packing.nbytes, dtype=torch.uint8, device=device)
+    for group, elements in sections(packing, buffer):
+        _copy(group, tensors, elements)
     return buffer
+
+
+def write(packing: Packing, tensors: Sequence[torch.Tensor], message: bytearray, at: int) -> None:
+    """Copy tensors on the CPU into a message.
+
+    Args:
+        packing: where they go, from `at` on.
+        tensors: the list that was planned.
+        message: with room for them; overwritten.
+        at: where they begin, in bytes; a multiple of 16.
+    """
+    for group in packing.groups:
+        if count := sum(group.counts):
+            room = torch.frombuffer(message, dtype=group.dtype, count=count, offset=at + group.start)
+            _copy(group, tensors, room)
 
 
 def bytes_of(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -135,6 +144,12 @@ def split(group: Group, elements: torch.Tensor, *, give: bool = False) -> Iterat
     else:
         parts = cast(Any, torch).split_with_sizes_copy(elements, group.counts, dim=-1)  # its stub forgets the result
         yield from zip(group.members, parts, strict=True)
+
+
+def _copy(group: Group, tensors: Sequence[torch.Tensor], elements: torch.Tensor) -> None:
+    flat = [tensors[i] if tensors[i].ndim == 1 else tensors[i].reshape(-1) for i in group.members]
+    with torch.no_grad():
+        torch.cat(flat, out=elements)  # resolves conjugation and strides
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

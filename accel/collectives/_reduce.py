@@ -9,8 +9,8 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, make_call, read_leaves
-from accel.collectives._pack import plan_packing, plan_parcels, sections, split, to_bytes
-from accel.comm import Call, ReduceOp, all_reduce_flat, as_tensor, inline_bytes, shared_failure, start
+from accel.collectives._pack import plan_packing, plan_parcels, sections, split, to_bytes, write
+from accel.comm import HEADER_BYTES, Call, ReduceOp, all_reduce_flat, blank, inline_bytes, shared_failure, start
 from accel.context import DistContext
 from accel.errors import TreeError, check_choice
 
@@ -61,11 +61,14 @@ def _reduce(ctx: DistContext, leaves: Leaves, call: Call, op: Reduction) -> list
     reduced: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
     if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
-        answers = start(ctx.comm, call, to_bytes(whole, leaves.tensors))()
-        for group, elements in sections(whole, answers.inline):
+        message = blank(ctx.comm)
+        write(whole, leaves.tensors, message, HEADER_BYTES)
+        answers = start(ctx.comm, call, message, whole.nbytes)()
+        for group in whole.groups:
+            elements = answers.elements(group.dtype, group.start, sum(group.counts))
             reduced.update(split(group, _combine(elements, op), give=True))
     else:
-        wait = start(ctx.comm, call, as_tensor(b""))
+        wait = start(ctx.comm, call)
         parcels = plan_parcels(leaves.dtypes, counts, leaves.places)
         packings = [plan_packing(leaves.dtypes, counts, chosen) for chosen in parcels]
         buffers = [to_bytes(packing, leaves.tensors) for packing in packings]  # while the first message travels

@@ -5,15 +5,25 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
 
 from accel.collectives._leaves import Leaves
-from accel.collectives._pack import Packing, aligned, bytes_of, plan_packing, plan_parcels, sections, split, to_bytes
-from accel.comm import Answers, Call, all_gather_flat, as_bytes, as_tensor, gather_bytes, inline_bytes, start
+from accel.collectives._pack import (
+    Group,
+    Packing,
+    aligned,
+    bytes_of,
+    plan_packing,
+    plan_parcels,
+    sections,
+    split,
+    write,
+)
+from accel.comm import HEADER_BYTES, Answers, Call, all_gather_flat, as_bytes, blank, gather_bytes, inline_bytes, start
 from accel.context import DistContext
 
 _LENGTH = struct.Struct("<I")
@@ -56,7 +66,7 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
     """
     rows, room = [shape[0] if shape else 1 for shape in leaves.shapes], inline_bytes(ctx.comm)
     own = _share(leaves, rows, [leaf.numel() for leaf in leaves.tensors], room)
-    wait = start(ctx.comm, call, _first_payload(leaves, own, room), variant=own.head)
+    wait = start(ctx.comm, call, *_first_message(ctx, leaves, own), variant=own.head)
     shares = [own] * ctx.world_size
     parcels = _parcels(ctx, leaves, shares) if own.inline is None else []  # packed while the first message travels
     answers = wait()
@@ -66,8 +76,7 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
     different = [own] if answers.same else shares
     packings = [share.inline for share in different if share.inline is not None]
     if len(packings) == len(different):
-        joined = _join(leaves, shares, packings, _behind_heads(shares, answers)) if wanted else {}
-        return [joined[i] for i in range(len(rows))] if wanted else None
+        return _join_first(leaves, shares, packings, answers) if wanted else None
     if not answers.same:
         parcels = _parcels(ctx, leaves, shares)
     joined: dict[int, torch.Tensor] = {}
@@ -79,9 +88,10 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
         if len(chosen) == 1:  # the ranks' rows lie one after another already
             i, total = chosen[0], sum(share.rows[chosen[0]] for share in shares)
             joined[i] = _shaped(everything.view(leaves.dtypes[i]), leaves.shapes[i], total)
+        elif answers.same:
+            joined.update(_join(leaves, shares, sections(packings[0], everything.view(len(sizes), -1))))
         else:
-            parts = everything.view(len(sizes), sizes[0]) if answers.same else torch.split(everything, sizes)
-            joined.update(_join(leaves, shares, packings, parts))
+            joined.update(_join_ragged(leaves, shares, packings, torch.split(everything, sizes)))
     return [joined[i] for i in range(len(rows))] if wanted else None
 
 
@@ -94,16 +104,16 @@ def _share(leaves: Leaves, rows: list[int], counts: list[int], room: int) -> _Sh
     return _Share(rows, counts, head, inline)
 
 
-def _first_payload(leaves: Leaves, own: _Share, room: int) -> torch.Tensor:
+def _first_message(ctx: DistContext, leaves: Leaves, own: _Share) -> tuple[bytearray, int]:
+    """The message, and the bytes of its payload: the rows, and the tensors; or only the rows; or nothing."""
+    message, begin = blank(ctx.comm), HEADER_BYTES + aligned(len(own.head))
+    if begin > len(message):
+        return message, 0
+    message[HEADER_BYTES : HEADER_BYTES + len(own.head)] = own.head
     if own.inline is None:
-        return as_tensor(own.head if len(own.head) <= room else b"")
-    return to_bytes(own.inline, leaves.tensors, own.head)
-
-
-def _behind_heads(shares: list[_Share], answers: Answers) -> torch.Tensor | list[torch.Tensor]:
-    if answers.same:
-        return answers.inline[:, aligned(len(shares[0].head)) :]
-    return [row[aligned(len(share.head)) :] for row, share in zip(answers.inline, shares, strict=True)]
+        return message, len(own.head)
+    write(own.inline, leaves.tensors, message, begin)
+    return message, begin - HEADER_BYTES + own.inline.nbytes
 
 
 def _all_shares(ctx: DistContext, leaves: Leaves, rows: list[int], answers: Answers) -> list[_Share]:
@@ -134,22 +144,33 @@ def _parcels(ctx: DistContext, leaves: Leaves, shares: list[_Share]) -> list[_Pa
     return parcels
 
 
-def _join(
-    leaves: Leaves, shares: list[_Share], packings: list[Packing], parts: torch.Tensor | Sequence[torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Join the ranks' parts of each tensor.
+def _join_first(leaves: Leaves, shares: list[_Share], packings: list[Packing], answers: Answers) -> list[torch.Tensor]:
+    """Join what came in the first message."""
+    if answers.same:
+        own, skip = packings[0], aligned(len(shares[0].head))
+        parts = ((each, answers.elements(each.dtype, skip + each.start, sum(each.counts))) for each in own.groups)
+        joined = _join(leaves, shares, parts)
+    else:
+        behind = [row[aligned(len(share.head)) :] for row, share in zip(answers.inline, shares, strict=True)]
+        joined = _join_ragged(leaves, shares, packings, behind)
+    return [joined[i] for i in range(len(leaves.shapes))]
 
-    Args:
-        leaves, shares, packings: what was sent, by rank.
-        parts: each rank's bytes; one tensor of shape [ranks, bytes] if all ranks sent tensors of the same shapes, for
-            which the first packing is enough.
-    """
+
+def _join(leaves: Leaves, shares: list[_Share], parts: Iterable[tuple[Group, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Join tensors of the same shapes on all ranks, from each group's elements, shape [ranks, elements]."""
+    rows, ranks = shares[0].rows, len(shares)
+    return {
+        i: _shaped(part, leaves.shapes[i], rows[i] * ranks)
+        for group, elements in parts
+        for i, part in split(group, elements)
+    }
+
+
+def _join_ragged(
+    leaves: Leaves, shares: list[_Share], packings: list[Packing], parts: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Join the ranks' parts of each tensor, from each rank's bytes."""
     joined: dict[int, torch.Tensor] = {}
-    if isinstance(parts, torch.Tensor):
-        for group, elements in sections(packings[0], parts):
-            for i, part in split(group, elements):
-                joined[i] = _shaped(part, leaves.shapes[i], shares[0].rows[i] * len(shares))
-        return joined
     found: dict[int, list[torch.Tensor]] = {}
     for packing, part in zip(packings, parts, strict=True):
         for group, elements in sections(packing, part):

@@ -12,9 +12,11 @@ from accel.comm._handle import alone as alone
 from accel.comm._handle import connect as connect
 from accel.comm._mesh import mesh_group as mesh_group
 from accel.comm._mesh import place_on_mesh as place_on_mesh
+from accel.comm._message import HEADER_BYTES as HEADER_BYTES
 from accel.comm._message import Answers as Answers
 from accel.comm._message import as_bytes as as_bytes
 from accel.comm._message import as_tensor as as_tensor
+from accel.comm._message import blank as blank
 from accel.comm._message import fail as fail
 from accel.comm._message import inline_bytes as inline_bytes
 from accel.comm._message import start as start

@@ -12,7 +12,7 @@ import torch
 
 from accel.comm._call import Call
 from accel.comm._handle import Comm
-from accel.comm._message import as_bytes, as_tensor, fail, start
+from accel.comm._message import as_bytes, as_tensor, blank, fail, fill, inline_bytes, start
 from accel.comm._torch import gather_bytes
 
 T = TypeVar("T")
@@ -37,13 +37,13 @@ def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None =
     if comm.size == 1:
         comm.check_open()
         return [payload]
-    answers = start(comm, call, payload)()
+    message = blank(comm)
+    fill(message, as_bytes(payload[: len(message)]))
+    answers = start(comm, call, message, payload.numel())()
     sizes = answers.sizes
-    if max(sizes) <= answers.inline.shape[1]:
+    if max(sizes) <= inline_bytes(comm):
         if dst not in (None, comm.rank):
             return []
-        if answers.same:
-            return list(answers.inline[:, : sizes[0]].unbind())
         return [row[:size] for row, size in zip(answers.inline, sizes, strict=True)]
     gathered = gather_bytes(comm, payload, sizes, dst)
     return list(torch.split(gathered, sizes)) if gathered is not None else []

@@ -44,12 +44,34 @@ class Answers(NamedTuple):
     Attributes:
         same: whether all ranks sent the same variant and equally many bytes.
         sizes: bytes of each rank's payload.
-        inline: the payloads as far as they fit, uint8, shape [size, inline_bytes(comm)], on the CPU.
+        received: the messages one after another, equally long; each payload begins behind HEADER_BYTES.
     """
 
     same: bool
     sizes: list[int]
-    inline: torch.Tensor
+    received: bytearray
+
+    @property
+    def inline(self) -> torch.Tensor:
+        """The payloads as far as they fit: uint8, shape [size, inline_bytes(comm)], on the CPU."""
+        return torch.frombuffer(self.received, dtype=torch.uint8).view(len(self.sizes), -1)[:, HEADER_BYTES:]
+
+    def elements(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+        """View what stands at one place of all payloads.
+
+        Args:
+            dtype: of the elements.
+            start: where they begin in each payload, in bytes; a multiple of 16.
+            count: how many there are in each.
+
+        Returns:
+            Shape [size, count], on the CPU.
+        """
+        ranks, size = len(self.sizes), dtype.itemsize
+        stride = len(self.received) // ranks
+        return torch.frombuffer(self.received, dtype=dtype).as_strided(
+            (ranks, count), (stride // size, 1), (HEADER_BYTES + start) // size
+        )
 
 
 def inline_bytes(comm: Comm) -> int:
@@ -57,13 +79,19 @@ def inline_bytes(comm: Comm) -> int:
     return _message_bytes(comm) - HEADER_BYTES
 
 
+def blank(comm: Comm) -> bytearray:
+    """Make a first message to fill in: its payload begins behind HEADER_BYTES."""
+    return bytearray(_message_bytes(comm))
+
+
 def start(
     comm: Comm,
     call: Call,
-    payload: torch.Tensor,
+    message: bytearray | None = None,
+    payload_bytes: int = 0,
     *,
     variant: bytes = b"",
-    failed: bool = False,
+    failure: bytes = b"",
     cause: BaseException | None = None,
 ) -> Callable[[], Answers]:
     """Send the first message of a call, and return what waits for those of the other ranks. A collective.
@@ -71,43 +99,45 @@ def start(
     Args:
         comm: an open handle of more than one rank.
         call: what this rank believes that all ranks are calling.
-        payload: uint8, shape [bytes], on the CPU; what fits of it is sent.
+        message: from `blank`, with as much of the payload as fits; None for no payload.
+        payload_bytes: the length of the payload, whether it fits or not.
         variant: what may differ between ranks of one call; compared in full if it is longer than 16 bytes.
-        failed: whether this rank failed before the call; the payload is its error.
+        failure: this rank's encoded error, if it failed before the call; sent in place of a payload.
         cause: the error itself, to be the cause of what is raised here.
 
     Raises:
         CollectiveMismatch: ranks made different calls; on every rank, by the function returned.
         AccelError: a rank failed; the same error on every rank, by the function returned.
     """
-    length = _message_bytes(comm)
-    data, room = bytearray(length), bytearray(length * comm.size)
+    sent = blank(comm) if message is None else message
+    if failure:
+        fill(sent, failure)
+        payload_bytes, variant = len(failure), failure
     fingerprint = _digest(f"{call.name}\n{call.detail}".encode())
-    _HEADER.pack_into(data, 0, fingerprint, _digest(variant), payload.numel(), failed)
-    message, rows = torch.frombuffer(data, dtype=torch.uint8), torch.frombuffer(room, dtype=torch.uint8)
-    if payload.numel():
-        fitting = payload[: length - HEADER_BYTES]
-        message[HEADER_BYTES : HEADER_BYTES + fitting.numel()] = fitting
-    on_cpu = comm.control.type == "cpu"
-    sent, arriving = (message, rows) if on_cpu else (message.to(comm.control), rows.to(comm.control))
-    arrive = start_all_gather(comm, arriving, sent)
+    _HEADER.pack_into(sent, 0, fingerprint, _digest(variant), payload_bytes, bool(failure))
+    received = bytearray(len(sent) * comm.size)
+    arrive = _start_exchange(comm, sent, received)
 
     def wait() -> Answers:
         arrive()
-        if not on_cpu:
-            _ = rows.copy_(arriving)
-        received = rows.view(comm.size, length)
-        headers, inline = as_bytes(received[:, :HEADER_BYTES]), received[:, HEADER_BYTES:]
-        if not failed and headers == bytes(data[:HEADER_BYTES]) * comm.size:
-            return Answers(True, [payload.numel()] * comm.size, inline)
-        heads = list(map(_Head._make, _HEADER.iter_unpack(headers)))
+        header, length = sent[:HEADER_BYTES], len(sent)
+        if not failure and all(received.startswith(header, rank * length) for rank in range(comm.size)):
+            return Answers(True, [payload_bytes] * comm.size, received)
+        heads = [_Head._make(_HEADER.unpack_from(received, rank * length)) for rank in range(comm.size)]
+        answers = Answers(False, [head.payload_bytes for head in heads], received)
         if any(head.failed for head in heads):
-            _raise_failure(comm, heads, payload, inline, cause)
+            _raise_failure(comm, heads, answers, failure, cause)
         if any(head.fingerprint != heads[0].fingerprint for head in heads):
             _raise_mismatch(comm, call, heads)
-        return Answers(False, [head.payload_bytes for head in heads], inline)
+        return answers
 
     return wait
+
+
+def fill(message: bytearray, payload: bytes | memoryview) -> None:
+    """Write as much of a payload into a first message as fits."""
+    fitting = payload[: len(message) - HEADER_BYTES]
+    message[HEADER_BYTES : HEADER_BYTES + len(fitting)] = fitting
 
 
 def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
@@ -121,7 +151,7 @@ def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
     record = describe(error)
     texts = {name: _sendable(getattr(record, name)) for name in ("problem", "expected", "got", "where", "fix")}
     data = msgspec.json.encode(msgspec.structs.replace(record, **texts))
-    _ = start(comm, call, as_tensor(data), variant=data, failed=True, cause=error)()
+    _ = start(comm, call, failure=data, cause=error)()
     raise error
 
 
@@ -138,16 +168,32 @@ def as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def _start_exchange(comm: Comm, sent: bytearray, received: bytearray) -> Callable[[], None]:
+    """Begin to send one message to all ranks and to receive one of each."""
+    mine, rows = torch.frombuffer(sent, dtype=torch.uint8), torch.frombuffer(received, dtype=torch.uint8)
+    if comm.control.type == "cpu":
+        return start_all_gather(comm, rows, mine)
+    arriving = rows.to(comm.control)
+    arrive = start_all_gather(comm, arriving, mine.to(comm.control))
+
+    def wait() -> None:
+        arrive()
+        _ = rows.copy_(arriving)
+
+    return wait
+
+
 def _raise_failure(
-    comm: Comm, heads: list[_Head], payload: torch.Tensor, inline: torch.Tensor, cause: BaseException | None
+    comm: Comm, heads: list[_Head], answers: Answers, failure: bytes, cause: BaseException | None
 ) -> NoReturn:
     rank = next(i for i, head in enumerate(heads) if head.failed)
     size = heads[rank].payload_bytes
-    data = inline[rank, :size]
-    if size > inline.shape[1]:
-        mine = payload if comm.rank == rank else payload.new_empty(0)
-        data = gather_bytes(comm, mine, [size if i == rank else 0 for i in range(comm.size)])
-        assert data is not None  # all ranks want it
+    data = answers.inline[rank, :size]
+    if size > data.numel():
+        mine = as_tensor(failure if comm.rank == rank else b"")
+        gathered = gather_bytes(comm, mine, [size if i == rank else 0 for i in range(comm.size)])
+        assert gathered is not None  # all ranks want it
+        data = gathered
     record = msgspec.json.decode(as_bytes(data), type=ErrorRecord)
     if any(head[1:] != heads[rank][1:] for head in heads):
         record = msgspec.structs.replace(record, problem=f"rank {rank}: {record.problem}")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
     from accel.checkpoint._plan import checksum as checksum
+    from accel.checkpoint._plan import plan_checks as plan_checks
     from accel.checkpoint._plan import plan_writes as plan_writes
     from accel.checkpoint._plan import tied as tied
     from accel.checkpoint._read import Saved as Saved
@@ -57,7 +58,7 @@ _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
     "_codec": ("check_tensor", "decode", "encode", "tensors_in"),
     "_merge": ("differing_values", "merge"),
-    "_plan": ("checksum", "plan_writes", "tied"),
+    "_plan": ("checksum", "plan_checks", "plan_writes", "tied"),
     "_read": ("Saved", "open_checkpoint"),
     "_save": ("save",),
     "_settle": ("settle",),

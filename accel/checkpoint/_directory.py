@@ -6,14 +6,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from accel.checkpoint._manifest import LARGEST_MANIFEST, MANIFEST, Manifest, decode_manifest
 from accel.errors import CheckpointError
-from accel.storage import OpenDirectory, disk_errors, leftovers, open_directory, sha256
+from accel.storage import OpenDirectory, disk_errors, leftovers, open_directory
 
-_HASHERS = 4
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
 
@@ -97,8 +95,7 @@ def inspect(path: Path, step: int | None) -> Manifest:
         if step is not None and manifest.step != step:
             raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
         for name, entry in manifest.files.items():
-            if (size := folder.size(name)) != entry.size:
-                raise folder.refusal(name, "wrong size", expected=f"{entry.size} bytes", got=f"{size} bytes")
+            folder.check_size(name, entry.size)
     return manifest
 
 
@@ -108,11 +105,8 @@ def check_bytes(path: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: a file is missing or damaged; it is named.
     """
-    with open_directory(path) as folder, ThreadPoolExecutor(_HASHERS) as pool:
-        files = {name: folder.read(name, size=entry.size) for name, entry in manifest.files.items()}
-        for name, digest in zip(files, pool.map(_digest, files.values()), strict=True):
-            if digest != manifest.files[name].sha256:
-                raise folder.refusal(name, "damaged: the digest does not fit the contents")
+    with open_directory(path) as folder:
+        folder.check_all((name, span) for name, entry in sorted(manifest.files.items()) for span in entry.spans())
 
 
 def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
@@ -130,10 +124,6 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
             fix="Pass the folder of one step, such as latest_checkpoint(out) returns.",
         )
     return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))
-
-
-def _digest(data: memoryview) -> str:
-    return sha256([data])
 
 
 def _candidates(folder: Path) -> list[tuple[int, bool, Path, tuple[int, int]]]:

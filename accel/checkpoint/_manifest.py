@@ -14,12 +14,14 @@ from accel.errors import CheckpointError
 from accel.storage import FileEntry, is_file_name
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 LARGEST_MANIFEST = 256 * 2**20  # bytes; about a million pieces
 RANKS = "$rng"  # the tensor of which each rank wrote a row; "$" keeps it apart from any item's name
 
 ItemKind = Literal["module", "optimizer", "stateful", "record", "value"]
 Size = Annotated[int, msgspec.Meta(ge=0)]
+
+_FORMAT_OF_SPANS = 3
 
 _SEAL = re.compile(rb'\{"digest":"([0-9a-f]{64})",')
 _SEAL_BYTES = 77
@@ -159,9 +161,11 @@ def _contradiction(manifest: Manifest) -> str:
     """What is wrong in a manifest by itself, "" if nothing is."""
     if manifest.format < 1:
         return f"there never was a format {manifest.format}"
-    for name in manifest.files:
+    for name, entry in manifest.files.items():
         if not is_file_name(name) or name == MANIFEST:
             return f"{name!r} is not a name of a file in this folder"
+        if not entry.is_complete or isinstance(entry.sha256, str) != (manifest.format < _FORMAT_OF_SPANS):
+            return f"{name!r} has not the digests that format {manifest.format} asks for"
     for name, entry in manifest.tensors.items():
         if problem := _tensor_problem(entry, manifest):
             return f"tensor {name!r} {problem}"

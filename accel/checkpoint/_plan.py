@@ -17,15 +17,15 @@ K = TypeVar("K", bound=Any)  # ordered and hashable
 def plan_writes(
     sizes: Mapping[K, int], holders: Mapping[K, Sequence[int]], world_size: int
 ) -> tuple[tuple[K, ...], ...]:
-    """Divide work among ranks so that they write, or read, about equally many bytes.
+    """Divide the writing among ranks so that they write about equally many bytes.
 
     Args:
         sizes: bytes of each part.
-        holders: the ranks that can do a part, at least one, where these are not all ranks.
+        holders: the ranks that can write a part, at least one, where these are not all ranks.
         world_size: how many ranks there are.
 
     Returns:
-        The parts of each rank, in order: each part once, at one of its holders. Where all ranks can do all, ranks
+        The parts of each rank, in order: each part once, at one of its holders. Where all ranks can write all, ranks
         differ by the largest part at most.
     """
     found: list[list[K]] = [[] for _ in range(world_size)]
@@ -43,6 +43,26 @@ def plan_writes(
         found[rank].append(part)
         heapq.heapreplace(heap, (load + sizes[part], rank))
     return tuple(tuple(sorted(parts)) for parts in found)
+
+
+def plan_checks(counts: Mapping[str, int], readers: Mapping[str, Sequence[int]], rank: int) -> dict[str, range]:
+    """Divide the checking of files among the ranks that read them.
+
+    Args:
+        counts: of each file, how many parts have a digest.
+        readers: of each file, the ranks that share its parts, at least one.
+        rank: whose work is asked for.
+
+    Returns:
+        Which parts of which files are that rank's: consecutive ones, equally many for each reader of a file to one.
+    """
+    found: dict[str, range] = {}
+    for at, (name, count) in enumerate(sorted(counts.items())):
+        shares = len(readers[name])
+        if rank in readers[name]:  # files of few parts begin with different readers
+            share = (readers[name].index(rank) + at) % shares
+            found[name] = range(share * count // shares, (share + 1) * count // shares)
+    return found
 
 
 def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -15,9 +15,33 @@ from accel.checkpoint._boxes import Box, intersect, whole, within
 from accel.checkpoint._directory import read_manifest
 from accel.checkpoint._manifest import Manifest, Piece, TensorEntry
 from accel.errors import CheckpointError
-from accel.storage import OpenDirectory, dtype_name, open_directory, read_tensors, sha256, stored_dtype
+from accel.storage import (
+    OpenDirectory,
+    Span,
+    dtype_name,
+    memory_of,
+    open_directory,
+    read_header,
+    stored_dtype,
+    view_tensors,
+)
 
-_HASHERS = 4
+_READERS = 4
+_PIECE_BYTES = 4 << 20
+_DIRECT_BYTES = 1 << 20  # from here on a system call costs less than the faults of mapped pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a file holds of a tensor.
+
+    Attributes:
+        view: on the mapped file.
+        start: where its bytes begin in the file.
+    """
+
+    view: torch.Tensor
+    start: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +61,8 @@ class Saved:
     entries: Mapping[str, TensorEntry]
     _folder: OpenDirectory
     _listed: Mapping[str, Mapping[str, Piece]]
-    _views: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict[str, Mapping[str, torch.Tensor]])
+    _readers: ThreadPoolExecutor
+    _files: dict[str, Mapping[str, _Stored]] = field(default_factory=dict[str, Mapping[str, _Stored]])
 
     def stub(self, name: str) -> torch.Tensor:
         """Return a tensor of the right dtype and shape that holds nothing.
@@ -71,8 +96,12 @@ class Saved:
         box = whole(self.entries[name].shape) if box is None else box
         with torch.no_grad():
             for piece, shared in self._pieces(name, box):
-                view = self._view(self.manifest.aliases.get(name, name), piece)
-                target[within(shared, box)].copy_(view[within(shared, piece.box)])
+                stored = self._stored(self.manifest.aliases.get(name, name), piece)
+                part, source = target[within(shared, box)], stored.view[within(shared, piece.box)]
+                if _is_one_run(part, source):
+                    self._fill(part, piece.file, stored.start + source.data_ptr() - stored.view.data_ptr())
+                else:
+                    part.copy_(source)
 
     def open_files(self, wanted: Iterable[tuple[str, Box | None]]) -> None:
         """Open the files that hold what is wanted, and compare their headers with the manifest.
@@ -82,7 +111,7 @@ class Saved:
         """
         for name, box in wanted:
             for piece, _ in self._pieces(name, whole(self.entries[name].shape) if box is None else box):
-                _ = self._view(self.manifest.aliases.get(name, name), piece)
+                _ = self._stored(self.manifest.aliases.get(name, name), piece)
 
     def bytes_of_files(self, wanted: Iterable[tuple[str, Box | None]]) -> list[int]:
         """Return how many bytes of what is wanted lie in each file, in order of the files' names; at least 1 of any."""
@@ -93,18 +122,17 @@ class Saved:
                 found[piece.file] += max(1, shared.size * itemsize)
         return list(found.values())
 
-    def verify(self, files: Iterable[str]) -> None:
-        """Compare every byte of some files with their digests.
+    def spans(self, files: Iterable[str]) -> list[tuple[str, Span]]:
+        """Return the parts of some files that have digests, each with its file's name."""
+        return [(name, span) for name in files for span in self.manifest.files[name].spans()]
+
+    def verify(self, spans: Iterable[tuple[str, Span]]) -> None:
+        """Compare every byte of some parts of files with their digests.
 
         Raises:
-            CheckpointError: one is damaged; it is named.
+            CheckpointError: one is damaged; its file is named.
         """
-        names = sorted(files)
-        data = [self._folder.read(name, size=self.manifest.files[name].size) for name in names]
-        with ThreadPoolExecutor(_HASHERS) as pool:
-            for name, digest in zip(names, pool.map(_digest, data), strict=True):
-                if digest != self.manifest.files[name].sha256:
-                    raise self._folder.refusal(name, "damaged: the digest does not fit the contents")
+        self._folder.check_all(spans)
 
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
         """The pieces that hold a part of a tensor, with what of it they hold."""
@@ -113,31 +141,47 @@ class Saved:
             if shared is not None:
                 yield piece, shared
 
-    def _view(self, name: str, piece: Piece) -> torch.Tensor:
-        if piece.file not in self._views:
-            self._views[piece.file] = self._open(piece.file)
-        return self._views[piece.file][name]
+    def _fill(self, part: torch.Tensor, file: str, start: int) -> None:
+        """Read consecutive bytes of a file straight into a tensor's memory, on several threads."""
+        memory = memory_of(part)
+        pieces = range(0, len(memory), _PIECE_BYTES)
 
-    def _open(self, file: str) -> Mapping[str, torch.Tensor]:
-        listed = self._listed[file]
-        found = read_tensors(self._folder.read(file, size=self.manifest.files[file].size), str(self.path / file))
-        if found.keys() != listed.keys():
-            differing = ", ".join(sorted(found.keys() ^ listed.keys()))
+        def read(at: int) -> None:
+            self._folder.read_into(file, start + at, memory[at : at + _PIECE_BYTES])
+
+        for _ in self._readers.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
+            pass
+        torch.autograd.graph.increment_version(part)
+
+    def _stored(self, name: str, piece: Piece) -> _Stored:
+        if piece.file not in self._files:
+            self._files[piece.file] = self._open(piece.file)
+        return self._files[piece.file][name]
+
+    def _open(self, file: str) -> Mapping[str, _Stored]:
+        listed, data = self._listed[file], self._folder.read(file, size=self.manifest.files[file].size)
+        header = read_header(data, str(self.path / file))
+        if header.tensors.keys() != listed.keys():
+            differing = ", ".join(sorted(header.tensors.keys() ^ listed.keys()))
             raise self._folder.refusal(file, "other tensors than the manifest lists", got=differing)
-        views: dict[str, torch.Tensor] = {}
+        found, stored = view_tensors(data, header), dict[str, _Stored]()
         for name, piece in listed.items():
             tensor, dtype, shape = found[name], self.manifest.tensors[name].dtype, piece.shape
             pair = dtype == "complex128" and tensor.dtype == torch.float64 and tensor.shape[-1:] == (2,)
-            views[name] = torch.view_as_complex(tensor) if pair else tensor
-            if (dtype_name(views[name].dtype), tuple(views[name].shape)) != (dtype, shape):
+            view = torch.view_as_complex(tensor) if pair else tensor
+            if (dtype_name(view.dtype), tuple(view.shape)) != (dtype, shape):
                 expected, got = f"{dtype} {list(shape)}", f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 problem = f"tensor {name!r} is not what the manifest lists"
                 raise self._folder.refusal(file, problem, expected=expected, got=got)
-        return views
+            stored[name] = _Stored(view, header.end + header.tensors[name].data_offsets[0])
+        return stored
 
 
-def _digest(data: memoryview) -> str:
-    return sha256([data])
+def _is_one_run(part: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a part of a live tensor and of a file are the same bytes, and enough of them to be read at once."""
+    plain = type(part) is torch.Tensor and part.device.type == "cpu" and not part.is_conj() and not part.is_neg()
+    same = part.dtype == source.dtype != torch.bool and part.is_contiguous() and source.is_contiguous()
+    return plain and same and part.nbytes >= _DIRECT_BYTES
 
 
 @contextlib.contextmanager
@@ -147,14 +191,21 @@ def open_checkpoint(path: Path) -> Generator[Saved]:
     Raises:
         CheckpointError: the folder is no checkpoint, or a file is missing or of another size; the file is named.
     """
-    with open_directory(path) as folder:
+    with open_directory(path) as folder, ThreadPoolExecutor(_READERS) as readers:
         manifest, digest = read_manifest(folder)
         for name, entry in manifest.files.items():
-            if (size := folder.size(name)) != entry.size:
-                raise folder.refusal(name, "wrong size", expected=f"{entry.size} bytes", got=f"{size} bytes")
+            folder.check_size(name, entry.size)
         entries = manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
         listed: dict[str, dict[str, Piece]] = {name: {} for name in manifest.files}
         for name, entry in manifest.tensors.items():
             for piece in entry.pieces:
                 listed[piece.file][name] = piece
-        yield Saved(path=path, manifest=manifest, digest=digest, entries=entries, _folder=folder, _listed=listed)
+        yield Saved(
+            path=path,
+            manifest=manifest,
+            digest=digest,
+            entries=entries,
+            _folder=folder,
+            _listed=listed,
+            _readers=readers,
+        )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,8 +15,6 @@ from accel.checkpoint._keep import Keep, plan_keep
 from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry
 from accel.errors import CheckpointError
 from accel.storage import FileEntry, OpenDirectory, disk_errors, leftovers, open_directory, take_lock
-
-_CHUNK = 1 << 24
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -87,8 +84,7 @@ def manifest_of(path: Path) -> Manifest:
     with open_directory(path) as folder:
         manifest, _ = read_manifest(folder)
         for name, entry in manifest.files.items():
-            if (size := folder.size(name)) != entry.size:
-                raise folder.refusal(name, "wrong size", expected=f"{entry.size} bytes", got=f"{size} bytes")
+            folder.check_size(name, entry.size)
         return manifest
 
 
@@ -181,19 +177,14 @@ def prune(out: Path, keep: Keep, *, dry_run: bool = False) -> list[Path]:
             lock.release()
 
 
-def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Callable[[int], object]) -> memoryview:
-    """Return a file's bytes once all of them have been compared with its digest.
+def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Callable[[int], object] | None) -> None:
+    """Compare all of a file's bytes with its digests.
 
     Raises:
         CheckpointError: it is missing, of another size, or damaged.
     """
-    data, digest = folder.read(name, size=entry.size), hashlib.sha256()
-    for at in range(0, len(data), _CHUNK):
-        digest.update(chunk := data[at : at + _CHUNK])
-        advance(len(chunk))
-    if digest.hexdigest() != entry.sha256:
-        raise folder.refusal(name, "damaged: the digest does not fit the contents")
-    return data
+    folder.check_size(name, entry.size)
+    folder.check_all([(name, span) for span in entry.spans()], advance)
 
 
 def _look(path: Path, manifest: Manifest | None, problem: str) -> Found:

@@ -4,14 +4,14 @@
 from typing import TYPE_CHECKING
 
 from accel.lazy import exports
+from accel.storage._digests import FileEntry as FileEntry
+from accel.storage._digests import Span as Span
 from accel.storage._files import AFTER_WRITE as AFTER_WRITE
-from accel.storage._files import FileEntry as FileEntry
 from accel.storage._files import OpenDirectory as OpenDirectory
 from accel.storage._files import disk_errors as disk_errors
 from accel.storage._files import is_file_name as is_file_name
 from accel.storage._files import make_folder as make_folder
 from accel.storage._files import open_directory as open_directory
-from accel.storage._files import sha256 as sha256
 from accel.storage._files import sync_folder as sync_folder
 from accel.storage._files import write_file as write_file
 from accel.storage._header import Header as Header
@@ -41,9 +41,13 @@ from accel.storage._stage import set_aside as set_aside
 
 if TYPE_CHECKING:
     from accel.storage._safetensors import dtype_name as dtype_name
+    from accel.storage._safetensors import memory_of as memory_of
     from accel.storage._safetensors import read_tensors as read_tensors
     from accel.storage._safetensors import stored_dtype as stored_dtype
+    from accel.storage._safetensors import view_tensors as view_tensors
     from accel.storage._safetensors import write_tensors as write_tensors
 
-_WITH_TORCH = {"_safetensors": ("dtype_name", "read_tensors", "stored_dtype", "write_tensors")}
+_WITH_TORCH = {
+    "_safetensors": ("dtype_name", "memory_of", "read_tensors", "stored_dtype", "view_tensors", "write_tensors")
+}
 __getattr__ = exports("accel.storage", _WITH_TORCH)

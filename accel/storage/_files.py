@@ -10,38 +10,23 @@ import mmap
 import os
 import re
 import stat
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
 
 from accel.errors import CheckpointError
-
-Bytes = bytes | memoryview
+from accel.storage._digests import HASHERS, Bytes, FileEntry, Span, hashed_beside
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _LONGEST_NAME = 255
 _COALESCE_BYTES = 1 << 20
+_HASH_BYTES = 1 << 18  # stays in a core's cache between being read and being hashed
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # Called with the path of each file whose bytes have been written; set where a test simulates a bad disk.
 AFTER_WRITE: ContextVar[Callable[[Path], None] | None] = ContextVar("accel.storage.AFTER_WRITE", default=None)
-
-
-class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a written file must look like when it is read.
-
-    Attributes:
-        size: bytes.
-        sha256: digest of its bytes, in hex.
-    """
-
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
 @contextlib.contextmanager
@@ -62,27 +47,19 @@ def is_file_name(name: str) -> bool:
     return len(name) <= _LONGEST_NAME and _NAME.fullmatch(name) is not None
 
 
-def sha256(chunks: Sequence[Bytes]) -> str:
-    """Hash chunks as if they were one; large ones without the interpreter's lock."""
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
 def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
     """Write a new file, return once it is on the disk.
 
     Args:
         folder: an existing folder.
         name: must not exist there.
-        chunks: its bytes, in order; hashed by a second thread while they are written.
+        chunks: its bytes, in order; hashed by threads while they are written.
 
     Raises:
         CheckpointError: the disk failed, is full or forbids it.
     """
     assert is_file_name(name), name
-    with disk_errors(folder / name), _hashed_beside(chunks) as digest:
+    with disk_errors(folder / name), hashed_beside(chunks) as entry:
         file = os.open(folder / name, _WRITE_FLAGS, 0o666)
         try:
             for chunk in _coalesce(chunks):
@@ -92,7 +69,7 @@ def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
             os.fsync(file)
         finally:
             os.close(file)
-        return FileEntry(sum(len(chunk) for chunk in chunks), digest())
+        return entry()
 
 
 def sync_folder(folder: Path) -> None:
@@ -135,14 +112,14 @@ class OpenDirectory:
         self._file = file
         self.path = path
 
-    def size(self, name: str) -> int:
-        """Return a regular file's size in bytes.
+    def check_size(self, name: str, size: int) -> None:
+        """Look whether a file is there and has as many bytes as it should.
 
         Raises:
-            CheckpointError: it is missing, a link, or no regular file.
+            CheckpointError: it is missing, a link, no regular file, or of another size.
         """
         with self._opened(name) as file:
-            return os.fstat(file).st_size
+            self._compare_size(file, name, size)
 
     def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
         """Return a file's bytes, as private memory backed by the file.
@@ -156,14 +133,54 @@ class OpenDirectory:
             CheckpointError: it is missing, a link, no regular file, or of another size.
         """
         with self._opened(name) as file:
-            found = os.fstat(file).st_size
-            if size is not None and found != size:
-                raise self.refusal(name, "wrong size", expected=f"{size} bytes", got=f"{found} bytes")
+            found = self._compare_size(file, name, size)
             if limit is not None and found > limit:
                 raise self.refusal(name, "too large", expected=f"at most {limit} bytes", got=f"{found} bytes")
             if not found:
                 return memoryview(bytearray())
             return memoryview(mmap.mmap(file, found, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+    def read_into(self, name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with a file's bytes from `start` on; in one pass, where mapping takes two.
+
+        Raises:
+            CheckpointError: it is missing, a link, no regular file, or too short; or the disk failed.
+        """
+        with self._opened(name) as file:
+            self._fill(file, name, start, memory)
+
+    def check(self, name: str, span: Span) -> None:
+        """Compare a part of a file with its digest.
+
+        Raises:
+            CheckpointError: it is damaged; or as for `read_into`.
+        """
+        digest, memory = hashlib.sha256(), memoryview(bytearray(min(_HASH_BYTES, span.stop - span.start)))
+        with self._opened(name) as file:
+            for start in range(span.start, span.stop, _HASH_BYTES):
+                chunk = memory[: span.stop - start]
+                self._fill(file, name, start, chunk)
+                digest.update(chunk)
+        if digest.hexdigest() != span.sha256:
+            where = f"other bytes from {span.start} to {span.stop}"
+            raise self.refusal(name, "damaged: the digest does not fit the contents", got=where)
+
+    def check_all(self, spans: Iterable[tuple[str, Span]], advance: Callable[[int], object] | None = None) -> None:
+        """Compare parts of files with their digests, several at once.
+
+        Args:
+            spans: names of files, and which part of each.
+            advance: called with numbers of bytes that have been read.
+
+        Raises:
+            CheckpointError: as for `check`, of the first that is not as it should be.
+        """
+        listed = list(spans)
+        with ThreadPoolExecutor(HASHERS) as pool:
+            done = pool.map(self.check, [name for name, _ in listed], [span for _, span in listed])
+            for (_, span), _ in zip(listed, done, strict=True):
+                if advance is not None:
+                    advance(span.stop - span.start)
 
     def names(self) -> list[str]:
         """List what is in the folder, sorted."""
@@ -173,6 +190,20 @@ class OpenDirectory:
         """Make the error that blames one file."""
         fix = "Load an older checkpoint; `latest_checkpoint` skips folders whose files are missing or cut."
         return CheckpointError(f"{name}: {problem}", expected=expected, got=got, where=str(self.path / name), fix=fix)
+
+    def _compare_size(self, file: int, name: str, size: int | None) -> int:
+        found = os.fstat(file).st_size
+        if size is not None and found != size:
+            raise self.refusal(name, "wrong size", expected=f"{size} bytes", got=f"{found} bytes")
+        return found
+
+    def _fill(self, file: int, name: str, start: int, memory: memoryview) -> None:
+        left = memory
+        while left:
+            count = os.preadv(file, [left], start)
+            if not count:
+                raise self.refusal(name, "wrong size", expected=f"{len(left)} bytes from {start} on", got="its end")
+            left, start = left[count:], start + count
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Generator[int]:
@@ -210,23 +241,6 @@ def open_directory(path: Path, *, follow: bool = True) -> Generator[OpenDirector
         yield OpenDirectory(file, path)
     finally:
         os.close(file)
-
-
-@contextlib.contextmanager
-def _hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], str]]:
-    """Hash chunks on a thread; a pool's would refuse to start while the interpreter waits for the last save."""
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(sha256(chunks)), name="accel-hash")
-    thread.start()
-
-    def digest() -> str:
-        thread.join()
-        return found[0]
-
-    try:
-        yield digest
-    finally:
-        thread.join()
 
 
 def _coalesce(chunks: Sequence[Bytes]) -> Iterator[Bytes]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from accel.storage._files import Bytes, FileEntry, write_file
-from accel.storage._header import TensorHeader, encode_header, read_header
+from accel.storage._digests import Bytes, FileEntry
+from accel.storage._files import write_file
+from accel.storage._header import Header, TensorHeader, encode_header, read_header
 
 
 def stored_dtype(dtype: torch.dtype) -> str | None:
@@ -65,7 +66,7 @@ def write_tensors(
         assert dtype is not None, key
         header[key] = TensorHeader(dtype, tuple(tensor.shape), (position, position + tensor.nbytes))
         position += tensor.nbytes
-    chunks: list[Bytes] = [encode_header(header, metadata or {}), *(_memory(plain[key]) for key in order)]
+    chunks: list[Bytes] = [encode_header(header, metadata or {}), *(memory_of(plain[key]) for key in order)]
     return write_file(folder, name, chunks)
 
 
@@ -79,25 +80,30 @@ def read_tensors(data: memoryview, where: str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the header contradicts itself or the file's length.
     """
-    header, dtypes = read_header(data, where), _dtypes()
-    payload = data[header.end :]
+    return view_tensors(data, read_header(data, where))
+
+
+def view_tensors(data: memoryview, header: Header) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file as views on its bytes; copies of those that are unaligned, or truth values."""
+    payload, dtypes = data[header.end :], _dtypes()
     return {
         name: _view(payload[slice(*entry.data_offsets)], dtypes[entry.dtype], entry.shape)
         for name, entry in header.tensors.items()
     }
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return a contiguous CPU tensor's own bytes, which can be written to."""
     if not tensor.nbytes:
-        return memoryview(b"")
+        return memoryview(bytearray())
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     setattr(memory, "owner", tensor)  # noqa: B010 - the tensor lives as long as the view on its bytes
     return memoryview(memory).cast("B")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
 
 
 def _view(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

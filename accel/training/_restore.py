@@ -306,7 +306,11 @@ def rollback(undo: list[Action]) -> None:
 
 
 def finish(ctx: DistContext, saved: Saved, changes: Changes, rng: RngState | None) -> None:
-    """Make the changes that cannot fail: module tensors and random streams. Mutates them."""
+    """Make the changes that cannot fail unless the disk does: module tensors and random streams. Mutates them.
+
+    Raises:
+        CheckpointError: a file cannot be read any more.
+    """
     for live, name in changes.copies:
         read_part(saved, name, live, local_part(live))
     apply_rng(ctx, saved, rng)

@@ -20,7 +20,7 @@ from accel.checkpoint import (
     check_keep,
     check_metrics,
     open_checkpoint,
-    plan_writes,
+    plan_checks,
     save,
     save_async,
     settle,
@@ -28,6 +28,7 @@ from accel.checkpoint import (
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError, check_choice
+from accel.storage import Span
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
 from accel.training._parts import join_values, own_values
@@ -174,8 +175,8 @@ def load_state(
         path: a checkpoint's folder, such as `latest_checkpoint` returns.
         items: what was saved, by the same names: live objects to load into, and records and plain values of the types
             to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
-        verify: whether to compare every byte of the files that are read with their digests. Each file is read by one
-            rank for that, so the folder must be one that all nodes share.
+        verify: whether to compare every byte of the files that are read with their digests. The ranks divide that, so
+            the folder must be one that all nodes share.
         strict: whether any difference is an error. Else what fits is loaded: of modules each tensor, of the rest each
             item; what was skipped is in the result, and told by the logger `accel.checkpoint`.
         cast: whether floating-point tensors may be of another dtype, to which the stored ones are converted; so is
@@ -188,7 +189,8 @@ def load_state(
 
     Raises:
         CheckpointError: damaged, half-written, of a newer format, or it does not fit: every difference is listed. The
-            same on every rank; nothing has been changed.
+            same on every rank; nothing has been changed, unless the disk fails after all has been checked, which the
+            error says.
         ConfigError: no items, a name that is no identifier, or a transform that returned what it may not.
     """
     options = LoadOptions(strict, cast, transform)
@@ -210,7 +212,7 @@ def load_state(
         try:
             _check_same(wishes, folder)
             if verify:
-                saved.verify(_files_to_verify(ctx, saved, wishes))
+                saved.verify(_spans_to_verify(ctx, saved, wishes))
         except CheckpointError as failure:
             error = failure
         settle(ctx, Call("load_state: checking", site=site), error, b"", bytes)
@@ -225,7 +227,11 @@ def load_state(
         except BaseException:
             rollback(undo)
             raise
-        finish(ctx, saved, matching.changes, rng)
+        try:
+            finish(ctx, saved, matching.changes, rng)
+        except CheckpointError as failure:
+            error = _half_loaded(failure)
+        settle(ctx, Call("load_state: copying", site=site), error, b"", bytes)
         loaded = Loaded(matching.changes.values)
         loaded.skipped = matching.skipped.lines()
         if loaded.skipped and ctx.is_main_process:
@@ -236,15 +242,25 @@ def load_state(
         return loaded
 
 
-def _files_to_verify(ctx: DistContext, saved: Saved, wishes: list[_Wish]) -> list[str]:
-    """Divide the files that are read among the ranks; each goes to one of those that read most of it."""
-    sizes, holders = dict[str, int](), dict[str, list[int]]()
+def _spans_to_verify(ctx: DistContext, saved: Saved, wishes: list[_Wish]) -> list[tuple[str, Span]]:
+    """Divide the files that are read among the ranks, each among those that read most of it."""
+    spans, readers = dict[str, list[Span]](), dict[str, list[int]]()
     for at, name in enumerate(sorted(saved.manifest.files)):
-        most = max(wish.bytes_of_files[at] for wish in wishes)
-        if most:
-            sizes[name] = saved.manifest.files[name].size
-            holders[name] = [rank for rank, wish in enumerate(wishes) if 2 * wish.bytes_of_files[at] >= most]
-    return list(plan_writes(sizes, holders, ctx.world_size)[ctx.rank])
+        if most := max(wish.bytes_of_files[at] for wish in wishes):
+            spans[name] = saved.manifest.files[name].spans()
+            readers[name] = [rank for rank, wish in enumerate(wishes) if 2 * wish.bytes_of_files[at] >= most]
+    mine = plan_checks({name: len(parts) for name, parts in spans.items()}, readers, ctx.rank)
+    return [(name, span) for name, share in mine.items() for span in spans[name][share.start : share.stop]]
+
+
+def _half_loaded(failure: CheckpointError) -> CheckpointError:
+    return CheckpointError(
+        f"{failure.problem}; it was whole when it was checked, and parts of it have been loaded",
+        expected=failure.expected,
+        got=failure.got,
+        where=failure.where,
+        fix="Load it, or an older checkpoint, into the same items again before they are used.",
+    )
 
 
 def _check_step(step: int) -> None:

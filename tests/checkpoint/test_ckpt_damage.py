@@ -140,6 +140,9 @@ HOSTILE = [
     set_path("files", FILE, "size", value=2**70),
     set_path("files", FILE, "sha256", value="0" * 64),
     set_path("files", FILE, "sha256", value="../../x"),
+    set_path("files", FILE, "sha256", value=[]),
+    set_path("files", FILE, "sha256", value=["0" * 64] * 2),
+    set_path("files", FILE, "sha256", value=["0" * 64]),
     set_path("files", {}.__class__.__name__, value={"size": 1, "sha256": "0" * 64}),
     set_path("tensors", "model.0.weight", "shape", value=[10**9, 10**9]),
     set_path("tensors", "model.0.weight", "dtype", value="float64"),
@@ -211,7 +214,7 @@ def test_no_file_is_ever_unpickled(wrapped: bool, tmp_path: Path) -> None:
     for name in ("manifest.json", FILE):
         path = save_state(CPU, out, run.items(), step=0)
         (path / name).write_bytes(data)
-        entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        entry = {"size": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}
         if name == FILE:
             reseal(path, set_path("files", FILE, value=entry))
         with pytest.raises(CheckpointError):
@@ -233,7 +236,7 @@ def test_absurd_headers_are_refused_without_taking_memory(length: int, header: b
     path = save_state(CPU, tmp_path, {"x": torch.ones(2)}, step=0)
     data = length.to_bytes(8, "little") + header
     (path / FILE).write_bytes(data)
-    reseal(path, set_path("files", FILE, value={"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}))
+    reseal(path, set_path("files", FILE, value={"size": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError):
         load_state(CPU, path, {"x": torch.ones(2)})
@@ -313,7 +316,7 @@ def test_a_tensor_cannot_be_absurdly_large(tmp_path: Path) -> None:
     (path / FILE).write_bytes(data)
 
     def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][FILE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["files"][FILE] = {"size": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}
         manifest["tensors"]["x"]["shape"] = manifest["tensors"]["x"]["pieces"][0]["shape"] = [10**12]
 
     reseal(path, change)

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.checkpoint import Item, Manifest, Piece, TensorEntry, decode_manifest, encode_manifest, plan_writes, tied
+from accel.checkpoint import (
+    Item,
+    Manifest,
+    Piece,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+    plan_checks,
+    plan_writes,
+    tied,
+)
 from accel.errors import CheckpointError
 from accel.storage import FileEntry
 
@@ -35,6 +45,25 @@ def test_copies_of_a_shard_divide_its_writing(sizes: list[int], copies: int, sha
     for shard in range(shards):
         group = [loads[shard + copy * shards] for copy in range(copies)]
         assert max(group) - min(group) <= max(sizes)
+
+
+@given(data=st.data(), world=st.integers(1, 9))
+def test_every_part_of_a_file_is_checked_once_by_one_that_reads_it(data: st.DataObject, world: int) -> None:
+    counts = data.draw(st.dictionaries(st.text(max_size=3), st.integers(0, 40), max_size=8))
+    some = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
+    readers = {name: data.draw(some) for name in counts}
+    plans = [plan_checks(counts, readers, rank) for rank in range(world)]
+    for name, count in counts.items():
+        shares = {rank: plan[name] for rank, plan in enumerate(plans) if name in plan}
+        assert shares.keys() == set(readers[name])
+        assert sorted(part for share in shares.values() for part in share) == list(range(count))
+        assert max(map(len, shares.values())) - min(map(len, shares.values())) <= 1
+
+
+def test_files_in_one_part_are_checked_by_different_ranks() -> None:
+    files = [f"{at}" for at in range(4)]
+    plans = [plan_checks(dict.fromkeys(files, 1), dict.fromkeys(files, range(4)), rank) for rank in range(4)]
+    assert [sum(map(len, plan.values())) for plan in plans] == [1, 1, 1, 1]
 
 
 def test_many_pieces_are_checked_in_little_time() -> None:
@@ -105,7 +134,10 @@ def test_any_flipped_bit_of_a_manifest_is_blamed_on_it(position: int, bit: int) 
         ({"aliases": {"x": "gone"}}, "leads nowhere"),
         ({"aliases": {"m.w": "m.w"}}, "leads nowhere"),
         ({"items": {"a/b": Item("value", "int", 1)}}, "not an item's name"),
-        ({"format": 3}, "newer format.*expected format 2 or older, got format 3, written by accel 0"),
+        ({"format": 4}, "newer format.*expected format 3 or older, got format 4, written by accel 0"),
+        ({"format": 3}, "'a.safetensors' has not the digests that format 3 asks for"),
+        ({"files": {"b": FileEntry(1, ("0" * 64,))}}, "'b' has not the digests that format 1 asks for"),
+        ({"format": 3, "files": {"b": FileEntry(2**24 + 1, ("0" * 64,))}}, "'b' has not the digests that format 3"),
         ({"format": 0}, "never was"),
         ({"tensors": {"w": TensorEntry("float32", (2,), ())}}, "one piece"),
         ({"format": 2, "tensors": {"w": TensorEntry("float32", (2,), ())}}, "0 elements that do not cover its 2"),

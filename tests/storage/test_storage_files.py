@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import errno
+import hashlib
 import os
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from accel.storage import (
     read_tensors,
     remove_flat,
     set_aside,
-    sha256,
     stored_dtype,
     write_file,
     write_tensors,
@@ -78,7 +78,7 @@ def test_tensors_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory,
     entry = write_tensors(folder, "t.safetensors", tensors)
     data = bytearray((folder / "t.safetensors").read_bytes())
     assert entry.size == len(data)
-    assert entry.sha256 == sha256([data])
+    assert entry.sha256 == (hashlib.sha256(data).hexdigest(),)
     found = read_tensors(memoryview(data), "t")
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
@@ -113,6 +113,42 @@ def test_large_and_small_chunks_are_written_in_order(tmp_path: Path) -> None:
     entry = write_file(tmp_path, "f", chunks)
     assert (tmp_path / "f").read_bytes() == b"".join(chunks)
     assert entry.size == sum(map(len, chunks))
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.integers(0, 199))
+def test_every_part_of_a_file_has_a_digest_that_finds_damage(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes], at: int
+) -> None:
+    path, data = tmp_path_factory.mktemp("t"), b"".join(chunks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accel.storage._digests.SPAN_BYTES", 16)
+        patch.setattr("accel.storage._files._HASH_BYTES", 5)
+        entry = write_file(path, "f", chunks)
+        spans = [("f", span) for span in entry.spans()]
+    assert [data[span.start : span.stop] for _, span in spans] == [data[i : i + 16] for i in range(0, len(data), 16)]
+    counted: list[int] = []
+    with open_directory(path) as folder:
+        folder.check_all(spans, counted.append)
+        assert sum(counted) == len(data) == entry.size
+        if not data:
+            return
+        at %= len(data)
+        (path / "f").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(CheckpointError, match=f"f: damaged.*from {at // 16 * 16} to"):
+            folder.check_all(spans)
+        (path / "f").write_bytes(data[:at])
+        with pytest.raises(CheckpointError, match=r"f: wrong size.*got its end"):
+            folder.check_all(spans)
+
+
+def test_memory_is_filled_from_anywhere_in_a_file(tmp_path: Path) -> None:
+    write_file(tmp_path, "f", [bytes(range(100))])
+    memory = bytearray(10)
+    with open_directory(tmp_path) as folder:
+        folder.read_into("f", 5, memoryview(memory)[2:6])
+        assert memory == bytes([0, 0, 5, 6, 7, 8, 0, 0, 0, 0])
+        with pytest.raises(CheckpointError, match=r"wrong size.*expected 1 bytes from 100 on, got its end"):
+            folder.read_into("f", 97, memoryview(memory)[:4])
 
 
 def test_a_file_is_never_overwritten_or_written_through_a_link(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
     if os.path.lexists(target):
         raise CheckpointError("exists already", where=str(target), fix="Name a folder that is to be made.")
     with open_checkpoint(Path(path)) as saved:
-        saved.verify(saved.manifest.files)
+        saved.verify(saved.spans(saved.manifest.files))
         state = {name: _exported(saved, name, item) for name, item in saved.manifest.items.items()}
     make_folder(target.parent)
     stage = stage_files(target)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The self-check as a program: `python -m accel.testing.selfcheck`, `torchrun -m accel.testing.selfcheck`."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from accel.context import DistContext, session
+from accel.process import print as print_once
+from accel.testing.selfcheck._outcome import Outcome, write_outcomes
+from accel.testing.selfcheck._run import run_checks
+
+
+def main() -> None:
+    """Run the checks; without `--report`, leave with status 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m accel.testing.selfcheck", description=__doc__)
+    _ = parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="where to try checkpoints; all hosts share it"
+    )
+    _ = parser.add_argument("--report", default="", help="file for the outcomes; each host writes its own")
+    known = parser.parse_args()
+    with session() as ctx:
+        print_once(ctx, _head(ctx), flush=True)
+
+        def note(outcomes: list[Outcome]) -> None:
+            if outcomes[-1].state != "running":
+                print_once(ctx, outcomes[-1], flush=True)
+            if known.report and ctx.is_local_main_process:
+                write_outcomes(known.report, outcomes)
+
+        outcomes = run_checks(ctx, Path(known.folder), note)
+        good = sum(outcome.state == "ok" for outcome in outcomes)
+        print_once(ctx, f"{good} of {len(outcomes)} checks passed.", flush=True)
+    if not known.report and any(outcome.state != "ok" for outcome in outcomes):
+        sys.exit(1)
+
+
+def _head(ctx: DistContext) -> str:
+    ranks = f"{ctx.world_size} rank{'s' if ctx.world_size > 1 else ''}"
+    hosts = f"{ctx.num_nodes} host{'s' if ctx.num_nodes > 1 else ''}"
+    return f"{ranks} on {hosts}, {ctx.device.type}, {ctx.backend}, {ctx.precision.compute}, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    main()

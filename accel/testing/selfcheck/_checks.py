@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks. Each computes with all ranks first and judges afterwards, so that no rank leaves the others waiting."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel.collectives import broadcast, gather, gather_object, pad_across_processes, reduce
+from accel.context import DistContext, replace
+from accel.data import Cursor, batches, gather_for_metrics, order, prepare_loader
+from accel.optim import Accumulation
+from accel.precision import autocast, loss_scale
+from accel.process import any_rank, wait_for_everyone
+from accel.training import accumulate, backward, load_state, optimizer_step, prepare, save_state
+
+Judged = tuple[str, list[str]]  # what was seen, and what is wrong with it on this rank
+
+_SAMPLES, _BATCH, _SEED = 101, 4, 7  # 101 divides by nothing: the last batch is ragged, or a rank's is empty
+_WIDTH = 8
+_LARGE, _ROUNDS = 32_000_000, 5
+_TOLERANCE = 1e-4
+
+
+class Check(NamedTuple):
+    """A check: its name, what does it, and what such a check usually fails for."""
+
+    name: str
+    run: Callable[[DistContext, Path], Judged]
+    cause: str
+
+
+def devices(ctx: DistContext, _folder: Path) -> Judged:
+    """Every rank has a device of its own, and it computes in the context's precision. A collective."""
+    whole = torch.arange(64 * 64).reshape(64, 64).remainder(7).sub(3)  # sums of their products are exact in any format
+    with autocast(ctx):
+        product = whole.to(ctx.device, torch.float32) @ whole.T.to(ctx.device, torch.float32)
+    error = (product.cpu().double() - whole.double() @ whole.T.double()).abs().max() / (64 * 9)
+    places = gather_object(ctx, (ctx.node_rank, _identity(ctx.device), _device_name(ctx.device)))
+    problems = [] if error < 0.01 else [f"a product of matrices is off by {float(error):.2g} on {ctx.device}"]
+    twins = [at for at, place in enumerate(places) if place[:2] == places[ctx.rank][:2] and at != ctx.rank]
+    if twins and ctx.device.type != "cpu":
+        problems.append(f"{ctx.device} is the device of rank {twins[0]} as well")
+    names = [name for _, _, name in places]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)), problems
+
+
+def collectives(ctx: DistContext, _folder: Path) -> Judged:
+    """Every operation gives on every rank what arithmetic says. A collective."""
+    rank, size = ctx.rank, ctx.world_size
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    mine = {str(dtype): torch.full((3,), rank + 1, dtype=dtype, device=ctx.device) for dtype in (*floats, torch.int64)}
+    total = size * (size + 1) // 2
+    sums = reduce(ctx, mine)
+    rows = gather(ctx, torch.full((rank + 1, 2), rank, device=ctx.device))
+    last = broadcast(ctx, torch.tensor([rank], device=ctx.device), src=size - 1)
+    padded = pad_across_processes(ctx, torch.ones(rank + 1, device=ctx.device))
+    objects = gather_object(ctx, {"rank": rank})
+    found = any_rank(ctx, rank == size - 1)
+    wait_for_everyone(ctx)
+    right = {
+        "reduce": all(_list(tensor) == [total] * 3 for tensor in sums.values()),
+        "gather": _list(rows[:, 0]) == [other for other in range(size) for _ in range(other + 1)],
+        "broadcast": _list(last) == [size - 1],
+        "pad_across_processes": _list(padded) == [1.0] * (rank + 1) + [0.0] * (size - 1 - rank),
+        "gather_object": objects == [{"rank": other} for other in range(size)],
+        "any_rank": found,
+    }
+    return ", ".join(right), [f"{name} gives a wrong result" for name, good in right.items() if not good]
+
+
+def data_order(ctx: DistContext, _folder: Path) -> Judged:
+    """Each sample comes once, in the order that arithmetic says, also after a stop within the epoch. A collective."""
+    dataset = TensorDataset(torch.arange(_SAMPLES))
+    loader = prepare_loader(ctx, DataLoader(dataset, batch_size=_BATCH, shuffle=True))
+    expected = [order(_SEED, 0, _SAMPLES)[at] for at in range(_SAMPLES)]
+    step = _BATCH * ctx.world_size
+    whole, cursors = _steps(ctx, loader, Cursor(seed=_SEED))
+    cut = len(whole) // 2
+    rest, _ = _steps(ctx, loader, cursors[cut])
+    problems: list[str] = []
+    for at, got in enumerate(whole):
+        if sorted(got) != sorted(expected[at * step : (at + 1) * step]):
+            problems.append(f"step {at} has other samples than it should")
+            break
+    if rest != whole[cut + 1 :]:
+        problems.append("after a stop within the epoch other samples follow")
+    return f"{_SAMPLES} samples once each in {len(whole)} steps, resumed at step {cut + 1}", problems
+
+
+def gradients(ctx: DistContext, _folder: Path) -> Judged:
+    """Training on all ranks gives the parameters that one process gives on the same samples. A collective."""
+    ctx = replace(ctx, precision="fp32")
+    run = _Run(ctx, dropout=0.0)
+    run.train(2 * len(run.loader))
+    alone = _train_alone(ctx.device, _BATCH * ctx.world_size, epochs=2)
+    mine = _flat(run.model)
+    error = float((mine - alone).abs().max() / alone.abs().max())
+    everyone = gather(ctx, mine.unsqueeze(0))
+    problems = [] if error < _TOLERANCE else [f"parameters differ from one process's by {error:.2g}"]
+    if not bool((everyone == everyone[0]).all()):
+        problems.append("ranks have different parameters after the same steps")
+    return f"{2 * len(run.loader)} steps, within {error:.0e} of one process", problems
+
+
+def checkpoint(ctx: DistContext, folder: Path) -> Judged:
+    """A run that was saved and loaded in the middle ends with the bits of one that was not. A collective."""
+    out = folder / f"accel-test-{broadcast(ctx, torch.randint(2**62, (1,), device=ctx.device)).item()}"
+    try:
+        straight = _Run(ctx)
+        straight.train(2)
+        began = time.perf_counter()
+        path = save_state(ctx, out, straight.items(), step=2)
+        seconds = time.perf_counter() - began
+        straight.train(len(straight.loader))
+        resumed = _Run(ctx)
+        resumed.load(path)
+        resumed.train(len(resumed.loader))
+        wait_for_everyone(ctx)
+    finally:
+        if ctx.is_local_main_process:
+            shutil.rmtree(out, ignore_errors=True)
+    same = torch.equal(_flat(straight.model), _flat(resumed.model))
+    problems = [] if same else ["the resumed run ends with other parameters"]
+    return f"resumed with the same bits, saved in {1000 * seconds:.0f} ms to {folder}", problems
+
+
+def bandwidth(ctx: DistContext, _folder: Path) -> Judged:
+    """Measure how fast the ranks sum up and answer each other. A collective."""
+    large = torch.ones(_LARGE // 4, device=ctx.device)
+    small = torch.ones(1, device=ctx.device)
+    large_s, small_s = _seconds(ctx, large, _ROUNDS), _seconds(ctx, small, 20 * _ROUNDS)
+    seen = f"reduce: {_LARGE / large_s / 1e9:.2f} GB/s of 32 MB, {1e6 * small_s:.0f} us of 4 B"
+    return seen, [] if large_s > 0 else ["the clock does not move"]
+
+
+CHECKS = (
+    Check("devices", devices, "two ranks share a device; check CUDA_VISIBLE_DEVICES and --gpu-ids."),
+    Check("collectives", collectives, "the network between the ranks damages or mixes messages; try --backend gloo."),
+    Check("data order", data_order, "hosts have different versions of accel or torch; compare their `accel env`."),
+    Check("gradients", gradients, "a device computes wrongly, or the hosts have different versions of torch."),
+    Check("checkpoint", checkpoint, "hosts do not share the folder; name one that they do with --folder."),
+    Check("bandwidth", bandwidth, "the ranks lose each other under load; check the network."),
+)
+
+
+class _Run:
+    """A small training, which goes on where it is."""
+
+    def __init__(self, ctx: DistContext, dropout: float = 0.1) -> None:
+        self.ctx = ctx
+        model = _model(dropout).to(ctx.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(_dataset(), batch_size=_BATCH, shuffle=True)
+        self.model, self.optimizer, self.loader = prepare(ctx, model, optimizer, loader)
+        self.cursor = Cursor(seed=_SEED)
+        self.accum = Accumulation()
+        self.scaler = loss_scale(ctx)
+
+    def items(self) -> dict[str, Any]:
+        live = {"model": self.model, "optimizer": self.optimizer}
+        return live | {"cursor": self.cursor, "accum": self.accum, "scaler": self.scaler}
+
+    def load(self, path: Path) -> None:
+        loaded = cast(dict[str, Any], load_state(self.ctx, path, self.items()))
+        self.cursor, self.accum, self.scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
+
+    def train(self, steps: int) -> None:
+        while steps > 0:
+            for batch in batches(self.ctx, self.loader, self.cursor):
+                inputs, targets = batch.data
+                accum = self.accum.next(last=batch.is_last)
+                with accumulate(self.ctx, accum, self.model):
+                    with autocast(self.ctx):
+                        loss = mse_loss(self.model(inputs).float(), targets)
+                    accum = backward(self.ctx, loss, self.scaler, accum, weight=batch.valid)
+                stepped = optimizer_step(self.ctx, self.optimizer, self.scaler, accum)
+                self.accum, self.scaler, self.cursor = stepped.accum, stepped.scaler, batch.next
+                steps -= 1
+                if steps == 0:
+                    return
+
+
+def _steps(ctx: DistContext, loader: Any, cursor: Cursor) -> tuple[list[list[int]], list[Cursor]]:
+    samples: list[list[int]] = []
+    cursors: list[Cursor] = []
+    for batch in batches(ctx, loader, cursor):
+        samples.append(_list(gather_for_metrics(ctx, batch.data[0], batch)))
+        cursors.append(batch.next)
+    return samples, cursors
+
+
+def _train_alone(device: torch.device, step: int, *, epochs: int) -> torch.Tensor:
+    model = _model(0.0).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = (tensor.to(device) for tensor in _dataset().tensors)
+    for epoch in range(epochs):
+        permutation = order(_SEED, epoch, _SAMPLES)
+        for start in range(0, _SAMPLES, step):
+            chosen = [permutation[at] for at in range(start, min(start + step, _SAMPLES))]
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(mse_loss(model(inputs[chosen]), targets[chosen]), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            _ = cast(Any, optimizer).step()
+    return _flat(model)
+
+
+def _model(dropout: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(2 * _WIDTH, 2))
+    generator = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            _ = parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return model
+
+
+def _dataset() -> TensorDataset:
+    inputs = torch.randn(_SAMPLES, _WIDTH, generator=torch.Generator().manual_seed(_SEED))
+    return TensorDataset(inputs, inputs[:, :2].sin())
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def _seconds(ctx: DistContext, tensor: torch.Tensor, rounds: int) -> float:
+    _ = reduce(ctx, tensor)
+    _wait(ctx.device)
+    began = time.perf_counter()
+    for _ in range(rounds):
+        _ = reduce(ctx, tensor)
+    _wait(ctx.device)
+    return (time.perf_counter() - began) / rounds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _identity(device: torch.device) -> str:
+    return str(cast(Any, torch.cuda).get_device_properties(device).uuid) if device.type == "cuda" else str(device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _list(tensor: torch.Tensor) -> list[Any]:
+    return cast("list[Any]", cast(Any, tensor).tolist())

@@ -48,9 +48,9 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0) -> T:
 
 def _broadcast(ctx: DistContext, leaves: Leaves, call: Call, src: int) -> list[torch.Tensor]:
     """Send what is small in the checked message; the rest follows, when all ranks are known to expect the same."""
-    counts, sends = [leaf.numel() for leaf in leaves.tensors], ctx.rank == src
+    counts, sends = tuple([leaf.numel() for leaf in leaves.tensors]), ctx.rank == src
     received: dict[int, torch.Tensor] = {}
-    whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
+    whole = plan_packing(leaves.dtypes, counts)
     if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
         message = blank(ctx.comm)
         if sends:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from accel import tree as trees
+from accel.collectives._pack import KEPT_PLANS
 from accel.comm import Call
 from accel.context import DistContext
 from accel.errors import ConfigError, TreeError
@@ -27,9 +29,9 @@ class Leaves(NamedTuple):
     """
 
     tensors: list[torch.Tensor]
-    dtypes: list[torch.dtype]
-    shapes: list[torch.Size]
-    places: list[str]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    places: tuple[str, ...]
     on_cpu: bool
     structure: str
 
@@ -42,18 +44,19 @@ def read_leaves(ctx: DistContext, tree: object) -> Leaves:
     """
     found, structure = trees.flatten(tree, ctx.containers)
     tensors = cast("list[torch.Tensor]", [leaf for leaf in found if leaf is not None])
-    classes: set[type[object]] = {type(leaf) for leaf in tensors}
+    classes: set[type[object]] = set(map(type, tensors))
     if classes != {torch.Tensor}:
         if any(not issubclass(kind, torch.Tensor) or _is_wrapper(kind) for kind in classes):
             _refuse(ctx, tree)
         tensors = [leaf.as_subclass(torch.Tensor) for leaf in tensors]
-    cpu, dtypes, devices = torch.device("cpu"), [leaf.dtype for leaf in tensors], [leaf.device for leaf in tensors]
-    places, layouts = set(devices), {leaf.layout for leaf in tensors}
-    if not (places <= {ctx.device, cpu} and layouts <= {torch.strided} and all(map(_is_plain, set(dtypes)))):
+    dtypes = tuple([leaf.dtype for leaf in tensors])
+    on_cpu = all(leaf.is_cpu for leaf in tensors)
+    devices = {leaf.device for leaf in tensors if not on_cpu}
+    dense = {leaf.layout for leaf in tensors} <= {torch.strided} and all(map(_is_plain, set(dtypes)))
+    if not (dense and devices <= {ctx.device, torch.device("cpu")}):
         _refuse(ctx, tree)
-    on_cpu = places <= {cpu}
-    kinds = [cpu.type] * len(tensors) if on_cpu else [device.type for device in devices]
-    return Leaves(tensors, dtypes, [leaf.shape for leaf in tensors], kinds, on_cpu, structure)
+    places = ("cpu",) * len(tensors) if on_cpu else tuple([leaf.device.type for leaf in tensors])
+    return Leaves(tensors, dtypes, tuple([leaf.shape for leaf in tensors]), places, on_cpu, structure)
 
 
 def make_call(
@@ -69,12 +72,6 @@ def make_call(
         options: what else must agree.
         open_dim: the dimension whose size may differ between ranks; None for none.
     """
-    shapes: Sequence[object] = leaves.shapes
-    if open_dim == 0:
-        shapes = [shape[1:] if len(shape) > 1 else len(shape) for shape in leaves.shapes]
-    elif open_dim is not None:
-        shapes = [(shape[:open_dim], shape[open_dim:][1:]) for shape in leaves.shapes]
-    facts = (options, leaves.structure, _summary(leaves.dtypes), _summary(leaves.places), shapes)
 
     def explain() -> str:
         lines = [
@@ -83,7 +80,25 @@ def make_call(
         ]
         return "\n".join([options, *lines])
 
-    return Call(name, repr(facts), explain=explain)
+    detail = _detail(options, leaves.structure, leaves.dtypes, leaves.places, leaves.shapes, open_dim)
+    return Call(name, detail, explain=explain)
+
+
+@functools.lru_cache(maxsize=KEPT_PLANS)
+def _detail(
+    options: str,
+    structure: str,
+    dtypes: tuple[torch.dtype, ...],
+    places: tuple[str, ...],
+    shapes: tuple[torch.Size, ...],
+    open_dim: int | None,
+) -> str:
+    compared: Sequence[object] = shapes
+    if open_dim == 0:
+        compared = [shape[1:] if len(shape) > 1 else len(shape) for shape in shapes]
+    elif open_dim is not None:
+        compared = [(shape[:open_dim], shape[open_dim:][1:]) for shape in shapes]
+    return repr((options, structure, _summary(dtypes), _summary(places), compared))
 
 
 def check_rank(ctx: DistContext, rank: int | None, where: str) -> None:

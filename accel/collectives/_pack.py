@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 LARGE_BYTES = 64 * 1024  # a tensor of so many travels by itself, which costs less than to copy it
+
+KEPT_PLANS = 64  # training repeats few calls, and plans follow from dtypes and shapes alone
 
 _ALIGN = 16  # the widest dtype's size
 
@@ -25,8 +28,8 @@ class Group(NamedTuple):
     """
 
     dtype: torch.dtype
-    members: list[int]
-    counts: list[int]
+    members: tuple[int, ...]
+    counts: tuple[int, ...]
     start: int
     stop: int
 
@@ -34,11 +37,11 @@ class Group(NamedTuple):
 class Packing(NamedTuple):
     """Where tensors are in a packed buffer of so many bytes."""
 
-    groups: list[Group]
+    groups: tuple[Group, ...]
     nbytes: int
 
 
-def plan_parcels(dtypes: Sequence[torch.dtype], counts: Sequence[int], places: Sequence[str]) -> list[list[int]]:
+def plan_parcels(dtypes: Sequence[torch.dtype], counts: Sequence[int], places: Sequence[str]) -> list[tuple[int, ...]]:
     """Choose what travels together: the small tensors of each kind of device, and each large one alone.
 
     Args:
@@ -48,22 +51,26 @@ def plan_parcels(dtypes: Sequence[torch.dtype], counts: Sequence[int], places: S
         The numbers of the tensors of each parcel.
     """
     small: dict[str, list[int]] = {}
-    large: list[list[int]] = []
+    large: list[tuple[int, ...]] = []
     for i, (dtype, count, place) in enumerate(zip(dtypes, counts, places, strict=True)):
         if count * dtype.itemsize >= LARGE_BYTES:
-            large.append([i])
+            large.append((i,))
         else:
             small.setdefault(place, []).append(i)
-    return [*small.values(), *large]
+    return [*map(tuple, small.values()), *large]
 
 
-def plan_packing(dtypes: Sequence[torch.dtype], counts: Sequence[int], chosen: Sequence[int]) -> Packing:
+@functools.lru_cache(maxsize=KEPT_PLANS)
+def plan_packing(
+    dtypes: tuple[torch.dtype, ...], counts: tuple[int, ...], chosen: tuple[int, ...] | None = None
+) -> Packing:
     """Lay out some of a list of tensors.
 
     Args:
         dtypes, counts: dtype and elements of each tensor of the list.
-        chosen: the numbers of those to pack.
+        chosen: the numbers of those to pack; None for all.
     """
+    chosen = tuple(range(len(counts))) if chosen is None else chosen
     members: dict[torch.dtype, list[int]] = {}
     for i in chosen:
         members.setdefault(dtypes[i], []).append(i)
@@ -72,9 +79,9 @@ def plan_packing(dtypes: Sequence[torch.dtype], counts: Sequence[int], chosen: S
     for dtype, same in members.items():
         own = [counts[i] for i in same]
         stop = at + sum(own) * dtype.itemsize
-        groups.append(Group(dtype, same, own, at, stop))
+        groups.append(Group(dtype, tuple(same), tuple(own), at, stop))
         at = aligned(stop)
-    return Packing(groups, at if len(chosen) > 1 else sum(group.stop for group in groups))
+    return Packing(tuple(groups), at if len(chosen) > 1 else sum(group.stop for group in groups))
 
 
 def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -154,17 +161,17 @@ def _copy(group: Group, tensors: Sequence[torch.Tensor], elements: torch.Tensor)
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Copy tensors into one new uint8 tensor on a device; `unpack` finds them there by their dtypes and shapes."""
-    counts = [tensor.numel() for tensor in tensors]
-    packing = plan_packing([tensor.dtype for tensor in tensors], counts, range(len(counts)))
+    dtypes, counts = tuple([tensor.dtype for tensor in tensors]), tuple([tensor.numel() for tensor in tensors])
+    packing = plan_packing(dtypes, counts)
     return to_bytes(packing, [tensor.to(device) for tensor in tensors])
 
 
 def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """View the tensors that `pack` copied into a buffer; they share its memory."""
-    counts = [math.prod(shape) for shape in shapes]
+    counts = tuple([math.prod(shape) for shape in shapes])
     found: dict[int, torch.Tensor] = {}
-    for group, elements in sections(plan_packing(dtypes, counts, range(len(counts))), buffer):
-        found.update(zip(group.members, torch.split(elements, group.counts), strict=True))
+    for group, elements in sections(plan_packing(tuple(dtypes), counts), buffer):
+        found.update(zip(group.members, torch.split(elements, list(group.counts)), strict=True))
     return [found[i].view(tuple(shape)) for i, shape in enumerate(shapes)]
 
 

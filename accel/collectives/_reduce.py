@@ -57,9 +57,9 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
 
 def _reduce(ctx: DistContext, leaves: Leaves, call: Call, op: Reduction) -> list[torch.Tensor]:
     """Combine what is small in the checked message, in rank order; the rest by all-reduce, one for each dtype."""
-    counts = [leaf.numel() for leaf in leaves.tensors]
+    counts = tuple([leaf.numel() for leaf in leaves.tensors])
     reduced: dict[int, torch.Tensor] = {}
-    whole = plan_packing(leaves.dtypes, counts, range(len(counts)))
+    whole = plan_packing(leaves.dtypes, counts)
     if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
         message = blank(ctx.comm)
         write(whole, leaves.tensors, message, HEADER_BYTES)

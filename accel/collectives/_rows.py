@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from accel.collectives._leaves import Leaves
 from accel.collectives._pack import (
+    KEPT_PLANS,
     Group,
     Packing,
     aligned,
@@ -38,8 +40,8 @@ class _Share(NamedTuple):
         inline: where the tensors are in the first message, behind the head; None if they do not fit.
     """
 
-    rows: list[int]
-    counts: list[int]
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
     head: bytes
     inline: Packing | None
 
@@ -47,7 +49,7 @@ class _Share(NamedTuple):
 class _Parcel(NamedTuple):
     """What travels together: the tensors' numbers, where they are in each rank's bytes, and this rank's bytes."""
 
-    chosen: list[int]
+    chosen: tuple[int, ...]
     packings: list[Packing]
     mine: torch.Tensor
 
@@ -64,14 +66,14 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
     Returns:
         New tensors; None where they are not wanted.
     """
-    rows, room = [shape[0] if shape else 1 for shape in leaves.shapes], inline_bytes(ctx.comm)
-    own = _share(leaves, rows, [leaf.numel() for leaf in leaves.tensors], room)
+    room = inline_bytes(ctx.comm) if leaves.on_cpu else 0
+    own = _share(leaves.dtypes, leaves.shapes, room)
     wait = start(ctx.comm, call, *_first_message(ctx, leaves, own), variant=own.head)
     shares = [own] * ctx.world_size
     parcels = _parcels(ctx, leaves, shares) if own.inline is None else []  # packed while the first message travels
     answers = wait()
     if not answers.same:
-        shares = _all_shares(ctx, leaves, rows, answers)
+        shares = _all_shares(ctx, leaves, own, room, answers)
     wanted = dst in (None, ctx.rank)
     different = [own] if answers.same else shares
     packings = [share.inline for share in different if share.inline is not None]
@@ -92,16 +94,18 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
             joined.update(_join(leaves, shares, sections(packings[0], everything.view(len(sizes), -1))))
         else:
             joined.update(_join_ragged(leaves, shares, packings, torch.split(everything, sizes)))
-    return [joined[i] for i in range(len(rows))] if wanted else None
+    return [joined[i] for i in range(len(leaves.shapes))] if wanted else None
 
 
-def _share(leaves: Leaves, rows: list[int], counts: list[int], room: int) -> _Share:
+@functools.lru_cache(maxsize=KEPT_PLANS)
+def _share(dtypes: tuple[torch.dtype, ...], shapes: tuple[Sequence[int], ...], room: int) -> _Share:
+    """Plan one rank's part; `room` is what the first message can hold of it."""
+    rows = tuple([shape[0] if shape else 1 for shape in shapes])
+    counts = tuple([math.prod(shape) for shape in shapes])
     encoded = msgspec.msgpack.encode(rows)
-    head, inline = _LENGTH.pack(len(encoded)) + encoded, None
-    if leaves.on_cpu:
-        packing = plan_packing(leaves.dtypes, counts, range(len(rows)))
-        inline = packing if aligned(len(head)) + packing.nbytes <= room else None
-    return _Share(rows, counts, head, inline)
+    head, packing = _LENGTH.pack(len(encoded)) + encoded, plan_packing(dtypes, counts)
+    fits = aligned(len(head)) + packing.nbytes <= room
+    return _Share(rows, counts, head, packing if fits else None)
 
 
 def _first_message(ctx: DistContext, leaves: Leaves, own: _Share) -> tuple[bytearray, int]:
@@ -116,21 +120,20 @@ def _first_message(ctx: DistContext, leaves: Leaves, own: _Share) -> tuple[bytea
     return message, begin - HEADER_BYTES + own.inline.nbytes
 
 
-def _all_shares(ctx: DistContext, leaves: Leaves, rows: list[int], answers: Answers) -> list[_Share]:
+def _all_shares(ctx: DistContext, leaves: Leaves, own: _Share, room: int, answers: Answers) -> list[_Share]:
     if all(answers.sizes):
         data = [as_bytes(row) for row in answers.inline]
         stops = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in data]
         encoded = [each[_LENGTH.size : stop] for each, stop in zip(data, stops, strict=True)]
         everyones = [msgspec.msgpack.decode(each, type=list[int]) for each in encoded]
     else:  # so many tensors that not even the rows fit
-        gathered = all_gather_flat(ctx.comm, torch.tensor(rows, device=ctx.comm.control))
+        gathered = all_gather_flat(ctx.comm, torch.tensor(own.rows, device=ctx.comm.control))
         everyones = [[int(n) for n in each] for each in gathered.cpu()]
-    widths, room = [math.prod(shape[1:]) for shape in leaves.shapes], inline_bytes(ctx.comm)
-    different = {
-        rows: _share(leaves, list(rows), [n * width for n, width in zip(rows, widths, strict=True)], room)
-        for rows in set(map(tuple, everyones))
-    }
-    return [different[tuple(each)] for each in everyones]
+    rests = [tuple(shape[1:]) for shape in leaves.shapes]
+    return [
+        _share(leaves.dtypes, tuple([(n, *rest) for n, rest in zip(rows, rests, strict=True)]), room)
+        for rows in everyones
+    ]
 
 
 def _parcels(ctx: DistContext, leaves: Leaves, shares: list[_Share]) -> list[_Parcel]:
@@ -174,7 +177,7 @@ def _join_ragged(
     found: dict[int, list[torch.Tensor]] = {}
     for packing, part in zip(packings, parts, strict=True):
         for group, elements in sections(packing, part):
-            for i, own in zip(group.members, torch.split(elements, group.counts), strict=True):
+            for i, own in zip(group.members, torch.split(elements, list(group.counts)), strict=True):
                 found.setdefault(i, []).append(own)
     for i, same in found.items():
         whole = same[0].new_empty(sum(map(len, same)))

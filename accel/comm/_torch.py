@@ -23,6 +23,12 @@ _BROADCAST_BYTES = 128 * 1024
 
 _TAG = 0xACCE1  # so that these messages are never taken for a user's own sends
 
+# torch 2.13 renamed the function and warns about the old name
+_ALL_GATHER = cast(
+    "Callable[..., Any]",
+    getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"),
+)
+
 _LOST = (
     "gloo/",
     "Connection closed by peer",
@@ -54,7 +60,7 @@ def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Calla
         mine: shape [length], contiguous; not to be touched until the wait.
     """
     group = comm.group
-    return _start(comm, lambda: [_all_gather()(out, mine, group=group, async_op=True)])
+    return _start(comm, lambda: [_ALL_GATHER(out, mine, group=group, async_op=True)])
 
 
 def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int | None = None) -> torch.Tensor | None:
@@ -205,12 +211,6 @@ def _receive_all(comm: Comm, parts: Sequence[torch.Tensor]) -> list[Any]:
 
 def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
     return cast(Any, dist).broadcast(tensor, group=comm.group, group_src=source, async_op=True)
-
-
-def _all_gather() -> Callable[..., Any]:
-    # torch 2.13 renamed the function and warns about the old name
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    return cast("Callable[..., Any]", getattr(dist, name))
 
 
 def _guarded(action: Callable[[], Any], others: Iterable[int]) -> Any:

@@ -155,8 +155,8 @@ def split(group: Group, elements: torch.Tensor, *, give: bool = False) -> Iterat
 
 def _copy(group: Group, tensors: Sequence[torch.Tensor], elements: torch.Tensor) -> None:
     flat = [tensors[i] if tensors[i].ndim == 1 else tensors[i].reshape(-1) for i in group.members]
-    with torch.no_grad():
-        torch.cat(flat, out=elements)  # resolves conjugation and strides
+    with torch.no_grad():  # and either way resolves conjugation and strides
+        _ = torch.cat(flat, out=elements) if len(flat) > 1 else elements.copy_(flat[0])
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -16,7 +16,6 @@ from accel.checkpoint import Item, Saved, decode, encode, is_sharded, like, loca
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState
-from accel.storage import dtype_name
 from accel.training._items import Stateful, kind_of, module_states, parameter_names, type_name
 from accel.training._loading import Action, Changes, read_like, read_part
 from accel.training._modules import ModuleState
@@ -31,7 +30,8 @@ from accel.training._problems import Facts, Problems, facts, is_floating
 from accel.training._renaming import LoadTransform, transformed_names
 from accel.training._rng import apply_rng, check_rng
 from accel.training._rows import read_row, row_part, with_own_part
-from accel.training._zero import contents, put_back
+from accel.training._slots import loadable_in_place
+from accel.training._zero import contents, inner, put_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +162,17 @@ class Matching:
         value = _convert_optimizer(name, item, moved)
         compare_optimizer(live, value, name, self._names, self.problems)
         value = held_state(live, value, self._names)
-        owners: dict[str, _Owner] = {}
+        owners, parameters = dict[str, _Owner](), dict[str, torch.Tensor]()
         for parameter in (each for group in live.param_groups for each in group["params"]):
             owner = self._names.get(id(parameter), "")
             if owner in value.state and owner in value.params:
-                mine = _Owner(parameter, value.params[owner].dtype)
+                mine, parameters[owner] = _Owner(parameter, value.params[owner].dtype), parameter
                 owners |= dict.fromkeys(tensors_in(value.state[owner]), mine)
         tensors = self._names_in(name, [value.state, value.rest, [group.options for group in value.groups]])
         for key in tensors:
             self.changes.want(key, self._template(key, {key: owners[key].parameter} if key in owners else {}))
-        self.changes.makers.append(_call(self._make_optimizer, name, live, tensors, value, owners))
+        slots = loadable_in_place(inner(live), value.state, parameters)
+        self.changes.makers.append(_call(self._make_optimizer, name, live, tensors, value, owners, slots))
 
     def _make_optimizer(
         self,
@@ -180,10 +181,21 @@ class Matching:
         names: Set[str],
         value: OptimizerValue,
         owners: Mapping[str, _Owner],
+        slots: Mapping[str, torch.Tensor],
     ) -> None:
         tensors: dict[str, torch.Tensor] = {}
         for key in names:
-            tensors[key] = self._saved.read(key) if key not in owners else self._state_tensor(key, owners[key])
+            owner, slot = owners.get(key), slots.get(key)
+            if owner is None:
+                tensors[key] = self._saved.read(key)
+            elif slot is None or (slot.dtype, tuple(slot.shape)) != (
+                self._state_dtype(key, owner),
+                self._facts(key)[1],
+            ):
+                tensors[key] = self._state_tensor(key, owner)
+            else:
+                tensors[key] = slot
+                self.changes.copies.append((slot, key))
         state = decode_optimizer(live, value, name, self._names, tensors)
         self.changes.risky.append((_call(load_optimizer, live, state), _call(put_back, contents(live))))
 
@@ -194,8 +206,15 @@ class Matching:
         read = read_like(self._saved, key, template)
         if template is None and is_sharded(parameter) and read.dim():  # what belongs to rows, columns or blocks
             read = like(read, parameter)
-        cast = dtype_name(read.dtype) == owner.stored_dtype and is_floating(owner.stored_dtype)
-        return read.to(parameter.dtype) if cast and read.dim() else read
+        return read.to(self._state_dtype(key, owner))
+
+    def _fits_in(self, slot: torch.Tensor, key: str, owner: _Owner) -> bool:
+        return tuple(slot.shape) == self._facts(key)[1] and slot.dtype == self._state_dtype(key, owner)
+
+    def _state_dtype(self, key: str, owner: _Owner) -> torch.dtype:
+        stored, shape = self._facts(key)
+        cast = stored == owner.stored_dtype and is_floating(stored) and shape
+        return owner.parameter.dtype if cast else self._saved.stub(key).dtype
 
     def _stateful(self, name: str, live: Stateful, item: Item) -> None:
         mine: dict[str, torch.Tensor] = {}
@@ -306,7 +325,7 @@ def rollback(undo: list[Action]) -> None:
 
 
 def finish(ctx: DistContext, saved: Saved, changes: Changes, rng: RngState | None) -> None:
-    """Make the changes that cannot fail unless the disk does: module tensors and random streams. Mutates them.
+    """Make the changes that cannot fail unless the disk does: of tensors loaded in place, and random streams.
 
     Raises:
         CheckpointError: a file cannot be read any more.

@@ -4,9 +4,9 @@
     accel launch --nproc-per-node 2 tests/benchmarks/checkpoint.py
 
 By hand: each rank puts its share of the same tensors into a safetensors file, hashes and flushes it; or maps and copies
-them back. Rounds alternate between the variants. Printed is the median over rounds of the ratio to the work by hand in
-the same round, and the median time of the slowest rank. "blocked" is how long `save_state(mode="async")` keeps the
-training thread, as a ratio to the whole of `save_state` in the same round.
+them back, "checked" after hashing its own. Rounds alternate between the variants. Printed is the median
+over rounds of the ratio to the same work by hand in the round, and the median time of the slowest rank. "blocked" is
+how long `save_state(mode="async")` keeps the training thread, as a ratio to the whole of `save_state` in the round.
 """
 
 from __future__ import annotations
@@ -83,11 +83,23 @@ def load_by_hand(job: Job) -> None:
     accel.wait_for_everyone(job.ctx)
 
 
+def load_checked_by_hand(job: Job) -> None:
+    """Every rank hashes the file that it wrote, then maps all and copies them."""
+    with (job.out / f"hand-{job.ctx.rank}.safetensors").open("rb") as opened:
+        hashlib.file_digest(opened, "sha256").hexdigest()
+    accel.wait_for_everyone(job.ctx)
+    load_by_hand(job)
+
+
 def save_accel(job: Job) -> None:
     accel.save_state(job.ctx, job.out / "accel", job.items(), step=1)
 
 
 def load_accel(job: Job) -> None:
+    accel.load_state(job.ctx, job.out / "accel" / "step-00000001", job.items(), verify=False)
+
+
+def load_checked_accel(job: Job) -> None:
     accel.load_state(job.ctx, job.out / "accel" / "step-00000001", job.items())
 
 
@@ -137,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=1.2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="leave out DCP and Accelerate")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "accel-benchmark")
     args = parser.parse_args()
     with accel.session() as ctx, contextlib.ExitStack() as stack:
@@ -145,16 +158,23 @@ def main() -> None:
             args.out.mkdir(parents=True)
         accel.wait_for_everyone(ctx)
         job = Job(ctx, args.gigabytes, args.out)
-        savers, loaders = {"by hand": save_by_hand, "accel": save_accel}, {"by hand": load_by_hand, "accel": load_accel}
-        savers["DCP"], loaders["DCP"] = save_dcp, load_dcp
-        if importlib.util.find_spec("accelerate"):
-            savers["Accelerate"], loaders["Accelerate"] = stack.enter_context(accelerate_pair(job))
+        works = {
+            "save, by hand": save_by_hand,
+            "save, accel": save_accel,
+            "save, accel, blocked": None,
+            "load, by hand": load_by_hand,
+            "load, accel": load_accel,
+            "load, checked by hand": load_checked_by_hand,
+            "load, checked, accel": load_checked_accel,
+        }
+        if not args.alone:
+            works |= {"save, DCP": save_dcp, "load, DCP": load_dcp}
+            if importlib.util.find_spec("accelerate"):
+                works["save, Accelerate"], works["load, Accelerate"] = stack.enter_context(accelerate_pair(job))
         seconds: dict[str, list[float]] = {}
         for _ in range(args.rounds + 1):  # the first warms up
-            for verb, variants in (("save", savers), ("load", loaders)):
-                for name, work in variants.items():
-                    seconds.setdefault(f"{verb}, {name}", []).append(timed(job, work))
-            seconds.setdefault("save, accel, blocked", []).append(blocked(job))
+            for name, work in works.items():
+                seconds.setdefault(name, []).append(timed(job, work) if work is not None else blocked(job))
         report(ctx, {name: times[1:] for name, times in seconds.items()})
         if ctx.is_main_process:
             shutil.rmtree(args.out)
@@ -163,7 +183,8 @@ def main() -> None:
 def report(ctx: accel.DistContext, seconds: dict[str, list[float]]) -> None:
     """Print the medians of times and ratios on rank 0."""
     for name, times in seconds.items():
-        base = "save, accel" if name.endswith("blocked") else f"{name.split(',')[0]}, by hand"
+        bases = {"save, accel, blocked": "save, accel", "load, checked, accel": "load, checked by hand"}
+        base = bases.get(name, f"{name.split(',')[0]}, by hand")
         ratio = statistics.median(mine / theirs for mine, theirs in zip(times, seconds[base], strict=True))
         accel.print(ctx, f"{name:24} {statistics.median(times) * 1e3:8.0f} ms  {ratio:5.2f}x of {base}")
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from accel.config import LaunchConfig, resolve
 from accel.errors import LaunchError
+from accel.launch._hosts import check_endpoint, run_agent
 from accel.launch._machine import read_machine
 from accel.launch._plan import LaunchPlan, Place, plan_launch
 from accel.launch._run import run_plans
@@ -30,7 +31,7 @@ def launch(
     kind: Literal["script", "module", "program"] = "script",
     environ: Mapping[str, str],
 ) -> int:
-    """Run a script on N processes of this machine and wait for them.
+    """Run a script on N processes of this machine, alone or together with launches on other hosts, and wait for them.
 
     Args:
         script: path of the script every process runs; with `kind`, a module's dotted name or a program.
@@ -43,19 +44,29 @@ def launch(
         The exit status: 0, the failing rank's, or 128 plus the number of the signal that stopped the launch.
 
     Raises:
-        LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses.
+        LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses; or the first of
+            several hosts is not known here, or does not answer.
         ConfigError: a variable holds what its field does not take.
         EnvError: `environ` holds another setting that the processes would refuse.
     """
     target = Target(kind=kind, name=script, args=tuple(args))
     config = resolve({}, environ).config if config is None else config
     check_target(target, environ)
+    if config.hosts[1] > 1:
+        return _launch_on_hosts(target, config, environ)
     with record_dir() as folder:
         places = (Place(restarts=count) for count in range(config.max_restarts + 1))
         plans = (plan_here(target, config, environ, record_dir=folder, place=place) for place in places)
         first = next(plans)
         _make_log_dir(config.log_dir)
         return run_plans(itertools.chain([first], plans))
+
+
+def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
+    check_endpoint(config)
+    _ = plan_here(target, config, environ, record_dir="", port=1)  # refuses now what the agent would refuse
+    _make_log_dir(config.log_dir)
+    return run_agent(target, config, environ)
 
 
 def plan_here(
@@ -65,6 +76,7 @@ def plan_here(
     *,
     record_dir: str,
     place: Place = Place(),  # noqa: B008 - a frozen value
+    port: int | None = None,
 ) -> LaunchPlan:
     """Plan a launch on this machine, now: its cores and GPUs, a free port, this process as the parent.
 
@@ -78,7 +90,7 @@ def plan_here(
         machine=read_machine(),
         interpreter=(sys.executable, _WORKER),
         parent_pid=os.getpid(),
-        port=free_port(),
+        port=free_port() if port is None else port,
         record_dir=record_dir,
         place=place,
     )

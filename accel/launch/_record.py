@@ -105,6 +105,11 @@ def stop_number(failure: Failure) -> int:
     return failure.status - 128 if stopped else 0
 
 
+def repeats(failure: Failure) -> bool:
+    """Tell whether a failure only says that another rank is gone."""
+    return _echo(failure) == 2 or (failure.record is None and failure.status == -signal.SIGABRT)
+
+
 def _echo(failure: Failure) -> int:
     if failure.record is None:
         return 1 if failure.status == -signal.SIGABRT else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from accel.launch._frames import is_users
 from accel.launch._record import Failure
@@ -19,12 +19,33 @@ _HINTS = (
 )
 
 
-def failure_report(first: Failure, others: Iterable[Failure] = (), log: str = "") -> str:
-    """Return the report of a failed run: one line for the culprit, one for the others, the culprit's traceback."""
-    lines = [f"accel: rank {first.rank} {_what(first)}"]
+def failure_report(
+    first: Failure,
+    others: Iterable[Failure] = (),
+    log: str = "",
+    *,
+    hosts: Mapping[int, str] | None = None,
+    where: str = "",
+) -> str:
+    """Return the report of a failed run: one line for the culprit, one for the others, the culprit's traceback.
+
+    Args:
+        first: the culprit's failure.
+        others: those of other ranks.
+        log: the file that has the culprit's output.
+        hosts: the host of each rank, where there are several.
+        where: which ranks run on which host, if the failure is that one is missing.
+    """
+
+    def told(failure: Failure) -> str:
+        host = (hosts or {}).get(failure.rank)
+        return f"rank {failure.rank}{f' on {host}' if host else ''} {_what(failure)}"
+
+    lines = [f"accel: {told(first)}"]
     lines += [f"accel: {hint}" for number, hint in _HINTS if first.status == -number]
     lines += [f"accel: its output is in {log}"] if log else []
-    after = [f"rank {other.rank} {_what(other)}" for other in sorted(others, key=lambda other: other.time_s)]
+    lines += [f"accel: {where}"] if where else []
+    after = [told(other) for other in sorted(others, key=lambda other: other.time_s)]
     lines += [f"accel: after it, {text}" for text in after[:_MOST_OTHERS]]
     if len(after) > _MOST_OTHERS:
         lines.append(f"accel: after it, {len(after) - _MOST_OTHERS} more ranks failed")

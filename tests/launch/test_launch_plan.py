@@ -17,6 +17,7 @@ from accel.env import SETTINGS, read_env
 from accel.errors import EnvError, LaunchError
 from accel.launch import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
 from accel.launch._machine import read_gpus
+from accel.launch._plan import Place
 
 
 def plan(
@@ -27,6 +28,7 @@ def plan(
     machine: Machine | None = None,
     config: LaunchConfig | None = None,
     target: Target | None = None,
+    place: Place | None = None,
 ) -> LaunchPlan:
     return plan_launch(
         target or Target(name="train.py", args=args),
@@ -37,6 +39,7 @@ def plan(
         parent_pid=42,
         port=29511,
         record_dir="records",
+        place=place or Place(),
     )
 
 

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One host's part of a job over several: meet the other hosts, start this one's ranks, start them again if need be.
+
+It runs as a process of its own, by path, and is the one place of a launch that imports torch. Meeting, restarts and
+hosts that come and go are those of torch's elastic agent, https://docs.pytorch.org/docs/stable/elastic/agent.html;
+processes, their output and their failures are handled as on one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn, cast
+
+import msgspec
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from accel.errors import AccelError, LaunchError
+from accel.launch._children import Children
+from accel.launch._hosts import Order, is_here, split_endpoint
+from accel.launch._launch import plan_here, record_dir
+from accel.launch._meeting import Note, describe_hosts, note_of, seats
+from accel.launch._plan import LaunchPlan, Place
+from accel.launch._record import Failure, culprit, exit_code, repeats, stop_number
+from accel.launch._relay import Relay, log_path
+from accel.launch._report import failure_report
+from accel.launch._run import FAILED_GRACE_S, SETTLE_S, drain, end, stop, tell, wait
+from accel.launch._signals import NOTICES, STOPPING, Signals, listening
+from accel.launch._worker import die_with
+
+_JOB = "accel"
+_STORE_TIMEOUT = timedelta(seconds=60)
+_NEWS_S = 1.5  # for another host to say which rank failed first
+_WATCH_S = 1.0
+_CLOSE_S = 2.0
+_LINGER_S = 1.5
+_ANSWER_S = 10.0
+
+
+class _Asked(BaseException):
+    """A signal that asks to stop arrived."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Meeting(RendezvousHandler):
+    """torch's rendezvous, in which hosts also compare notes, and whose look-outs never wait for a host that is gone."""
+
+    def __init__(self, inner: RendezvousHandler, note: Note, address: str, *, serves: bool) -> None:
+        self._inner = inner
+        self._serves = serves
+        self._note = note
+        self._address = address
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._watch: threading.Thread | None = None
+        self.hosts: list[str] = []
+        self.place = 0
+        self.store: Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with self._lock:
+            info = self._inner.next_rendezvous()
+            self._waiting = 0
+        store, rank = PrefixStore(_JOB, info.store), info.rank
+        store.set(f"note/{rank}", msgspec.json.encode(self._note).decode())
+        notes = [msgspec.json.decode(store.get(f"note/{at}"), type=Note) for at in range(info.world_size)]
+        _ = store.add("read", 1)
+        try:
+            places = seats(notes)
+        except LaunchError:
+            within(_CLOSE_S, lambda: _until(lambda: store.add("read", 0) == len(notes)))  # the store may end with us
+            raise
+        self.place, self.store = places[rank], store
+        self.hosts = [notes[places.index(place)].host for place in range(len(places))]
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._keep_watch, name="accel-launch-watch", daemon=True)
+            self._watch.start()
+        bootstrap = RendezvousStoreInfo.build(self.place, store, local_addr=self._address)
+        return RendezvousInfo(info.store, self.place, info.world_size, bootstrap)
+
+    def leave(self) -> None:
+        """End the job for all hosts; who serves the store lets the others read it first."""
+        if self.store is not None:
+            _ = self.store.add("left", 1)
+            if self._serves:
+                within(_LINGER_S, lambda: _until(lambda: self._left() >= len(self.hosts)))
+        _ = self.shutdown()
+
+    def _left(self) -> int:
+        return self.store.add("left", 0) if self.store is not None else 0
+
+    def num_nodes_waiting(self) -> int:
+        return self._waiting
+
+    def _keep_watch(self) -> None:
+        while True:
+            time.sleep(_WATCH_S)
+            with self._lock, contextlib.suppress(RendezvousError):
+                self._waiting = self._inner.num_nodes_waiting()
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+
+class Agent(SimpleElasticAgent):
+    """torch's elastic agent around the processes of a `LaunchPlan`."""
+
+    def __init__(self, spec: WorkerSpec, meeting: Meeting, signals: Signals, plan: Callable[[Place, int], LaunchPlan]):
+        super().__init__(spec)
+        self._meeting = meeting
+        self._signals = signals
+        self._plan_for = plan
+        self._max_restarts = spec.max_restarts
+        self._failed = 0
+        self._starts = 0
+        self._report = ""
+        self._relay: Relay | None = None
+        self.children = Children()
+        self.plan: LaunchPlan | None = None
+        self.status = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        place = Place(
+            node_rank=self._meeting.place,
+            num_nodes=len(self._meeting.hosts),
+            master_addr=worker_group.master_addr or "",
+            restarts=self._failed,
+        )
+        self.plan = plan = self._plan_for(place, worker_group.master_port or 0)
+        if self._starts or place.node_rank == 0:
+            why = f", restart {self._failed} of {self._max_restarts}" if self._failed else ""
+            tell(f"accel: {describe_hosts(self._meeting.hosts, len(plan.processes))}{why}\n")
+        self._starts += 1
+        self.children = Children()
+        self._relay = self.children.start(plan)
+        return {local: process.rank for local, process in enumerate(plan.processes)}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failures = self.children.failures()
+        if failures and all(map(stop_number, failures)):  # the ranks agreed to stop
+            raise _Asked(stop_number(failures[0]))
+        if failures:
+            self._note_failure()
+            return RunResult(state=WorkerState.FAILED)
+        if self.children.running():
+            return RunResult(state=WorkerState.HEALTHY)
+        self.finish()
+        self.status = 0
+        return RunResult(
+            state=WorkerState.SUCCEEDED,
+            return_values={worker.global_rank: None for worker in worker_group.workers},
+        )
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        if not self._report and self.children.running():
+            self._note_change()
+        grace_s = FAILED_GRACE_S if self._report or self.plan is None else self.plan.stop_grace_s
+        end(self.children, self._signals, grace_s)
+        self.finish()
+
+    def _shutdown(self, *_words: Any, **_options: Any) -> None:
+        """Leave the ranks to whoever runs the agent."""
+
+    def finish(self) -> None:
+        """Show what ended ranks have printed, then what there is to say about a failure."""
+        drain(self._relay, self._signals)
+        tell(self._report)
+        self._report = ""
+
+    def _note_failure(self) -> None:
+        """Find out who failed first, on whatever host."""
+        assert self.plan is not None
+        _ = wait(self.children, self._signals, SETTLE_S)
+        failures = self.children.failures()
+        mine, hosts = culprit(failures), self._hosts()
+        first = culprit([mine, *self._news(mine)])
+        self._failed += 1
+        self.status = exit_code(first.status)
+        log = f"{log_path(self.plan.log_dir, first.rank)} on {hosts[first.rank]}" if self.plan.log_dir else ""
+        others = [failure for failure in failures if failure.rank != first.rank]
+        where = describe_hosts(self._meeting.hosts, len(self.plan.processes)) if repeats(first) else ""
+        self._report = failure_report(first, others, log, hosts=hosts, where=where)
+
+    def _note_change(self) -> None:
+        """Find out why another host wants to start again."""
+        if news := self._news(None):
+            self._failed += 1
+            first = culprit(news)
+            self._report = failure_report(first, hosts=self._hosts())
+        else:
+            tell("accel: a host has come or gone; all ranks start again\n")
+
+    def _hosts(self) -> dict[int, str]:
+        assert self.plan is not None
+        count = len(self.plan.processes)
+        return {at * count + local: host for at, host in enumerate(self._meeting.hosts) for local in range(count)}
+
+    def _news(self, mine: Failure | None) -> list[Failure]:
+        """Tell the other hosts of our failure, and return what they say of theirs."""
+        store, place, hosts = self._meeting.store, self._meeting.place, len(self._meeting.hosts)
+        heard: dict[int, Failure] = {}
+        if store is None or hosts == 1:
+            return []
+
+        def exchange() -> None:
+            if mine is not None:
+                store.set(f"failure/{place}", msgspec.json.encode(mine).decode())
+            _until(listen)
+
+        def listen() -> bool:
+            for at in range(hosts):
+                if at != place and at not in heard and store.check([f"failure/{at}"]):
+                    heard[at] = msgspec.json.decode(store.get(f"failure/{at}"), type=Failure)
+            return mine is None or not all(map(repeats, [mine, *heard.values()]))
+
+        within(_NEWS_S, exchange)
+        return list(heard.values())
+
+
+def within(seconds: float, act: Callable[[], object]) -> None:
+    """Do something that may wait for a host which is gone, and wait for it no longer than that."""
+
+    def guarded() -> None:
+        with contextlib.suppress(DistError, RendezvousError):
+            _ = act()
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    while not done():
+        time.sleep(0.1)
+
+
+def meet(order: Order, processes: int) -> Meeting:
+    """Open or find the store where the hosts meet.
+
+    Raises:
+        LaunchError: its port is taken by something else, or nobody answers.
+    """
+    config = order.config
+    host, port = split_endpoint(config.rdzv_endpoint)
+    serves = config.node_rank == 0 or is_here(host, port)
+    store, serves = _store(host, port, serves)
+    fewest, most = config.hosts
+    with socket.create_connection((host, port)) as probe:
+        address = probe.getsockname()[0]  # where the others reach this host
+    backend = C10dRendezvousBackend(store, _JOB)
+    inner = DynamicRendezvousHandler.from_backend(_JOB, store, backend, fewest, most, local_addr=address)
+    versions = {"torch": torch.__version__.partition("+")[0]}
+    note = note_of(os.uname().nodename, config, processes=processes, versions=versions)
+    return Meeting(inner, note, address, serves=serves)
+
+
+def _store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
+    """Return the store, and whether this process serves it: another launcher on this machine may do so already."""
+    if may_serve:
+        with contextlib.suppress(DistError):
+            return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT), True
+    found: list[TCPStore] = []
+    # Where something else listens, torch waits for an answer beyond any time-out.
+    within(_ANSWER_S, lambda: found.append(TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)))
+    if not found:
+        raise LaunchError(
+            "the port where hosts meet is taken" if may_serve else "the first host does not answer",
+            got="something that is no launcher",
+            where=f"--rdzv-endpoint {host}:{port}",
+            fix="Choose another port, on all hosts.",
+        )
+    return found[0], False
+
+
+def run(order: Order) -> int:
+    """Run this host's part of a job; return the exit status.
+
+    Raises:
+        LaunchError: the hosts do not come together, do not agree, or a process cannot be started.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in order.added}
+    with listening() as signals, record_dir() as folder:
+
+        def plan(place: Place, port: int) -> LaunchPlan:
+            records = f"{folder}/{time.monotonic_ns()}"
+            os.mkdir(records)
+            return plan_here(order.target, order.config, environ, record_dir=records, place=place, port=port)
+
+        processes = len(plan(Place(), 1).processes)
+        meeting = meet(order, processes)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=processes,
+            rdzv_handler=meeting,
+            entrypoint=order.target.name,
+            max_restarts=order.config.max_restarts,
+        )
+        agent = Agent(spec, meeting, signals, plan)
+        try:
+            with _interrupting(agent):
+                cast(Any, agent).run()
+        except _Asked as asked:
+            _ = signals.wait(0)  # the signal itself
+            agent.children.signal(asked.number)
+            ending = stop(agent.children, signals, asked.number, order.config.stop_grace_s)
+            agent.finish()
+            tell(ending.report)
+            return ending.status
+        except (RendezvousError, DistError) as error:
+            end(agent.children, signals, FAILED_GRACE_S)
+            agent.finish()
+            if not agent.status:
+                raise _not_met(error, order) from error
+            tell(f"accel: no restart: {_reason(error)}\n")
+        except AccelError:
+            end(agent.children, signals, FAILED_GRACE_S)
+            raise
+        within(_CLOSE_S, meeting.leave)
+        return agent.status
+
+
+@contextlib.contextmanager
+def _interrupting(agent: Agent) -> Generator[None]:
+    """Let signals to stop interrupt whatever torch waits for, and hand the others on."""
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        raise _Asked(number)
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        agent.children.signal(number)
+
+    handlers = {**dict.fromkeys(STOPPING, ask), **dict.fromkeys(NOTICES, hand_on)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            _ = signal.signal(number, handler)
+
+
+def _not_met(error: Exception, order: Order) -> LaunchError:
+    return LaunchError(
+        "the hosts did not come together",
+        expected=f"{order.config.nnodes} hosts at {order.config.rdzv_endpoint}",
+        got=_reason(error),
+        fix="See what the launchers on the other hosts printed.",
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RendezvousClosedError):
+        return "another host has ended the job"
+    if isinstance(error, RendezvousTimeoutError):
+        return "too few hosts came in time"
+    return "the first host does not answer"
+
+
+def main(words: list[str]) -> NoReturn:
+    """Run the agent that an order describes, and end the process: a thread may still wait for a host that is gone."""
+    order = msgspec.json.decode(words[0], type=Order)
+    die_with(order.parent)
+    if "LOGLEVEL" not in os.environ:  # torch's own switch
+        logging.disable(logging.CRITICAL)
+    try:
+        status = run(order)
+    except AccelError as error:
+        tell(f"accel: error: {error}\n")
+        status = 2
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launch over several hosts, as far as it goes without torch: find the meeting point, and start this host's agent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from accel.config import LaunchConfig
+from accel.errors import LaunchError
+from accel.launch._run import tell
+from accel.launch._signals import NOTICES, STOPPING, Signals, listening
+from accel.launch._target import Target
+
+_AGENT = str(Path(__file__).with_name("_agent.py"))
+_PATIENCE_S = 300.0  # until the first host has come
+_RETRY_S = 0.5
+_KILL_AFTER_S = 10.0  # an agent may be waiting for a host that is cut off
+# Without the first, a host that comes back finds nobody at the address that rank 0 once had (torch 2.13).
+_AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent is to do.
+
+    Attributes:
+        target, config: what to run, and how.
+        parent: the process that it ends with.
+        added: variables of the agent's own, which its ranks do not get.
+    """
+
+    target: Target
+    config: LaunchConfig
+    parent: int
+    added: tuple[str, ...]
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of a meeting point, an IPv6 address without its brackets."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def check_endpoint(config: LaunchConfig) -> None:
+    """Refuse a meeting point that no host could use.
+
+    Raises:
+        LaunchError: there is none, its host is not known here, or its port is not one.
+    """
+    if not config.rdzv_endpoint:
+        raise LaunchError(
+            "nobody says where the hosts meet",
+            expected="--rdzv-endpoint HOST:PORT",
+            got=f"nnodes={config.nnodes} without it",
+            fix="Name the first host and a free port of it, such as node0:29400, on every host.",
+        )
+    host, port = split_endpoint(config.rdzv_endpoint)
+    if port > 65535:
+        raise LaunchError("there is no such port", expected="1 to 65535", got=str(port), where="--rdzv-endpoint")
+    _ = _addresses(host, port)
+
+
+def is_here(host: str, port: int) -> bool:
+    """Tell whether a host's name stands for this machine."""
+    for family, kind, protocol, _, address in _addresses(host, port):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], 0, *address[2:]))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def run_agent(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
+    """Run this host's part of a job, in a process that may import torch; return the exit status.
+
+    Raises:
+        LaunchError: nobody answers at the meeting point, or this is not the main thread.
+    """
+    with listening() as signals:
+        if stopped := _reach(config, signals):
+            return 128 + stopped
+        added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
+        order = Order(target=target, config=config, parent=os.getpid(), added=tuple(added))
+        command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
+        agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
+        return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
+
+
+def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -> int:
+    deadline = None
+    while agent.poll() is None:
+        number = signals.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if number in (*STOPPING, *NOTICES):
+            agent.send_signal(number)
+        if number in STOPPING and deadline is None:
+            deadline = time.monotonic() + patience_s
+        if deadline is not None and time.monotonic() > deadline:
+            agent.kill()  # which ends its ranks
+    status = agent.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _reach(config: LaunchConfig, signals: Signals) -> int:
+    """Wait until somebody listens at the meeting point, unless that is for us to do; return a signal that cut in."""
+    host, port = split_endpoint(config.rdzv_endpoint)
+    if config.node_rank == 0 or is_here(host, port):
+        return 0
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            if error.errno == errno.ENETUNREACH or time.monotonic() - began > _PATIENCE_S:
+                raise LaunchError(
+                    "nobody answers where the hosts meet",
+                    expected=f"the first host's launcher at {config.rdzv_endpoint}",
+                    got=str(error),
+                    where="--rdzv-endpoint",
+                    fix="Start the launch there, and check name, port and firewall.",
+                ) from error
+            if not told and time.monotonic() - began > 2:
+                tell(f"accel: waiting for the first host at {config.rdzv_endpoint}: {error}\n")
+                told = True
+        else:
+            return 0
+        if (number := signals.wait(_RETRY_S)) in STOPPING:
+            return number
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            "the host where all meet is not known here",
+            expected="a name that resolves, or an address",
+            got=repr(host),
+            where="--rdzv-endpoint",
+            fix=f"`getent hosts {host}` must print its address.",
+        ) from error

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches over several hosts: two launchers on this machine, and hosts that are network namespaces."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import ACCEL, Workspace, wait_for
+from simulated_hosts import Hosts, require_hosts
+
+pytestmark = pytest.mark.multiprocess
+
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+STEPPING = """
+    import os, sys, time, torch, accel
+    with accel.session(device="cpu", timeout_s=float(sys.argv[1])) as ctx:
+        host = os.uname().nodename
+        print("world", ctx.world_size, "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        for step in range(600):
+            accel.wait_for_everyone(ctx)
+            if step == 2:
+                open(f"ready-{host}-{ctx.world_size}", "w")
+            time.sleep(0.1)
+            if os.path.exists("enough"):
+                accel.wait_for_everyone(ctx)
+            if accel.any_rank(ctx, os.path.exists("enough")):
+                break
+        print("done", ctx.world_size, flush=True)
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    require_hosts()
+    made = Hosts(2, tmp_path)
+    yield made
+    made.close()
+
+
+def words(*flags: object, endpoint: str = "h0:29400") -> list[object]:
+    return [*ACCEL, "launch", "--cpu", "--rdzv-endpoint", endpoint, *flags]
+
+
+def ended(popen: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+    out, err = popen.communicate(timeout=seconds)
+    return popen.returncode, out, err
+
+
+def here() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(workspace: Workspace) -> None:
+    script = workspace.write("""
+        import os, time
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "host", os.environ["NODE_RANK"], flush=True)
+        if first and os.environ["RANK"] == "2":
+            raise ValueError("bad batch")
+        time.sleep(60 if first else 0)
+    """)
+    flags = words("--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1, endpoint=here())[len(ACCEL) :]
+    launchers = [workspace.start(*map(str, flags), "--node-rank", str(at), script) for at in range(2)]
+    for at, launcher in enumerate(launchers):
+        status, out, err = ended(launcher)
+        assert status == 0, err
+        for rank in (2 * at, 2 * at + 1):
+            assert out.count(f"[rank {rank}] rank {rank} of 4 host {at}\n") == 2
+        assert re.search(rf"^accel: rank 2 on \S+ failed: ValueError: bad batch - at {script}:6$", err, re.M), err
+        assert err.count("ValueError: bad batch") == 2
+        assert ", restart 1 of 1\n" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (["--node-rank", "0"], ["--node-rank", "0"], "hosts ask for the same place: got node_rank=0 on "),
+        (["--precision", "bf16"], [], "hosts do not agree on precision: got "),
+        (["--nproc-per-node", "2"], [], "hosts do not agree on processes: got "),
+    ],
+)
+def test_hosts_that_were_told_different_things_are_named_before_anything_starts(
+    workspace: Workspace, one: list[str], other: list[str], told: str
+) -> None:
+    script = workspace.write("open('ran', 'w')")
+    flags = words("--nnodes", 2, endpoint=here())[len(ACCEL) :]
+    for launcher in [workspace.start(*map(str, flags), *own, script) for own in (one, other)]:
+        status, _, err = ended(launcher)
+        assert status == 2
+        assert err.startswith(f"accel: error: {told}")
+        assert err.count("\n") == 1
+    assert not (workspace.folder / "ran").exists()
+
+
+@pytest.mark.slow
+def test_a_port_that_something_else_has_is_told(workspace: Workspace) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = workspace.accel(
+            "launch",
+            "--cpu",
+            "--nnodes",
+            "2",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{taken.getsockname()[1]}",
+            workspace.write(""),
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("accel: error: the port where hosts meet is taken")
+
+
+@pytest.mark.slow
+def test_a_signal_while_hosts_are_awaited_ends_the_launch(workspace: Workspace) -> None:
+    flags = words("--nnodes", 2, endpoint=here())[len(ACCEL) :]
+    launcher = workspace.start(*map(str, flags), workspace.write(""))
+    time.sleep(4)
+    launcher.terminate()
+    status, _, err = ended(launcher, 10)
+    assert (status, err) == (143, "accel: stopped by SIGTERM\n")
+
+
+@pytest.mark.slow
+def test_the_example_trains_across_two_hosts(hosts: Hosts, workspace: Workspace) -> None:
+    command = words("--nnodes", 2, "--nproc-per-node", 1, DIGITS, "--epochs", 1, "--out", "run")
+    launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
+    first, second = map(ended, launchers)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "ranks 0 on h" in first[2] + second[2]
+    assert (workspace.folder / "run" / "step-00000023").exists()
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, workspace: Workspace) -> None:
+    command = words("--nnodes", 2, workspace.write(STEPPING), 8)
+    launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
+    wait_for(lambda: len(list(workspace.folder.glob("ready-*-2"))) == 2, 60)
+    hosts.cut_off(1)
+    cut = time.monotonic()
+    for launcher in launchers:
+        status, _, err = ended(launcher, 40)
+        assert status == 1
+        assert "PeerError" in err.splitlines()[-1], err
+        assert re.search(r"^accel: rank \d on h\d failed: accel\.errors\.PeerError: ", err, re.M), err
+        assert "accel: ranks 0 on h" in err, err
+    assert time.monotonic() - cut < 8 + 8  # 5 where nothing else computes
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
+    hosts: Hosts, workspace: Workspace
+) -> None:
+    flags = ("--nnodes", "1:2", "--max-restarts", 3, "--timeout-s", 10)
+    command = words(*flags, DIGITS, "--epochs", 2, "--save-every", 5, "--out", "run")
+    launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
+    wait_for(lambda: len(list((workspace.folder / "run").glob("step-*"))) > 1, 90)
+    hosts.cut_off(1)
+    status, out, err = ended(launchers[0], 200)
+    assert status == 0, err
+    assert "accel: rank 0 on h0, restart 1 of 3" in err
+    assert "going on from run/step-" in out
+    assert (workspace.folder / "run" / "step-00000046").exists()
+
+
+@pytest.mark.slow
+def test_a_host_that_comes_back_is_taken_in_again(hosts: Hosts, workspace: Workspace) -> None:
+    command = words("--nnodes", "1:2", "--max-restarts", 3, workspace.write(STEPPING), 10)
+    launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
+    wait_for(lambda: (workspace.folder / "ready-h0-2").exists(), 60)
+    launchers[1].kill()
+    wait_for(lambda: (workspace.folder / "ready-h0-1").exists(), 90)
+    (workspace.folder / "ready-h0-2").unlink()
+    back = hosts.start(1, command, folder=workspace.folder)
+    wait_for(lambda: (workspace.folder / "ready-h0-2").exists(), 90)
+    (workspace.folder / "enough").touch()
+    for launcher in (launchers[0], back):
+        status, out, err = ended(launcher, 60)
+        assert status == 0, err
+        assert out.endswith("done 2\n")

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hosts make of each other's notes, and what is refused before they meet."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.config import LaunchConfig
+from accel.errors import LaunchError
+from accel.launch._hosts import check_endpoint, is_here, split_endpoint
+from accel.launch._meeting import Note, describe_hosts, note_of, seats
+from accel.launch._plan import Place
+from accel.launch._record import Failure
+from accel.launch._report import failure_report
+
+
+def note(host: str, node_rank: int | None = None, **settings: str) -> Note:
+    return Note(host=host, node_rank=node_rank, settings=settings)
+
+
+@given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
+def test_every_host_gets_a_place_of_its_own_and_the_one_it_asks_for(order: list[int], free: set[int]) -> None:
+    asked = [None if place in free else place for place in order]
+    given_ = seats([note(f"h{at}", place) for at, place in enumerate(asked)])
+    assert sorted(given_) == list(range(6))
+    assert all(place is None or place == got for place, got in zip(asked, given_, strict=True))
+    unasked = [got for place, got in zip(asked, given_, strict=True) if place is None]
+    assert unasked == sorted(unasked)
+
+
+@given(st.permutations([note("h0", 1), note("h1", 1), note("h2", 0)]))
+def test_two_hosts_that_want_one_place_are_named_whatever_the_order(notes: list[Note]) -> None:
+    with pytest.raises(LaunchError, match=r"node_rank=1 on h[01] and h[01]"):
+        seats(notes)
+
+
+def test_what_hosts_were_told_differently_is_named_with_the_hosts() -> None:
+    notes = [note("h0", precision="bf16", torch="2.13"), note("h1", precision="auto", torch="2.13")]
+    with pytest.raises(LaunchError, match=r"agree on precision: got bf16 on h0; auto on h1"):
+        seats(notes)
+    many = [note(f"h{at}", torch="2.6" if at else "2.7") for at in range(9)]
+    with pytest.raises(LaunchError, match=r"2\.7 on h0; 2\.6 on h1, h2, h3, h4 and 4 more"):
+        seats(many)
+
+
+def test_a_note_holds_what_all_hosts_must_share_and_not_what_is_their_own() -> None:
+    def of(**fields: object) -> Note:
+        return note_of("h0", LaunchConfig(**fields), processes=2, versions={"torch": "2.13"})  # type: ignore[arg-type]
+
+    assert of() == of(log_dir="logs", quiet=True, nnodes=1)
+    assert of() != of(max_restarts=1)
+    assert of(nnodes=2, node_rank=1, rdzv_endpoint="h0:1").node_rank == 1
+    assert of().node_rank is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "processes", "told"),
+    [
+        (["a", "b"], 2, "ranks 0-1 on a, 2-3 on b"),
+        (["a", "b"], 1, "ranks 0 on a, 1 on b"),
+        (["a"], 1, "rank 0 on a"),
+    ],
+)
+def test_who_runs_what_is_told_in_a_line(hosts: list[str], processes: int, told: str) -> None:
+    assert describe_hosts(hosts, processes) == told
+
+
+def test_of_many_hosts_the_first_are_named() -> None:
+    text = describe_hosts([f"h{at}" for at in range(10)], 1)
+    assert text.endswith("7 on h7, and 2 more hosts")
+
+
+def test_a_report_over_hosts_names_them() -> None:
+    first, other = (Failure(rank=rank, status=3, time_s=float(rank)) for rank in (0, 1))
+    text = failure_report(first, [other], "logs/rank-0.log on a", hosts={0: "a", 1: "b"}, where="ranks 0 on a, 1 on b")
+    assert text.splitlines() == [
+        "accel: rank 0 on a exited with status 3 and left no traceback",
+        "accel: its output is in logs/rank-0.log on a",
+        "accel: ranks 0 on a, 1 on b",
+        "accel: after it, rank 1 on b exited with status 3 and left no traceback",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "told"),
+    [
+        ("", r"nobody says where the hosts meet: expected --rdzv-endpoint HOST:PORT, got nnodes=2 without it"),
+        ("127.0.0.1:70000", r"there is no such port: expected 1 to 65535, got 70000"),
+        ("no-such-host.invalid:29400", r"not known here: .* got 'no-such-host\.invalid'"),
+        (f"{'x' * 70}.invalid:29400", r"not known here"),
+    ],
+)
+def test_a_place_where_nobody_can_meet_is_refused(endpoint: str, told: str) -> None:
+    with pytest.raises(LaunchError, match=told):
+        check_endpoint(LaunchConfig(nnodes=2, rdzv_endpoint=endpoint))
+
+
+def test_endpoints_are_names_and_addresses() -> None:
+    assert split_endpoint("node0:29400") == ("node0", 29400)
+    assert split_endpoint("[::1]:1") == ("::1", 1)
+    assert is_here("127.0.0.1", 1)
+    assert not is_here("192.0.2.77", 1)  # an address that nobody has
+
+
+def test_places_of_other_hosts_follow_from_their_number() -> None:
+    from test_launch_plan import plan
+
+    from accel.env import read_env
+
+    places = [Place(node_rank=at, num_nodes=3, master_addr="h0", restarts=2) for at in range(3)]
+    envs = [read_env(process.environ) for place in places for process in plan(2, place=place).processes]
+    assert [env.rank for env in envs] == list(range(6))
+    assert [(env.node_rank, env.local_rank) for env in envs] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {(env.world_size, env.num_nodes, env.master_addr, env.restarts) for env in envs} == {(6, 3, "h0", 2)}

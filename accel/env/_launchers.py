@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each launcher's variables as a place in the job. Every function is pure, and returns None for another's variables."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, cast
+
+from accel.env._slurm import first_host, tasks_per_node
+from accel.env._values import below, integer
+from accel.errors import EnvError
+
+_PORT = 29500
+_LOCALHOST = "127.0.0.1"
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+
+
+class Place(NamedTuple):
+    """A process's place, in the words of `LaunchEnv`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str | None
+    master_port: int | None
+    launcher: Literal["torchrun", "slurm", "openmpi", "mpich", "mvapich", "kubernetes", "sagemaker"]
+
+
+class _Names(NamedTuple):
+    """What an MPI calls a process's place; `job` is a variable that is alike on all ranks of a job, and no other's."""
+
+    launcher: Literal["openmpi", "mpich", "mvapich"]
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    job: str = ""
+
+
+_OPEN_MPI = _Names(
+    "openmpi",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+)
+_MVAPICH = _Names(
+    "mvapich",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """Return this process's place by the first launcher that left its variables; None if none did.
+
+    An MPI inside of Slurm's allocation comes first, for Slurm sees its daemons and not its ranks.
+
+    Raises:
+        EnvError: a launcher's variables are incomplete, contradict each other, or hold what they cannot mean.
+    """
+    return (
+        _kubernetes(environ)
+        or _torchrun(environ)
+        or _mpi(environ, _OPEN_MPI)
+        or _mpi(environ, _MVAPICH)
+        or _mpi(environ, _MPICH)
+        or _slurm(environ)
+        or _sagemaker(environ)
+    )
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place | None:
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return None
+    rank = integer(environ, "RANK", beside=_TORCHRUN)
+    world_size = integer(environ, "WORLD_SIZE", least=1, beside=_TORCHRUN)
+    below("RANK", rank, "WORLD_SIZE", world_size)
+    local_world_size = integer(environ, "LOCAL_WORLD_SIZE", least=1, default=world_size)
+    num_nodes = _nodes(world_size, local_world_size, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    local_rank = integer(environ, "LOCAL_RANK", default=rank % local_world_size)
+    below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+    node_rank = integer(environ, "GROUP_RANK", default=rank // local_world_size)
+    below("GROUP_RANK", node_rank, "the number of nodes", num_nodes)
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=_master_addr(environ, world_size, "Start the script with `accel launch` or `torchrun`."),
+        master_port=integer(environ, "MASTER_PORT", least=1, beside=_TORCHRUN) if world_size > 1 else None,
+        launcher="torchrun",
+    )
+
+
+def _mpi(environ: Mapping[str, str], names: _Names) -> Place | None:
+    # Slurm speaks PMI, too, but says more by itself.
+    if names.rank not in environ or names.local_rank not in environ:
+        return None
+    beside = (names.rank, names.local_rank)
+    rank = integer(environ, names.rank)
+    world_size = integer(environ, names.world_size, least=1, beside=beside)
+    below(names.rank, rank, names.world_size, world_size)
+    local_world_size = integer(environ, names.local_world_size, least=1, beside=beside)
+    num_nodes = _nodes(world_size, local_world_size, names.local_world_size, names.world_size)
+    local_rank = integer(environ, names.local_rank)
+    below(names.local_rank, local_rank, names.local_world_size, local_world_size)
+    if rank % local_world_size != local_rank:
+        raise EnvError(
+            "ranks do not fill one host after another",
+            expected=f"{names.local_rank}={rank % local_world_size} for {names.rank}={rank}",
+            got=f"{names.local_rank}={local_rank}",
+            where="the environment",
+            fix="Let mpirun place them so, with `--map-by slot` or `-ppn`.",
+        )
+    fix = "Tell all ranks the host of rank 0, such as by `mpirun -x MASTER_ADDR=node0` or `-env MASTER_ADDR node0`."
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size,
+        num_nodes=num_nodes,
+        master_addr=_master_addr(environ, world_size, fix, found=_LOCALHOST if num_nodes == 1 else ""),
+        master_port=_master_port(environ, world_size, job=environ.get(names.job, "")),
+        launcher=names.launcher,
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Place | None:
+    # A batch script has all of them but the step's: it is no rank, whatever SLURM_PROCID says.
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    beside = ("SLURM_PROCID", "SLURM_STEP_ID")
+    rank = integer(environ, "SLURM_PROCID")
+    world_size = integer(environ, "SLURM_STEP_NUM_TASKS", least=1, beside=beside)
+    below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
+    num_nodes = integer(environ, "SLURM_STEP_NUM_NODES", least=1, beside=beside)
+    node_rank = integer(environ, "SLURM_NODEID", beside=beside)
+    below("SLURM_NODEID", node_rank, "SLURM_STEP_NUM_NODES", num_nodes)
+    counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if counts != [world_size // num_nodes] * num_nodes:
+        raise EnvError(
+            "the processes do not divide into equal nodes",
+            expected=f"as many of the {world_size} on each of {num_nodes} nodes",
+            got=f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE', '')}",
+            where="the environment",
+            fix="Start as many on every node: `srun --ntasks-per-node`.",
+        )
+    local_rank = integer(environ, "SLURM_LOCALID", beside=beside)
+    below("SLURM_LOCALID", local_rank, "the tasks of a node", counts[0])
+    first = first_host(environ.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else _LOCALHOST
+    job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=counts[0],
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=_master_addr(environ, world_size, "Set MASTER_ADDR to the host of rank 0.", found=first),
+        master_port=_master_port(environ, world_size, job=job),
+        launcher="slurm",
+    )
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Place | None:
+    # Kubeflow's operator counts pods where torchrun counts processes.
+    if "PET_NNODES" not in environ or "RANK" not in environ or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
+        return None
+    per_pod = environ.get("PET_NPROC_PER_NODE", "1")
+    if per_pod.isdecimal() and int(per_pod) != 1:
+        raise EnvError(
+            "this pod is to run several processes, and this is one without a place among them",
+            got=f"PET_NPROC_PER_NODE={per_pod}",
+            where="the environment",
+            fix="Let the pod's command be `torchrun train.py` or `accel launch`, or set nprocPerNode to 1.",
+        )
+    rank = integer(environ, "RANK")
+    world_size = integer(environ, "WORLD_SIZE", least=1, beside=_TORCHRUN)
+    below("RANK", rank, "WORLD_SIZE", world_size)
+    return _one_a_host(environ, rank, world_size, "", "kubernetes")
+
+
+def _sagemaker(environ: Mapping[str, str]) -> Place | None:
+    if "SM_HOSTS" not in environ or "SM_CURRENT_HOST" not in environ:
+        return None
+    try:
+        hosts = cast(object, json.loads(environ["SM_HOSTS"]))
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or environ["SM_CURRENT_HOST"] not in hosts:
+        raise EnvError(
+            "this host is none of the job's",
+            expected="SM_CURRENT_HOST in the JSON list SM_HOSTS",
+            got=f"{environ['SM_CURRENT_HOST']} and {environ['SM_HOSTS']}",
+            where="the environment",
+        )
+    named = sorted(map(str, cast(list[object], hosts)))  # in the same order everywhere
+    return _one_a_host(environ, named.index(environ["SM_CURRENT_HOST"]), len(named), named[0], "sagemaker")
+
+
+def _one_a_host(
+    environ: Mapping[str, str], rank: int, count: int, first: str, launcher: Literal["kubernetes", "sagemaker"]
+) -> Place:
+    return Place(
+        rank=rank,
+        world_size=count,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=rank,
+        num_nodes=count,
+        master_addr=_master_addr(environ, count, "Set MASTER_ADDR to the host of rank 0.", found=first),
+        master_port=_master_port(environ, count),
+        launcher=launcher,
+    )
+
+
+def _nodes(world_size: int, local_world_size: int, local_name: str, name: str) -> int:
+    if world_size % local_world_size:
+        raise EnvError(
+            "the processes do not divide into equal nodes",
+            expected=f"a {local_name} that divides {name}={world_size}",
+            got=f"{local_name}={local_world_size}",
+            where="the environment",
+            fix="Start as many processes on every node.",
+        )
+    return world_size // local_world_size
+
+
+def _master_addr(environ: Mapping[str, str], world_size: int, fix: str, *, found: str = "") -> str | None:
+    if world_size == 1:
+        return None
+    address = environ.get("MASTER_ADDR") or found
+    if not address:
+        raise EnvError(
+            "nobody says where rank 0 listens",
+            expected=f"MASTER_ADDR for {world_size} processes",
+            got="no MASTER_ADDR",
+            where="the environment",
+            fix=fix,
+        )
+    return address
+
+
+def _master_port(environ: Mapping[str, str], world_size: int, *, job: str = "") -> int | None:
+    """Return the port that is set, or one that two jobs on a host are unlikely to share."""
+    if world_size == 1:
+        return None
+    return integer(environ, "MASTER_PORT", least=1, default=20000 + zlib.crc32(job.encode()) % 10000 if job else _PORT)

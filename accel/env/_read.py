@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a mapping to the record: who this process is, by the launcher that left its variables, and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+import msgspec
+
+from accel.env._launchers import find_place
+from accel.env._record import LaunchEnv
+from accel.env._values import integer, seconds
+from accel.errors import EnvError, check_choice, check_spelling
+from accel.formats import PrecisionName
+
+SETTINGS = ("ACCEL_DEVICE", "ACCEL_BACKEND", "ACCEL_PRECISION", "ACCEL_TIMEOUT_S")
+
+
+def read_env(environ: Mapping[str, str]) -> LaunchEnv:
+    """Read a launcher's variables, or none, and the `ACCEL_*` settings out of a mapping.
+
+    Known are those of `accel launch` and torchrun, Open MPI, MVAPICH, MPICH and Intel MPI, Slurm's `srun`, Kubeflow's
+    PyTorchJob, and SageMaker; the first of these that is there counts.
+
+    Args:
+        environ: variable names to values, `os.environ` or any other mapping.
+
+    Returns:
+        The record; a process that no launcher started is rank 0 of 1.
+
+    Raises:
+        EnvError: variables contradict each other, are missing beside others, or hold what they cannot mean.
+    """
+    settings = _settings(environ)
+    place = find_place(environ)
+    if place is None:
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            if name in environ:
+                raise EnvError(
+                    "the launcher's variables are incomplete",
+                    expected=f"RANK and WORLD_SIZE beside {name}",
+                    got=f"{name} without them",
+                    where="the environment",
+                    fix=f"Start the script with `accel launch` or `torchrun`, or unset {name}.",
+                )
+        return settings
+    slurms = integer(environ, "SLURM_RESTART_COUNT", default=0) if place.launcher == "slurm" else 0
+    restarts = integer(environ, "TORCHELASTIC_RESTART_COUNT", default=slurms)
+    return msgspec.structs.replace(settings, restarts=restarts, **place._asdict())
+
+
+def _settings(environ: Mapping[str, str]) -> LaunchEnv:
+    check_spelling(environ, SETTINGS)
+    precision = environ.get("ACCEL_PRECISION") or None
+    if precision is not None:
+        check_choice(precision, get_args(PrecisionName), "unknown precision", where="ACCEL_PRECISION", error=EnvError)
+    return LaunchEnv(
+        device=environ.get("ACCEL_DEVICE") or None,
+        backend=environ.get("ACCEL_BACKEND") or None,
+        precision=msgspec.convert(precision, PrecisionName | None),
+        timeout_s=seconds(environ, "ACCEL_TIMEOUT_S"),
+    )

@@ -22,7 +22,7 @@ LAYERS = [
     {"comm"},
     {"context"},
     {"process", "collectives", "memory", "preempt", "seeding"},
-    {"data", "precision", "parallel", "optim", "checkpoint", "bigmodel", "tracking", "launch"},
+    {"data", "precision", "parallel", "optim", "checkpoint", "bigmodel", "tracking", "launch", "estimate"},
     {"training"},
     {"testing"},
     {"cli", "pytest_plugin"},
@@ -30,7 +30,19 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # a process of its own, which runs torch's elastic agent
 WITH_TORCH = {"launch/_agent.py"}
-TORCH_FREE = {"errors", "lazy", "formats", "schedules", "config", "topology", "env", "launch", "cli", "pytest_plugin"}
+TORCH_FREE = {
+    "errors",
+    "lazy",
+    "formats",
+    "schedules",
+    "config",
+    "topology",
+    "env",
+    "launch",
+    "estimate",
+    "cli",
+    "pytest_plugin",
+}
 ENVIRONMENT_READERS = {"context", "launch", "cli"}  # each passes os.environ on as a mapping; env.py takes the mapping
 FORBIDDEN = {"pickle", "eval", "exec"}
 # a launch executes the script it was given; objects go between the ranks of a job, and a launch hands a function to its
@@ -82,7 +94,12 @@ def _rules(node: ast.AST, relative: Path, room: str, *, at_top: bool) -> Iterato
     ):
         yield f"{relative}:{node.lineno}: {node.id}"
     for target in _imported(node, relative):
-        if target in ("torch", "safetensors") and at_top and room in TORCH_FREE and relative.as_posix() not in WITH_TORCH:
+        if (
+            target in ("torch", "safetensors")
+            and at_top
+            and room in TORCH_FREE
+            and relative.as_posix() not in WITH_TORCH
+        ):
             yield f"{relative}:{node.lineno}: {room} is torch-free"  # type: ignore[attr-defined]
         if target in LEVEL and room in LEVEL and target != room and LEVEL[target] >= LEVEL[room]:
             yield f"{relative}:{node.lineno}: {room} may not import {target}"  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ COMMANDS = (
     Command("config", "say how to launch, once, in a file", "accel.cli._config"),
     Command("test", "check that ranks on this machine do what training relies on", "accel.cli._test"),
     Command("env", "tell what a bug report needs, without secrets", "accel.cli._env"),
+    Command("estimate", "tell how much memory training a model takes", "accel.cli._estimate"),
     Command("completion", "print what makes bash, zsh or fish complete words", "accel.cli._completion"),
     Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
 )

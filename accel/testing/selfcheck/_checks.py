@@ -169,7 +169,7 @@ class _Run:
         live = {"model": self.model, "optimizer": self.optimizer}
         return live | {"cursor": self.cursor, "accum": self.accum, "scaler": self.scaler}
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Any) -> None:
         loaded = cast(dict[str, Any], load_state(self.ctx, path, self.items()))
         self.cursor, self.accum, self.scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
 

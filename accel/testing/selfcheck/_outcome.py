@@ -15,7 +15,7 @@ _CAUSES = (
     (r"No space left|Disk quota", "the disk of the folder is full; name another one with --folder."),
     (
         r"Permission denied|Read-only|No such file|a file stands",
-        "the folder may not be written; name another one with --folder.",
+        "the folder may not be written; name another with --folder.",
     ),
     (r"no such backend|backend", "this build of torch lacks the backend; `accel env` lists those that it has."),
     (r"does not compute in", "the device is too old for the precision; choose another with --precision."),

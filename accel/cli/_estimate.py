@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel estimate`: the memory that training a model takes, per precision and strategy, before it is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import msgspec
+
+from accel.cli._bar import show_size, show_table
+from accel.cli._parser import Parser
+from accel.errors import ConfigError, check_choice
+from accel.estimate import OPTIMIZERS, STRATEGIES, Memory, Model, fewest_ranks, plan_memory
+from accel.formats import PrecisionName
+from accel.storage import parse_size
+
+if TYPE_CHECKING:
+    from accel.estimate._build import Input
+
+_USAGE = "accel estimate SOURCE [--input SHAPE] [--nproc N] [--memory SIZE] [flags]"
+_ABOUT = """Estimate the memory of a training step on each rank; no weights are read.
+
+SOURCE is one of
+  module:function      makes the model; it takes no arguments
+  config.json          of Hugging Face's transformers (extra `transformers`)
+  model.safetensors    or an index of several; headers only, so without activations
+  a folder             with such files: config.json if there is an --input, else the headers"""
+_PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "pure-bf16")
+_ALONE = ("ddp",)  # one rank divides nothing
+_INPUT = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::([a-z]+[0-9]*))?")
+_TITLES = ("PRECISION", "STRATEGY", "PARAMETERS", "GRADIENTS", "OPTIMIZER", "ACTIVATIONS", "WORKING", "TOTAL")
+_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
+
+
+def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+    """Print the estimate; return the exit status, 1 if nothing fits."""
+    known = parser().read(words)
+    for name in known.precision or ():
+        check_choice(name, get_args(PrecisionName), "unknown precision", where="--precision")
+    for name in known.strategy or ():
+        check_choice(name, list(STRATEGIES), "unknown strategy", where="--strategy")
+    check_choice(known.optimizer, list(OPTIMIZERS), "unknown optimizer", where="--optimizer")
+    if known.nproc < 1:
+        raise ConfigError("no rank would train", expected="1 or above", got=str(known.nproc), where="--nproc")
+    limit = None if known.memory is None else _limit(known.memory, known.reserve)
+    model = _read(known.source, known.input or ())
+    shown = STRATEGIES if known.nproc > 1 or limit is not None else _ALONE
+    rows = [
+        _row(model, known, precision, strategy, limit)
+        for precision in known.precision or _PRECISIONS
+        for strategy in known.strategy or shown
+    ]
+    if known.json:
+        found = {"source": model.source, "parameters": model.count, "nproc": known.nproc, "rows": rows}
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        print(_text(model, known, rows))
+    return int(limit is not None and not any(row.fits for row in rows))
+
+
+def parser() -> Parser:
+    """Return the parser of the command's words."""
+    built = Parser("accel estimate", usage=_USAGE, description=_ABOUT)
+    built.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = built.add_argument
+    _ = add("source", metavar="SOURCE", help=argparse.SUPPRESS)
+    _ = add(
+        "--input",
+        action="append",
+        metavar="SHAPE",
+        help="a tensor that a step on one rank is called with, such as 16x3x224x224 or 8x512:int64; once for each"
+        " (default: :float32, of a config.json :int64)",
+    )
+    _ = add("--nproc", type=int, default=1, metavar="N", help="how many ranks share the work (default: 1)")
+    _ = add("--memory", metavar="SIZE", help="of one GPU, such as 24GB: tells what fits, and else with how many ranks")
+    _ = add("--reserve", default="1GB", metavar="SIZE", help="of it for CUDA and fragments (default: 1GB)")
+    _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
+    _ = add("--precision", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(_PRECISIONS)})")
+    _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
+    _ = add("--json", action="store_true", help="for programs")
+    return built
+
+
+def _limit(memory: str, reserve: str) -> int:
+    left = parse_size(memory, "--memory") - parse_size(reserve, "--reserve")
+    if left <= 0:
+        got = f"--memory {memory} --reserve {reserve}"
+        raise ConfigError("nothing is left of the memory", got=got, fix="Reserve less.")
+    return left
+
+
+def _read(source: str, inputs: Sequence[str]) -> Model:
+    path = Path(source)
+    if not path.exists() and ":" in source:
+        from accel.estimate import from_function
+
+        sys.path.insert(0, os.getcwd())  # as `python -m` would have it
+        return from_function(source, [_input(each, "float32") for each in inputs])
+    if path.is_dir() and inputs and (path / "config.json").is_file():
+        path /= "config.json"
+    if path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json"):
+        from accel.estimate import from_config
+
+        return from_config(path, [_input(each, "int64") for each in inputs])
+    if not path.exists():
+        fix = "`accel estimate --help` lists what SOURCE may be."
+        raise ConfigError("there is no such source", expected="a path or module:function", got=repr(source), fix=fix)
+    if inputs:
+        fix = "Name a config.json or module:function, or leave --input out."
+        raise ConfigError("headers do not tell what a forward keeps", got="--input", where=str(path), fix=fix)
+    from accel.estimate import from_headers
+
+    return from_headers(path)
+
+
+def _input(text: str, dtype: str) -> Input:
+    from accel.estimate import Input
+
+    match = _INPUT.fullmatch(text)
+    if match is None:
+        expected = "sizes and a dtype, such as 8x512:int64"
+        raise ConfigError("not a shape", expected=expected, got=repr(text), where="--input")
+    check_choice(match[2] or dtype, _DTYPES, "unknown dtype", where="--input")
+    return Input(tuple(map(int, match[1].split("x"))), match[2] or dtype)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the table.
+
+    Attributes:
+        precision, strategy: what it is about.
+        memory: bytes on each rank.
+        total: their sum.
+        fits: whether that is within the limit; None without one.
+        fewest_ranks: with how many it is, 0 for never; None where that does not help.
+    """
+
+    precision: PrecisionName
+    strategy: str
+    memory: Memory
+    total: int
+    fits: bool | None = None
+    fewest_ranks: int | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The last column."""
+        if self.fits is None:
+            return ""
+        return "yes" if self.fits else f"from {self.fewest_ranks} ranks" if self.fewest_ranks else "no"
+
+
+def _row(model: Model, known: argparse.Namespace, precision: PrecisionName, strategy: str, limit: int | None) -> Row:
+    chosen: dict[str, Any] = {"precision_name": precision, "strategy": strategy, "optimizer": known.optimizer}
+    memory = plan_memory(model, nproc=known.nproc, **chosen)
+    row = Row(precision=precision, strategy=strategy, memory=memory, total=memory.total)
+    if limit is None:
+        return row
+    fits = memory.total <= limit
+    return msgspec.structs.replace(row, fits=fits, fewest_ranks=None if fits else fewest_ranks(model, limit, **chosen))
+
+
+def _text(model: Model, known: argparse.Namespace, rows: Sequence[Row]) -> str:
+    units = {name: sum(each.count for each in each_of) for name, each_of in model.units.items() if name}
+    largest = max(units, key=lambda name: units[name], default="")
+    blocks = f"; largest of {len(units)} blocks: {largest} with {_short(units[largest])}" if units else ""
+    sizes = {name: show_size(model.count * size) for name, size in (("fp32", 4), ("bf16", 2), ("int8", 1))}
+    ranks = f"each of {known.nproc} ranks" if known.nproc > 1 else "one rank"
+    given = f", called with {' '.join(known.input)}" if known.input else ""
+    lines = [
+        model.source,
+        f"{_short(model.count)} parameters in {len(model.parameters)} tensors{blocks}",
+        "weights alone: " + ", ".join(f"{size} in {name}" for name, size in sizes.items()),
+        "",
+        f"A step with {known.optimizer} on {ranks}{given}:",
+        show_table([(*_TITLES, "" if rows[0].fits is None else "FITS"), *map(_cells, rows)]),
+    ]
+    if not model.activations:
+        lines.append("Activations are not known: name an --input, with a config.json or module:function.")
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    memory = row.memory
+    known = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.working, row.total)
+    sizes = ["?" if part is None else show_size(part) for part in known]
+    return [row.precision, row.strategy, *sizes, row.verdict]
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return str(count)

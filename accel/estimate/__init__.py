@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory training takes, before anything is loaded: arithmetic on shapes, and where the shapes come from.
+
+`plan_memory` is pure. `from_headers` reads the headers of safetensors files; `from_config` and `from_function` build a
+model whose tensors have no memory. Names resolve on first use: headers and arithmetic do without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.lazy import exports
+
+if TYPE_CHECKING:
+    from accel.estimate._build import Input as Input
+    from accel.estimate._build import from_config as from_config
+    from accel.estimate._build import from_function as from_function
+    from accel.estimate._build import measure as measure
+    from accel.estimate._headers import from_headers as from_headers
+    from accel.estimate._plan import OPTIMIZERS as OPTIMIZERS
+    from accel.estimate._plan import STRATEGIES as STRATEGIES
+    from accel.estimate._plan import Activations as Activations
+    from accel.estimate._plan import Memory as Memory
+    from accel.estimate._plan import Model as Model
+    from accel.estimate._plan import Parameter as Parameter
+    from accel.estimate._plan import Strategy as Strategy
+    from accel.estimate._plan import fewest_ranks as fewest_ranks
+    from accel.estimate._plan import plan_memory as plan_memory
+
+__getattr__ = exports(
+    __name__,
+    {
+        "_build": ("Input", "from_config", "from_function", "measure"),
+        "_headers": ("from_headers",),
+        "_plan": (
+            "OPTIMIZERS",
+            "STRATEGIES",
+            "Activations",
+            "Memory",
+            "Model",
+            "Parameter",
+            "Strategy",
+            "fewest_ranks",
+            "plan_memory",
+        ),
+    },
+)

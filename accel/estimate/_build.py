@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's shapes, and what its forward keeps, from code: built and run on tensors that have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from accel.errors import AccelError, ConfigError, MissingExtraError
+from accel.estimate._plan import Activations, Model, Parameter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Input(NamedTuple):
+    """A tensor that the model is called with.
+
+    Attributes:
+        shape: with the batch first.
+        dtype: torch's name.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def from_function(name: str, inputs: Sequence[Input] = ()) -> Model:
+    """Return the model that a function makes.
+
+    Args:
+        name: `module:function`; the function takes nothing and returns an `nn.Module`.
+        inputs: what the model is called with, for what its forward keeps.
+
+    Raises:
+        ConfigError: there is no such function, or it makes no model that can be run without values.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        function = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            "there is no such function", expected="module:function", got=repr(name), fix=f"Python says: {error}."
+        ) from error
+    return measure(function, name, inputs)
+
+
+def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
+    """Return the model of a `config.json` of Hugging Face's transformers, in fp32 whatever its weights are stored in.
+
+    Takes the extra `transformers`.
+
+    Args:
+        path: the file.
+        inputs: token ids, for what the forward keeps; their own labels.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        ConfigError: it knows no model for the file, or the model cannot be run without values.
+    """
+    try:
+        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
+    if find_spec("transformers") is None:
+        raise MissingExtraError(
+            "a model of transformers needs transformers, which is not installed",
+            where=str(path),
+            fix="Run `pip install accel[transformers]`, or name the safetensors file instead.",
+        )
+    transformers: Any = import_module("transformers")
+    fields = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
+    names: list[str] = fields.get("architectures") or []
+    if not isinstance(fields.get("model_type"), str):
+        raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=str(path))
+    try:
+        config = transformers.AutoConfig.for_model(**fields)
+        found = getattr(transformers, names[0], None) if names else None
+    except Exception as error:  # whatever a library's own checks raise
+        raise ConfigError("transformers refuses the file", got=str(error), where=str(path)) from error
+
+    def make() -> Any:
+        return (transformers.AutoModel.from_config if found is None else found._from_config)(config)
+
+    return measure(make, f"{path}, {names[0] if names else fields['model_type']}", inputs, labelled=bool(names))
+
+
+def measure(
+    make: Callable[[], nn.Module], source: str, inputs: Sequence[Input] = (), *, labelled: bool = False
+) -> Model:
+    """Return a model's shapes and, for inputs, what its forward keeps in each format.
+
+    The functions that build and call the model run as they are, on tensors without memory.
+
+    Args:
+        make: makes the model.
+        source: where it comes from, in words.
+        inputs: what it is called with; none for shapes alone.
+        labelled: whether a forward takes `labels`, as models of transformers with a head do.
+
+    Raises:
+        ConfigError: the model is none, or needs the values of its tensors.
+    """
+    fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _without_values(source):
+        model = make()
+        nn: Any = import_module("torch.nn")
+        if not isinstance(model, nn.Module):
+            raise ConfigError("not a model", expected="an nn.Module", got=type(model).__name__, where=source)
+        parameters = tuple(
+            Parameter(
+                name=name, shape=tuple(each.shape), item_bytes=each.element_size(), trained=bool(each.requires_grad)
+            )
+            for name, each in model.named_parameters()
+        )
+        buffer_bytes = sum(each.numel() * each.element_size() for each in model.buffers())
+        kept = _activations(model, inputs, labelled) if inputs else {}
+    return Model(source=source, parameters=parameters, buffer_bytes=buffer_bytes, activations=kept)
+
+
+def _activations(model: nn.Module, inputs: Sequence[Input], labelled: bool) -> dict[str, Activations]:
+    import torch
+
+    def kept(compute: torch.dtype | None, stored: torch.dtype | None = None) -> Activations:
+        with nullcontext() if compute is None else torch.autocast("cpu", compute):
+            return kept_by_forward(model, [_tensor(each) for each in inputs], labelled, stored)
+
+    fp32, bf16 = kept(None), kept(torch.bfloat16)
+    pure = kept(torch.bfloat16, torch.bfloat16)
+    return {"fp32": fp32, "tf32": fp32, "bf16": bf16, "fp16": bf16, "pure-bf16": pure}
+
+
+def kept_by_forward(
+    model: nn.Module, inputs: Sequence[torch.Tensor], labelled: bool = False, stored: torch.dtype | None = None
+) -> Activations:
+    """Run a forward and return the bytes of what it keeps for a backward, each storage once.
+
+    Args:
+        model: its parameters stay as they are.
+        inputs: what it is called with.
+        labelled: whether the first of them are its labels, too.
+        stored: a format that trained parameters are taken to be stored in; None for what they have.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    parameters = {
+        name: each.detach().to(stored if each.requires_grad else None).requires_grad_(each.requires_grad)
+        for name, each in model.named_parameters()
+    }
+    own = {_storage(each)[0] for each in (*parameters.values(), *model.buffers())}
+    storages: dict[int, Any] = {}  # alive, so that none takes the place of another
+    copies: dict[int, Any] = {}
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and _storage(args[0])[0] in own:
+                key, storage = _storage(result)
+                copies[key] = storage
+            return result
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        key, storage = _storage(tensor)
+        if key not in own:
+            storages[key] = storage
+        return tensor
+
+    options = {"labels": inputs[0]} if labelled else {}
+    with Copies(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = torch.func.functional_call(model, parameters, tuple(inputs), options)
+    sizes = {key: storage.nbytes() for key, storage in storages.items()}
+    copied = sum(size for key, size in sizes.items() if key in copies)
+    del result
+    return Activations(saved=sum(sizes.values()) - copied, copies=copied)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage  # pyright: ignore[reportPrivateUsage] - tensors without memory have no address
+
+
+def _tensor(each: Input) -> torch.Tensor:
+    import torch
+
+    return torch.zeros(each.shape, dtype=getattr(torch, each.dtype))
+
+
+@contextmanager
+def _without_values(source: str) -> Generator[None]:
+    try:
+        yield
+    except AccelError:
+        raise
+    except Exception as error:  # the user's own code runs here
+        raise ConfigError(
+            "the model cannot be built and run without values",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            where=source,
+            fix="Check --input; code that looks at a tensor's values cannot run.",
+        ) from error

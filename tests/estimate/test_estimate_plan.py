@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of `accel estimate`: laws for any shapes, and the bytes of real models, gradients and optimizers."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accel
+from accel.estimate import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Activations,
+    Memory,
+    Model,
+    Parameter,
+    fewest_ranks,
+    measure,
+    plan_memory,
+)
+from accel.estimate._build import Input, kept_by_forward
+from accel.estimate._plan import shard_count
+from accel.formats import PrecisionName
+
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+names = st.sampled_from(["embed.weight", "layers.0.weight", "layers.0.bias", "layers.1.up.weight", "head.bias"])
+parameters = st.builds(Parameter, name=names, shape=shapes, trained=st.booleans())
+activations = st.builds(Activations, saved=st.integers(0, 10**6), copies=st.integers(0, 10**6))
+models = st.builds(
+    Model,
+    source=st.just("a model"),
+    parameters=st.lists(parameters, min_size=1, max_size=8).map(tuple),
+    buffer_bytes=st.integers(0, 100),
+    activations=st.dictionaries(st.sampled_from(["fp32", "bf16", "pure-bf16"]), activations),
+)
+precisions = st.sampled_from(["fp32", "tf32", "bf16", "fp16", "pure-bf16", "fp8"])
+strategies = st.sampled_from(list(STRATEGIES))
+optimizers = st.sampled_from(list(OPTIMIZERS))
+
+
+@given(models, precisions, strategies, optimizers, st.integers(1, 64))
+def test_the_total_is_the_sum_and_more_ranks_never_take_more(
+    model: Model, precision: PrecisionName, strategy: str, optimizer: str, nproc: int
+) -> None:
+    def plan(ranks: int) -> Memory:
+        return plan_memory(model, precision_name=precision, strategy=strategy, optimizer=optimizer, nproc=ranks)
+
+    memory = plan(nproc)
+    parts = msgspec.structs.asdict(memory)
+    assert memory.total == sum(part or 0 for part in parts.values())
+    more = msgspec.structs.asdict(plan(2 * nproc))
+    assert all((more[name] or 0) <= (part or 0) for name, part in parts.items() if name != "working")
+    whole = plan(1)
+    assert nproc * (memory.parameters - model.buffer_bytes) >= whole.parameters - model.buffer_bytes
+    assert nproc * memory.gradients >= whole.gradients
+
+
+@given(models, precisions, optimizers)
+def test_one_rank_divides_nothing(model: Model, precision: PrecisionName, optimizer: str) -> None:
+    plans = [plan_memory(model, precision_name=precision, strategy=name, optimizer=optimizer) for name in STRATEGIES]
+    assert all(plan == plans[0] for plan in plans)
+    trained = sum(each.count for each in model.parameters if each.trained)
+    item_bytes = 2 if precision == "pure-bf16" else 4
+    assert plans[0].gradients == trained * item_bytes
+    assert plans[0].optimizer >= OPTIMIZERS[optimizer][0] * trained * item_bytes
+
+
+@given(shapes, st.integers(1, 50))
+def test_the_largest_shard_is_torchs_first_chunk(shape: tuple[int, ...], nproc: int) -> None:
+    chunk = torch.empty(shape, device="meta").chunk(nproc)[0]
+    assert shard_count(Parameter(name="p", shape=shape), nproc) == chunk.numel()
+
+
+@given(models, st.integers(1, 10**6), precisions, strategies)
+def test_the_fewest_ranks_fit_and_half_of_them_do_not(
+    model: Model, limit: int, precision: PrecisionName, strategy: str
+) -> None:
+    found = fewest_ranks(model, limit, precision_name=precision, strategy=strategy, optimizer="adamw")
+
+    def total(nproc: int) -> int:
+        return plan_memory(model, precision_name=precision, strategy=strategy, nproc=nproc).total
+
+    if found:
+        assert total(found) <= limit
+        assert found == 1 or total(found // 2) > limit
+    else:
+        assert total(1) > limit < total(1 << 16)
+
+
+@pytest.mark.parametrize("bad", [{"strategy": "fdsp"}, {"optimizer": "adan"}, {"nproc": 0}, {"precision_name": "int4"}])
+def test_words_that_mean_nothing_are_refused(bad: dict[str, object]) -> None:
+    model = Model(source="", parameters=())
+    with pytest.raises(accel.ConfigError):
+        plan_memory(model, **{"precision_name": "fp32", "strategy": "ddp"} | bad)  # type: ignore[arg-type]
+
+
+class Block(nn.Module):
+    """Attention and an MLP, as a language model has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(32, 50)
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def size(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
+def test_real_bytes_are_the_planned_ones(precision: PrecisionName) -> None:
+    model = Block()
+    estimated = measure(Block, "Block", [Input((4, 7), "int64")])
+    memory = plan_memory(estimated, precision_name=precision, strategy="ddp", optimizer="adamw")
+    ctx = accel.single(precision=precision)
+    accel.apply_precision(ctx, model)
+    model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters()))
+    ids = torch.zeros(4, 7, dtype=torch.int64)
+    with accel.autocast(ctx):
+        kept = kept_by_forward(model, [ids])
+        loss = model(ids).float().square().mean()
+    accum = accel.backward(ctx, loss, scaler := accel.loss_scale(ctx))
+    gradients = size([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    accel.optimizer_step(ctx, optimizer, scaler, accum)
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    assert memory.parameters == size([*model.parameters(), *model.buffers()])
+    assert memory.gradients == gradients
+    assert memory.optimizer == size(state)
+    assert (memory.activations, memory.working) == (kept.saved, kept.copies)
+    assert (kept.copies > 0) == (precision == "bf16")
+
+
+def test_shards_of_fully_shard_are_the_planned_ones() -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    def shards(ctx: accel.DistContext) -> int:
+        model = Block()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        local = [each.to_local() for each in model.parameters() if isinstance(each, DTensor)]
+        return size(local)
+
+    model = measure(Block, "Block")
+    for nproc in (2, 3):
+        sizes = accel.testing.simulate(shards, nproc, default_group=True)  # type: ignore[attr-defined]
+        memory = plan_memory(model, precision_name="fp32", strategy="fsdp", nproc=nproc)
+        assert max(sizes) == memory.parameters - model.buffer_bytes
+
+
+def test_blocks_are_those_that_fully_shard_would_take() -> None:
+    model = measure(Block, "Block")
+    assert set(model.units) == {"", "layers.0", "layers.1"}
+    assert sum(math.prod(each.shape) for each in model.parameters) == model.count
+    memory = plan_memory(model, precision_name="bf16", strategy="fsdp", nproc=2)
+    keep = plan_memory(model, precision_name="bf16", strategy="fsdp-keep", nproc=2)
+    block = sum(each.count for each in model.units["layers.0"])
+    root = sum(each.count for each in model.units[""])
+    assert memory.working == 2 * (root + 3 * block)
+    assert keep.working == 2 * (model.count + block)

@@ -7,11 +7,13 @@ The scripts call `accel completion words` with what has been typed, so that one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 
 from accel.cli._config import SUBCOMMANDS
 from accel.cli._flags import value_flags
 from accel.cli._launch import parser, split_words
 from accel.cli._main import COMMANDS
+from accel.cli._parser import Parser
 from accel.config import FIELDS
 from accel.errors import check_choice
 
@@ -67,12 +69,17 @@ def _candidates(done: Sequence[str], part: str) -> list[str]:
         return [*SUBCOMMANDS, "--output"]
     if done[0] == "launch":
         own, script = split_words(done[1:])
-        return [] if script else _flags(own, part)
-    return _flags(done[2:], part) if list(done[:2]) == ["config", "show"] else []
+        return [] if script else _flags(parser(), own, part)
+    if done[0] in ("test", "env"):
+        return _flags(import_module(f"accel.cli._{done[0]}").parser(), done[1:], part)
+    if done[0] == "estimate":
+        estimate = import_module("accel.cli._estimate")
+        return list(estimate.NAMES.get(done[-1], ())) or _flags(estimate.parser(), [], part)
+    return _flags(parser(), done[2:], part) if list(done[:2]) == ["config", "show"] else []
 
 
-def _flags(own: Sequence[str], part: str) -> list[str]:
+def _flags(known: Parser, own: Sequence[str], part: str) -> list[str]:
     flag = own[-1] if own else ""
     if flag in value_flags():
         return [name for field in FIELDS if field.flag == flag for name in field.names]
-    return parser().flags() if part.startswith("-") else []
+    return known.flags() if part.startswith("-") else []

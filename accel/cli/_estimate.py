@@ -32,6 +32,11 @@ SOURCE is one of
   model.safetensors    or an index of several; headers only, so without activations
   a folder             with such files: config.json if there is an --input, else the headers"""
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "pure-bf16")
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "--precision": get_args(PrecisionName),
+    "--strategy": tuple(STRATEGIES),
+    "--optimizer": tuple(OPTIMIZERS),
+}
 _ALONE = ("ddp",)  # one rank divides nothing
 _INPUT = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::([a-z]+[0-9]*))?")
 _TITLES = ("PRECISION", "STRATEGY", "PARAMETERS", "GRADIENTS", "OPTIMIZER", "ACTIVATIONS", "WORKING", "TOTAL")
@@ -41,11 +46,10 @@ _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     """Print the estimate; return the exit status, 1 if nothing fits."""
     known = parser().read(words)
-    for name in known.precision or ():
-        check_choice(name, get_args(PrecisionName), "unknown precision", where="--precision")
-    for name in known.strategy or ():
-        check_choice(name, list(STRATEGIES), "unknown strategy", where="--strategy")
-    check_choice(known.optimizer, list(OPTIMIZERS), "unknown optimizer", where="--optimizer")
+    given = {"--precision": known.precision, "--strategy": known.strategy, "--optimizer": [known.optimizer]}
+    for flag, names in given.items():
+        for name in names or ():
+            check_choice(name, NAMES[flag], f"unknown {flag.removeprefix('--')}", where=flag)
     if known.nproc < 1:
         raise ConfigError("no rank would train", expected="1 or above", got=str(known.nproc), where="--nproc")
     limit = None if known.memory is None else _limit(known.memory, known.reserve)

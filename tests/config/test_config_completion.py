@@ -43,6 +43,12 @@ def test_every_command_is_completed() -> None:
         (["config", "sh"], ["show"]),
         (["config", "default", "--"], []),
         (["completion", "z"], ["zsh"]),
+        (["test", "--fo"], ["--folder"]),
+        (["test", "--precision", "b"], ["bf16"]),
+        (["env", "--"], ["--help", "--config", "--json"]),
+        (["estimate", "--me"], ["--memory"]),
+        (["estimate", "m:f", "--strategy", "ddp"], ["ddp", "ddp-zero"]),
+        (["estimate", ""], []),
         (["nothing", ""], []),
     ],
 )

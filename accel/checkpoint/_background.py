@@ -157,7 +157,7 @@ def save_async(
     snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site)
     error = None
     try:
-        snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors))
+        snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))
     except (RuntimeError, MemoryError) as failure:
         error = failure
     stage = open_stage(ctx, target, site, error)
@@ -176,17 +176,29 @@ def _leave_failure(stage: Path, rank: int, snapshot: Snapshot, error: Exception)
         leave_note(stage, rank, Note(error=describe(error)))
 
 
-def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors, so that training may change its own, and wait for the copies.
+
+    Args:
+        tensors: by name.
+        spare: copies that are no longer needed, whose memory is used again, as mapping new memory takes longer than
+            the copy. Mutated: it holds the new ones, but for pinned memory, which torch keeps by itself.
 
     Raises:
         RuntimeError: the memory does not suffice, or a device failed.
     """
     copies, devices = dict[str, torch.Tensor](), set[torch.device]()
+    for name in spare.keys() - tensors.keys():
+        del spare[name]
     for name, tensor in tensors.items():
         live = tensor.detach().resolve_conj().resolve_neg()
         pinned = live.device.type == "cuda"  # or the copy is not made at the bus's full speed
-        copies[name] = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned).copy_(live, non_blocking=pinned)
+        copy = spare.pop(name, None)
+        if copy is None or pinned or (copy.shape, copy.dtype) != (live.shape, live.dtype):
+            copy = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
+        copies[name] = copy.copy_(live, non_blocking=pinned)
+        if not pinned:
+            spare[name] = copy
         devices.add(live.device)
     for device in devices:
         if device.type == "cuda":

@@ -39,6 +39,7 @@ class Comm:
         owned: whether `close` destroys the group.
         roll: where ranks note who came to a collective that failed; None where no store is known.
         unfinished: what goes on in the background; None if nothing does.
+        spare: host memory that such work leaves to the next, by name.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Comm:
         "rank",
         "roll",
         "size",
+        "spare",
         "unfinished",
     )
 
@@ -75,6 +77,7 @@ class Comm:
         self.owned = owned
         self.roll = roll
         self.unfinished: Unfinished | None = None
+        self.spare: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"
@@ -119,6 +122,7 @@ class Comm:
         if self.unfinished is not None:
             self.unfinished.wait()
             self.unfinished = None
+        self.spare.clear()
         # somebody may have destroyed it already, and even opened another that is not ours to destroy
         owned = self.owned and self._group is not None and dist.group.WORLD is self._group
         if owned and self.roll is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from accel.checkpoint._notes import Note, collect_notes, leave_note
 from accel.context import DistContext, session, single
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
 from accel.testing import WriteFault, simulate
-from accel.training._state import save_state
+from accel.training._state import load_state, save_state
 
 
 def outcome(call: Callable[[], object]) -> str:
@@ -78,6 +78,24 @@ def test_what_is_saved_is_of_the_moment_of_the_call(
     assert equal(loaded["table"], {"rows": [torch.ones(3)]})
     assert equal(other.state(), results[0][0])
     assert os.listdir(tmp_path) == ["step-00000002"]
+
+
+def test_one_save_after_another_in_the_same_memory_holds_what_was_when_it_was_called(tmp_path: Path) -> None:
+    ctx, sizes = single(), [(4, 3), (4, 3), (2, 5), (2, 5)]
+    for step, size in enumerate(sizes):
+        tensors = {"a": torch.full(size, float(step)), f"b{step}": torch.arange(3), "half": torch.ones(2).half()}
+        before = dict(ctx.comm.spare)
+        saving = save_state(ctx, tmp_path, {"t": tensors}, step=step, mode="async")
+        tensors["a"].fill_(-1.0)
+        kept = {name for name, memory in ctx.comm.spare.items() if memory is before.get(name)} - {"$rng"}
+        assert kept == ({"t.half"} if step else set()) | ({"t.a"} if step in (1, 3) else set())
+        assert {name for name in ctx.comm.spare if name.startswith("t.b")} == {f"t.b{step}"}
+        saving.result()
+    for step, size in enumerate(sizes):
+        loaded = cast("Any", load_state(CPU, tmp_path / f"step-{step:08d}", {"t": {}}))
+        assert loaded["t"]["a"].equal(torch.full(size, float(step)))
+    ctx.comm.close()
+    assert not ctx.comm.spare
 
 
 def test_the_next_save_waits_and_retention_goes_on(tmp_path: Path) -> None:

@@ -5,24 +5,31 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 
 from accel.cli._flags import add_fields, resolve_flags, value_flags
 from accel.cli._parser import Parser
-from accel.config import LaunchConfig
+from accel.config import LaunchConfig, Resolved
 from accel.errors import ConfigError, LaunchError
-from accel.launch import LaunchPlan, Target, check_target, launch, plan_here
+from accel.launch import LaunchPlan, Target, batch_script, check_target, launch, plan_here, submit
 
 _USAGE = "accel launch [flags] script.py [args...]"
-_ABOUT = "Run a script on N processes of this machine. Flags override ACCEL_* variables, those override the file."
+_ABOUT = (
+    "Run a script on N processes of this machine, alone or beside other hosts. "
+    "Flags override ACCEL_* variables, those override the file."
+)
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a script on N processes of this machine; return the exit status."""
     own, rest = split_words(words)
     known = parser().read(own)
-    config = resolve_flags(known, environ).config
-    target = _target(known, rest)
+    resolved = resolve_flags(known, environ)
+    config, target = resolved.config, _target(known, rest)
+    if known.slurm:
+        print(_submit(target, resolved, environ, dry_run=known.dry_run), end="")
+        return 0
     if known.dry_run:
         print(_dry_run(target, config, environ), end="")
         return 0
@@ -37,6 +44,9 @@ def parser() -> Parser:
     _ = built.add_argument("--no-python", action="store_true", help="the script is a program of its own")
     _ = built.add_argument(
         "--dry-run", action="store_true", help="print each process's command and environment, and start nothing"
+    )
+    _ = built.add_argument(
+        "--slurm", action="store_true", help="submit the launch to Slurm; with --dry-run, print the batch script"
     )
     return built
 
@@ -61,6 +71,16 @@ def _target(known: argparse.Namespace, rest: Sequence[str]) -> Target:
         raise LaunchError("no script was given", expected=_USAGE, fix="Name the script to run.")
     kind = "module" if known.module else "program" if known.no_python else "script"
     return Target(kind=kind, name=rest[0], args=tuple(rest[1:]))
+
+
+def _submit(target: Target, resolved: Resolved, environ: Mapping[str, str], *, dry_run: bool) -> str:
+    check_target(target, environ)
+    if resolved.config.node_rank != "auto":
+        where = str(resolved.sources["node_rank"])
+        raise ConfigError("Slurm numbers the nodes by itself", where=where, fix="Leave node_rank out with --slurm.")
+    given = [name for name, source in resolved.sources.items() if source.kind != "default"]
+    script = batch_script(target, resolved.config, given, python=sys.executable)
+    return script if dry_run else submit(script, environ)
 
 
 def _dry_run(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> str:

@@ -127,6 +127,14 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=100_000)],
         Meta(description="How often all processes start again after one has failed."),
     ] = 0
+    slurm_options: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\n\r\x00]*$",
+            examples=["'--partition=gpu --time=2:00:00'"],
+            description="What `accel launch --slurm` asks sbatch for besides nodes; empty: nothing.",
+        ),
+    ] = ""
 
     @property
     def hosts(self) -> tuple[int, int]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from accel.launch._plan import plan_launch as plan_launch
     from accel.launch._record import FailureRecord as FailureRecord
     from accel.launch._run import run_plan as run_plan
+    from accel.launch._slurm import batch_script as batch_script
+    from accel.launch._slurm import submit as submit
     from accel.launch._target import Target as Target
     from accel.launch._target import check_target as check_target
 
@@ -45,6 +47,7 @@ __getattr__ = exports(
         "_plan": ("LaunchPlan", "ProcessPlan", "plan_launch"),
         "_record": ("FailureRecord",),
         "_run": ("run_plan",),
+        "_slurm": ("batch_script", "submit"),
         "_target": ("Target", "check_target"),
     },
 )

@@ -159,6 +159,7 @@ class Agent(SimpleElasticAgent):
         self._max_restarts = spec.max_restarts
         self._failed = 0
         self._starts = 0
+        self._done = False
         self._report = ""
         self._relay: Relay | None = None
         self.children = Children()
@@ -177,6 +178,7 @@ class Agent(SimpleElasticAgent):
             why = f", restart {self._failed} of {self._max_restarts}" if self._failed else ""
             tell(f"accel: {describe_hosts(self._meeting.hosts, len(plan.processes))}{why}\n")
         self._starts += 1
+        self._done = False
         self.children = Children()
         self._relay = self.children.start(plan)
         return {local: process.rank for local, process in enumerate(plan.processes)}
@@ -190,6 +192,9 @@ class Agent(SimpleElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         if self.children.running():
             return RunResult(state=WorkerState.HEALTHY)
+        # torch would wait for the other hosts next, for minutes, and hear of nothing.
+        if not self._others_done():
+            return RunResult(state=WorkerState.FAILED if self._report else WorkerState.HEALTHY)
         self.finish()
         self.status = 0
         return RunResult(
@@ -227,13 +232,28 @@ class Agent(SimpleElasticAgent):
         where = describe_hosts(self._meeting.hosts, len(self.plan.processes)) if repeats(first) else ""
         self._report = failure_report(first, others, log, hosts=hosts, where=where)
 
+    def _others_done(self) -> bool:
+        """Say that our ranks have ended well; return whether all others have. Notes a failure if there was one."""
+        store = self._meeting.store
+        assert store is not None
+        if not self._done:
+            self._done = True
+            _ = store.add("done", 1)
+        return not self._note_others_failure() and store.add("done", 0) == len(self._meeting.hosts)
+
+    def _note_others_failure(self) -> bool:
+        """Take over what another host says of a failure, if one does."""
+        if not (news := self._news(None)):
+            return False
+        first = culprit(news)
+        self._failed += 1
+        self.status = exit_code(first.status)
+        self._report = failure_report(first, hosts=self._hosts())
+        return True
+
     def _note_change(self) -> None:
         """Find out why another host wants to start again."""
-        if news := self._news(None):
-            self._failed += 1
-            first = culprit(news)
-            self._report = failure_report(first, hosts=self._hosts())
-        else:
+        if not self._note_others_failure():
             tell("accel: a host has come or gone; all ranks start again\n")
 
     def _hosts(self) -> dict[int, str]:

@@ -22,7 +22,7 @@ print("err of", os.environ["RANK"], file=sys.stderr, flush=True)
 
 
 def test_every_field_is_a_flag_and_every_flag_a_field() -> None:
-    own = {"--help", "--config", "--module", "--no-python", "--dry-run"}
+    own = {"--help", "--config", "--module", "--no-python", "--dry-run", "--slurm"}
     shorthands = {field.shorthand[0] for field in FIELDS if field.shorthand}
     flags = {flag for action in parser()._actions for flag in action.option_strings if flag.startswith("--")}
     assert flags - own - shorthands == {field.flag for field in FIELDS}
@@ -115,7 +115,7 @@ def test_a_program_needs_no_python(workspace: Workspace) -> None:
 
 
 def test_a_program_ends_with_a_launcher_that_is_killed(workspace: Workspace) -> None:
-    launcher = workspace.start("launch", "--no-python", "sh", "-c", "echo $$ > partial; mv partial pid-0; sleep 60")
+    launcher = workspace.start("launch", "--no-python", "sh", "-c", "echo $$ > partial; mv partial pid-0; exec sleep 60")
     [pid] = workspace.pids(1)
     launcher.kill()
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"))

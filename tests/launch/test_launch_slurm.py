@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch script of a launch, and what is refused before it is submitted."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.cli import main
+from accel.config import FIELDS, LaunchConfig
+from accel.launch import Target, batch_script
+
+SRUN = """#!/bin/sh
+while [ "${1#--kill}" != "$1" ] || [ "${1#--cpus}" != "$1" ]; do shift; done
+for word; do printf '%s\\0' "$word"; done
+"""
+
+
+def script(config: LaunchConfig, *given_: str, args: tuple[str, ...] = (), **target: str) -> str:
+    return batch_script(Target(name="train.py", args=args, **target), config, given_, python="/bin/py")  # type: ignore[arg-type]
+
+
+def run(text: str, folder: Path) -> list[str]:
+    """Run a batch script where Slurm's commands only say what they are given."""
+    for name, body in {"srun": SRUN, "scontrol": "#!/bin/sh\necho node7\necho node8\n"}.items():
+        (folder / name).write_text(body)
+        (folder / name).chmod(0o755)
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "2"}
+    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_each_node_gets_a_launcher_that_meets_the_others_on_the_first(tmp_path: Path) -> None:
+    text = script(LaunchConfig(nnodes=2, nproc_per_node=4), "nnodes", "nproc_per_node", args=("--epochs", "3"))
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in text
+    told = ["--nnodes=2", "--rdzv-endpoint=node7:23456", "--nproc-per-node=4", "--", "train.py", "--epochs", "3"]
+    assert run(text, tmp_path) == ["/bin/py", "-m", "accel.cli", "launch", *told]
+
+
+def test_what_hosts_come_and_go_is_asked_for_as_a_range() -> None:
+    text = script(LaunchConfig(nnodes="1:4"))
+    assert "#SBATCH --nodes=1-4\n" in text
+    assert "#SBATCH --no-kill\n" in text
+    assert '--nnodes="1:$SLURM_NNODES"' in text
+
+
+def test_options_of_slurm_are_handed_on_as_they_are() -> None:
+    text = script(LaunchConfig(slurm_options="--partition=gpu --comment='a b'"), "slurm_options")
+    assert "#SBATCH --partition=gpu --comment='a b'\n" in text
+    assert "--slurm-options" not in text
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r")), max_size=3))
+def test_the_scripts_words_come_through_a_shell_verbatim(args: list[str]) -> None:
+    text = script(LaunchConfig(), args=tuple(args))
+    words = shlex.split(text[text.index("exec srun") :].replace("\\\n", " ", 2))
+    assert words[words.index("--") + 1 :] == ["train.py", *args]
+
+
+def test_every_field_that_was_set_is_told_to_the_launchers_or_settled_by_the_job() -> None:
+    text = script(LaunchConfig(), *(field.name for field in FIELDS))
+    missing = {field.name for field in FIELDS if f" {field.flag}=" not in text}
+    assert missing == {"node_rank", "slurm_options"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--slurm", "--node-rank", "0"], "Slurm numbers the nodes by itself - at flag --node-rank"),
+        (["--slurm", "--slurm-options", "a\nb"], "not a usable slurm_options"),
+        (["--slurm"], "there is no Slurm here: expected `sbatch` in PATH"),
+    ],
+)
+def test_what_slurm_could_not_do_is_one_line_and_status_2(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *words, "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+
+
+def test_a_job_that_slurm_refuses_is_told_in_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition: x' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--slurm", "train.py"]) == 2
+    assert "Slurm refuses the job: got invalid partition: x." in capsys.readouterr().err

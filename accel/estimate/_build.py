@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,7 +122,8 @@ def measure(
             for name, each in model.named_parameters()
         )
         buffer_bytes = sum(each.numel() * each.element_size() for each in model.buffers())
-        kept = _activations(model, inputs, labelled) if inputs else {}
+        with as_on_gpus():
+            kept = _activations(model, inputs, labelled) if inputs else {}
     return Model(source=source, parameters=parameters, buffer_bytes=buffer_bytes, activations=kept)
 
 
@@ -182,6 +184,29 @@ def kept_by_forward(
     return Activations(saved=sum(sizes.values()) - copied, copies=copied)
 
 
+def as_on_gpus() -> AbstractContextManager[object]:
+    """Let dropout keep a mask of bytes in the block, and attention no matrix: so it is on GPUs, but not on the CPU."""
+    import torch
+    from torch.nn import functional
+    from torch.overrides import TorchFunctionMode
+
+    class AsOnGpus(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            named: dict[str, Any] = kwargs or {}
+            if func is functional.dropout:
+                return dropout(*args, **named)
+            if func is functional.scaled_dot_product_attention:
+                args, named = args[:4], {**named, "dropout_p": 0.0}
+            if func is functional.multi_head_attention_forward:
+                args = (*args[:10], 0.0, *args[11:])  # its dropout_p
+            return func(*args, **named)
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(input, p, training)[0] if training and p else input
+
+    return AsOnGpus()
+
+
 def _storage(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
     storage = tensor.untyped_storage()
     return storage._cdata, storage  # pyright: ignore[reportPrivateUsage] - tensors without memory have no address
@@ -196,7 +221,9 @@ def _tensor(each: Input) -> torch.Tensor:
 @contextmanager
 def _without_values(source: str) -> Generator[None]:
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about tensors without memory that are copied
+            yield
     except AccelError:
         raise
     except Exception as error:  # the user's own code runs here

@@ -173,3 +173,18 @@ def test_blocks_are_those_that_fully_shard_would_take() -> None:
     root = sum(each.count for each in model.units[""])
     assert memory.working == 2 * (root + 3 * block)
     assert keep.working == 2 * (model.count + block)
+
+
+def test_dropout_and_attention_keep_what_they_keep_on_gpus() -> None:
+    def dropped() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+
+    kept = measure(dropped, "dropped", [Input((32, 8), "float32")]).activations["fp32"]
+    assert kept.saved == 32 * 8 * 4 + 32 * 16 * (1 + 4)  # the input, the mask, and what it leaves
+
+    def attention() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+
+    short, long = (measure(attention, "", [Input((1, n, 16), "float32")]).activations["bf16"] for n in (256, 1024))
+    assert long.saved == 4 * short.saved
+    assert long.copies == short.copies

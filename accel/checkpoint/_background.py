@@ -13,10 +13,11 @@ import contextvars
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,11 +41,20 @@ class Saving:
         path: where it will be once it is committed.
     """
 
-    def __init__(self, ctx: DistContext, stage: Stage, target: Path, snapshot: Snapshot, keep: Keep | None) -> None:
+    def __init__(
+        self,
+        ctx: DistContext,
+        stage: Stage,
+        target: Path,
+        snapshot: Snapshot,
+        keep: Keep | None,
+        check: Callable[[], object] | None,
+    ) -> None:
         self.path = target
         self._ctx = ctx
         self._stage = stage
         self._keep = keep
+        self._check = check
         self._written: Future[Share] = Future()
         self._committed: Future[None] = Future()
         self._given_up = threading.Event()
@@ -71,6 +81,7 @@ class Saving:
         Raises:
             CheckpointError: the disk failed, or a rank wrote nothing for `timeout_s`; the same on every rank. Nothing
                 has changed.
+            NonFiniteError: what was to be saved is not finite; the same on every rank. Nothing was saved.
         """
         if self._outcome is None:
             try:
@@ -108,6 +119,8 @@ class Saving:
     def _work(self, snapshot: Snapshot) -> None:
         stage, rank = self._stage.path, self._ctx.rank
         try:
+            if self._check is not None:
+                self._check()
             share = write_share(stage, snapshot)
             if rank:
                 leave_note(stage, rank, Note(share=share))
@@ -142,12 +155,20 @@ class Saving:
 
 
 def save_async(
-    ctx: DistContext, out: Path, content: Content, *, step: int, keep: Keep | None, metrics: Mapping[str, float]
+    ctx: DistContext,
+    out: Path,
+    content: Content,
+    *,
+    step: int,
+    keep: Keep | None,
+    metrics: Mapping[str, float],
+    check: Callable[[Content], object] | None,
 ) -> Saving:
     """Copy what this rank writes, and return while threads write and commit it. A collective.
 
     Args:
         ctx, out, content, step, keep, metrics: as of `save`.
+        check: raises if what this rank writes must not be saved; called by the thread. None for no check.
 
     Raises:
         CheckpointError: another writer is saving, or the disk failed; the same on every rank, nothing has changed.
@@ -161,11 +182,21 @@ def save_async(
     except (RuntimeError, MemoryError) as failure:
         error = failure
     stage = open_stage(ctx, target, site, error)
+    look = partial(check, _written(content, snapshot.tensors)) if check is not None else None
     try:
-        return Saving(ctx, stage, target, snapshot, keep)
+        return Saving(ctx, stage, target, snapshot, keep, look)
     except BaseException:  # such as no more threads
         stage.abandon()
         raise
+
+
+def _written(content: Content, tensors: Mapping[str, torch.Tensor]) -> Content:
+    """What this rank brings, as far as it writes it."""
+    shared, main, own = (
+        {name: tensors[name] for name in each.keys() & tensors.keys()}
+        for each in (content.shared, content.main, content.own)
+    )
+    return replace(content, shared=shared, main=main, own=own)
 
 
 def _leave_failure(stage: Path, rank: int, snapshot: Snapshot, error: Exception) -> None:

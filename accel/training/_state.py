@@ -129,7 +129,8 @@ def save_state(
         ConfigError: no items, a name, step, keep, metric or mode out of range, or a record that is not at a step's end.
         CheckpointError: something cannot be stored, another process, which is named, is saving into the folder, or the
             disk failed; the same on every rank, nothing has changed.
-        NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed.
+        NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed. In mode
+            "async", `result` raises it, of what is written.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
     """
     ctx.comm.finish()
@@ -141,7 +142,7 @@ def save_state(
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
         content = capture(ctx, items, transform)
-        if not allow_non_finite:
+        if mode == "sync" and not allow_non_finite:
             check_finite(content)
     except Exception as failure:
         error = failure
@@ -149,8 +150,10 @@ def save_state(
     said = settle(ctx, Call("save_state", f"step {step}\nkeep {keep}\nmode {mode}", call_site()), error, own, bytes)
     assert isinstance(content, Content)  # settle raised otherwise
     content = join_values(content, said)
-    write = save_async if mode == "async" else save
-    return write(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
+    if mode == "sync":
+        return save(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
+    check = None if allow_non_finite else check_finite
+    return save_async(ctx, Path(out), content, step=step, keep=rule, metrics=rated, check=check)
 
 
 def load_state(

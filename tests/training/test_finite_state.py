@@ -72,6 +72,29 @@ def test_the_first_tensor_is_named_on_every_rank(ranks, tmp_path, kind, value, s
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_in_the_background_it_is_told_by_the_result(ranks, tmp_path, kind):
+    def rank(ctx):
+        torch.manual_seed(0)
+        items = _items(ctx)
+        accel.save_state(ctx, tmp_path, items, step=1, mode="async").result()
+        name = _spoil(items, kind, math.nan)
+        saving = accel.save_state(ctx, tmp_path, items, step=2, mode="async")
+        _spoil(items, kind, 0.0)
+        with pytest.raises(NonFiniteError) as caught:
+            saving.result()
+        saving = accel.save_state(ctx, tmp_path, items, step=3, mode="async")
+        _spoil(items, kind, math.nan)
+        saving.result()
+        accel.save_state(ctx, tmp_path, items, step=4, mode="async", allow_non_finite=True).result()
+        return name, str(caught.value)
+
+    (name, text), other = ranks.run(rank, 2)
+    assert other == (name, text)
+    assert name in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (1, 3, 4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_saved_when_asked_for(tmp_path, kind):
     ctx = accel.single()
     items = _items(ctx)

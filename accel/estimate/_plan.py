@@ -168,13 +168,11 @@ def plan_memory(
     stored = [_stored(parameter, chosen.params) for parameter in model.parameters]
     trained = [parameter for parameter in stored if parameter.trained]
     how = STRATEGIES[strategy]
-    values, counts_steps = OPTIMIZERS[optimizer]
-    state = values * _bytes(trained, nproc if how.optimizer else 1) + 4 * len(trained) * counts_steps
     kept = model.activations.get(chosen.compute if chosen.params is None else "pure-bf16")
     return Memory(
         parameters=_bytes(stored, nproc if how.parameters else 1) + model.buffer_bytes,
         gradients=_bytes(trained, nproc if how.gradients else 1),
-        optimizer=state,
+        optimizer=_state(trained, optimizer, how, nproc),
         activations=None if kept is None else kept.saved,
         working=_working(model, stored, how, compute_bytes, kept, nproc),
     )
@@ -204,6 +202,18 @@ def _stored(parameter: Parameter, params: str | None) -> Parameter:
 
 def _bytes(parameters: Sequence[Parameter], nproc: int) -> int:
     return sum(shard_count(parameter, nproc) * parameter.item_bytes for parameter in parameters)
+
+
+def _state(trained: Sequence[Parameter], optimizer: str, how: Strategy, nproc: int) -> int:
+    values, counts_steps = OPTIMIZERS[optimizer]
+    if how.parameters or not how.optimizer:
+        return values * _bytes(trained, nproc if how.parameters else 1) + 4 * len(trained) * counts_steps
+    counts, sizes = [0] * nproc, [0] * nproc  # whole parameters, the largest first, each to who has least
+    for parameter in sorted(trained, key=lambda each: each.count, reverse=True):
+        rank = counts.index(min(counts))
+        counts[rank] += parameter.count
+        sizes[rank] += values * parameter.count * parameter.item_bytes + 4 * counts_steps
+    return max(sizes)
 
 
 def _working(

@@ -55,7 +55,8 @@ def test_the_total_is_the_sum_and_more_ranks_never_take_more(
     parts = msgspec.structs.asdict(memory)
     assert memory.total == sum(part or 0 for part in parts.values())
     more = msgspec.structs.asdict(plan(2 * nproc))
-    assert all((more[name] or 0) <= (part or 0) for name, part in parts.items() if name != "working")
+    dealt = "optimizer" if strategy == "ddp-zero" else ""  # whole parameters may be dealt worse to more ranks
+    assert all((more[name] or 0) <= (part or 0) for name, part in parts.items() if name not in ("working", dealt))
     whole = plan(1)
     assert nproc * (memory.parameters - model.buffer_bytes) >= whole.parameters - model.buffer_bytes
     assert nproc * memory.gradients >= whole.gradients
@@ -161,6 +162,23 @@ def test_shards_of_fully_shard_are_the_planned_ones() -> None:
         sizes = accel.testing.simulate(shards, nproc, default_group=True)  # type: ignore[attr-defined]
         memory = plan_memory(model, precision_name="fp32", strategy="fsdp", nproc=nproc)
         assert max(sizes) == memory.parameters - model.buffer_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the import in torch
+def test_state_of_zero_redundancy_optimizer_is_the_planned_one() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def state(ctx: accel.DistContext) -> int:
+        model = Block()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return size([value for values in optimizer.optim.state.values() for value in values.values()])
+
+    sizes = accel.testing.simulate(state, 3, default_group=True)  # type: ignore[attr-defined]
+    memory = plan_memory(measure(Block, "Block"), precision_name="fp32", strategy="ddp-zero", nproc=3)
+    assert max(sizes) == memory.optimizer
 
 
 def test_blocks_are_those_that_fully_shard_would_take() -> None:

@@ -127,6 +127,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=100_000)],
         Meta(description="How often all processes start again after one has failed."),
     ] = 0
+    hang_timeout_s: Annotated[
+        Seconds | Literal["never"],
+        Meta(description="Seconds without output until each process's Python stack is shown, and nothing is ended."),
+    ] = "never"
     slurm_options: Annotated[
         str,
         Meta(

@@ -44,6 +44,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from accel.errors import AccelError, LaunchError
 from accel.launch._children import Children
+from accel.launch._hang import Watch
 from accel.launch._hosts import Order, is_here, split_endpoint
 from accel.launch._launch import plan_here, record_dir
 from accel.launch._meeting import Note, describe_hosts, note_of, seats
@@ -163,6 +164,7 @@ class Agent(SimpleElasticAgent):
         self._report = ""
         self._relay: Relay | None = None
         self.children = Children()
+        self._hangs = Watch(self.children, None, None)
         self.plan: LaunchPlan | None = None
         self.status = 0
 
@@ -181,6 +183,7 @@ class Agent(SimpleElasticAgent):
         self._done = False
         self.children = Children()
         self._relay = self.children.start(plan)
+        self._hangs = Watch(self.children, self._relay, plan.hang_timeout_s)
         return {local: process.rank for local, process in enumerate(plan.processes)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -191,6 +194,7 @@ class Agent(SimpleElasticAgent):
             self._note_failure()
             return RunResult(state=WorkerState.FAILED)
         if self.children.running():
+            tell(self._hangs.look())
             return RunResult(state=WorkerState.HEALTHY)
         # torch would wait for the other hosts next, for minutes, and hear of nothing.
         if not self._others_done():

@@ -30,7 +30,7 @@ class Children:
         """
         alone = len(plan.processes) == 1
         logs = _open_logs(plan)
-        piped = not alone or bool(logs)
+        piped = not alone or bool(logs) or plan.hang_timeout_s is not None
         for process in plan.processes:
             pipe = subprocess.PIPE if piped else None
             stdin = None if process.rank == 0 else subprocess.DEVNULL
@@ -73,6 +73,16 @@ class Children:
         """Send a signal to each rank that has not ended, but not to processes that it started itself."""
         for _, popen in self._processes:
             popen.send_signal(number)
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Send a signal to one rank, if it has not ended."""
+        for process, popen in self._processes:
+            if process.rank == rank:
+                popen.send_signal(number)
+
+    def records(self) -> dict[int, str]:
+        """Return the file for its failure of each rank that has not ended."""
+        return {process.rank: process.record for process, popen in self._processes if popen.poll() is None}
 
     def signal_groups(self, number: int) -> bool:
         """Send a signal (0 for none) to each rank and to what it has started; return False if none of these is left."""

@@ -62,6 +62,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         quiet: whether the output of rank 0 alone is shown.
         stop_grace_s: seconds between the wish to stop and the end by force.
         restarts, max_restarts: how often the job has started again, and how often it may.
+        hang_timeout_s: seconds without output until each rank's stack is shown; None for never.
     """
 
     processes: tuple[ProcessPlan, ...]
@@ -71,6 +72,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     stop_grace_s: float = 10.0
     restarts: int = 0
     max_restarts: int = 0
+    hang_timeout_s: float | None = None
 
 
 def plan_launch(
@@ -132,6 +134,7 @@ def plan_launch(
         stop_grace_s=config.stop_grace_s,
         restarts=place.restarts,
         max_restarts=config.max_restarts,
+        hang_timeout_s=None if config.hang_timeout_s == "never" else config.hang_timeout_s,
     )
 
 

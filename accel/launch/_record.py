@@ -8,6 +8,8 @@ import signal
 
 import msgspec
 
+STACK_SIGNAL = signal.SIGRTMAX - 1  # asks a rank for its Python stack; far from those that scripts use
+
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a failing process wrote down before it ended.
@@ -52,6 +54,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 def crash_path(record: str) -> str:
     """Return the file for the fault handler's dump that belongs to a failure record."""
     return f"{record}.crash"
+
+
+def stack_path(record: str) -> str:
+    """Return the file for stacks that a rank is asked for, which belongs to a failure record."""
+    return f"{record}.stack"
 
 
 def write_record(path: str, record: FailureRecord) -> None:

@@ -7,6 +7,7 @@ import os
 import select
 import selectors
 import threading
+import time
 from collections.abc import Iterable
 from typing import IO
 
@@ -97,6 +98,7 @@ class Relay(threading.Thread):
         self._pipes = list(pipes)
         self._logs = list(logs)
         self._ended = threading.Event()
+        self.last_s = time.monotonic()  # when something was printed, or this was made
 
     def end(self) -> None:
         """Say that the ranks are gone: a pipe that some process of theirs still holds is left once it is quiet."""
@@ -110,6 +112,7 @@ class Relay(threading.Thread):
                 ready = selector.select(_QUIET_S)
                 if not ready and self._ended.is_set():
                     break
+                self.last_s = time.monotonic() if ready else self.last_s
                 for key, _ in ready:
                     if not key.data.copy():
                         _ = selector.unregister(key.fileobj)

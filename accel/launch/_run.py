@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from accel.launch._children import Children
+from accel.launch._hang import Watch
 from accel.launch._plan import LaunchPlan
 from accel.launch._record import Failure, culprit, exit_code, stop_number
 from accel.launch._relay import Relay, log_path
@@ -89,7 +90,7 @@ def run_to_end(plan: LaunchPlan) -> Ending:
 def _carry_out(plan: LaunchPlan, signals: Signals) -> Ending:
     children = Children()
     relay = children.start(plan)
-    ending = _supervise(children, signals, plan)
+    ending = _supervise(children, signals, plan, Watch(children, relay, plan.hang_timeout_s))
     drain(relay, signals)
     return ending
 
@@ -100,9 +101,10 @@ def tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def _supervise(children: Children, signals: Signals, plan: LaunchPlan) -> Ending:
+def _supervise(children: Children, signals: Signals, plan: LaunchPlan, watch: Watch) -> Ending:
     while children.running() and not children.failures():
-        number = signals.wait(None)
+        number = signals.wait(watch.left_s())
+        tell(watch.look())
         if number in NOTICES:
             children.signal(number)
         # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.

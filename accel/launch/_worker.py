@@ -22,7 +22,7 @@ from importlib.util import find_spec, module_from_spec
 from types import FrameType, ModuleType, TracebackType
 
 from accel.launch._frames import is_users
-from accel.launch._record import FailureRecord, crash_path, write_record
+from accel.launch._record import STACK_SIGNAL, FailureRecord, crash_path, stack_path, write_record
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,6 +45,7 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
         os.execvp(name, [name, *args])
     if not faulthandler.is_enabled():
         faulthandler.enable(open(crash_path(record), "wb"), all_threads=False)  # noqa: SIM115 - open until the end
+    show_stacks(record)
     rank = int(os.environ["RANK"])
     sys.argv = [name, *args]
     if not sys.flags.safe_path:
@@ -65,6 +66,14 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
             with contextlib.suppress(OSError):  # without a record, the hook above shows the error
                 write_record(record, describe_failure(rank, error))
         raise
+
+
+def show_stacks(record: str) -> None:
+    """Let a signal of the launcher's write this process's stack; the file is there once the signal may be sent."""
+    partial = f"{stack_path(record)}.partial"
+    with contextlib.suppress(OSError):
+        faulthandler.register(STACK_SIGNAL, open(partial, "ab"), all_threads=False)  # noqa: SIM115 - open until the end
+        os.replace(partial, stack_path(record))
 
 
 def die_with(parent: int) -> None:

@@ -30,6 +30,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "quiet": st.booleans(),
     "stop_grace_s": SECONDS,
     "max_restarts": st.integers(0, 100_000),
+    "hang_timeout_s": SECONDS | st.just("never"),
     "slurm_options": st.sampled_from(["", "--partition=gpu --time=2:00:00", "--comment='a b'"]),
 }
 

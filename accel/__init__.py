@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from accel.seeding import seeded as seeded
     from accel.seeding import set_seed as set_seed
     from accel.seeding import synchronize_rng as synchronize_rng
+    from accel.storage import RemotePath as RemotePath
     from accel.training import Ema as Ema
     from accel.training import Loaded as Loaded
     from accel.training import StepResult as StepResult
@@ -232,6 +233,7 @@ _HOMES = {
         "save_state",
         "unscale_gradients",
     ),
+    "storage": ("RemotePath",),
     "tree": ("Container",),
 }
 

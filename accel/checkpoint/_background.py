@@ -26,12 +26,14 @@ from accel.checkpoint._cleanup import retain
 from accel.checkpoint._commit import Share, Stage, commit_stage, open_stage, write_share
 from accel.checkpoint._directory import step_name
 from accel.checkpoint._keep import Keep
-from accel.checkpoint._notes import Note, collect_notes, leave_note
+from accel.checkpoint._notes import Note, collect_notes, leave_note, show_life
+from accel.checkpoint._objects import new_mark
 from accel.checkpoint._settle import settle
 from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, describe, rebuild
+from accel.storage import Place
 
 
 class Saving:
@@ -45,7 +47,7 @@ class Saving:
         self,
         ctx: DistContext,
         stage: Stage,
-        target: Path,
+        target: Place,
         snapshot: Snapshot,
         keep: Keep | None,
         check: Callable[[], object] | None,
@@ -58,7 +60,7 @@ class Saving:
         self._written: Future[Share] = Future()
         self._committed: Future[None] = Future()
         self._given_up = threading.Event()
-        self._outcome: Exception | Path | None = None
+        self._outcome: Exception | Place | None = None
         work = contextvars.copy_context()
         # not a daemon: a program that ends without a word waits for its last checkpoint
         self._thread = threading.Thread(target=work.run, args=(self._work, snapshot), name=f"accel-save-{target.name}")
@@ -72,7 +74,7 @@ class Saving:
         """Whether this rank's thread has ended, well or not. No communication."""
         return not self._thread.is_alive()
 
-    def result(self) -> Path:
+    def result(self) -> Place:
         """Wait for the commit. A collective the first time.
 
         Returns:
@@ -100,7 +102,7 @@ class Saving:
         if error is not None and self._outcome is None:
             logging.getLogger("accel.checkpoint").error("%s was not saved: %s", self.path, error)
 
-    def _settle(self) -> Path:
+    def _settle(self) -> Place:
         site = call_site()
         try:
             # first what needs no other rank: simulated ranks run one at a time
@@ -117,11 +119,12 @@ class Saving:
         return self.path
 
     def _work(self, snapshot: Snapshot) -> None:
-        stage, rank = self._stage.path, self._ctx.rank
+        stage, rank = self._stage, self._ctx.rank
         try:
             if self._check is not None:
                 self._check()
-            share = write_share(stage, snapshot)
+            with show_life(stage, rank):
+                share = write_share(stage.path, snapshot)
             if rank:
                 leave_note(stage, rank, Note(share=share))
         except Exception as error:
@@ -141,7 +144,7 @@ class Saving:
             self._committed.set_result(None)
 
     def _commit(self, snapshot: Snapshot) -> None:
-        stage, others = self._stage.path, range(1, self._ctx.world_size)
+        stage, others = self._stage, range(1, self._ctx.world_size)
         notes = collect_notes(stage, others, timeout_s=self._ctx.timeout_s, given_up=self._given_up)
         shares = [self._written.result()]
         for rank in others:
@@ -156,7 +159,7 @@ class Saving:
 
 def save_async(
     ctx: DistContext,
-    out: Path,
+    out: Place,
     content: Content,
     *,
     step: int,
@@ -175,13 +178,13 @@ def save_async(
         CollectiveMismatch: ranks hold different tensors.
     """
     target, site = out / step_name(step), call_site()
-    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site)
+    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=new_mark(target))
     error = None
     try:
         snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))
     except (RuntimeError, MemoryError) as failure:
         error = failure
-    stage = open_stage(ctx, target, site, error)
+    stage = open_stage(ctx, target, snapshot.mark, site, error)
     look = partial(check, _written(content, snapshot.tensors)) if check is not None else None
     try:
         return Saving(ctx, stage, target, snapshot, keep, look)
@@ -199,10 +202,11 @@ def _written(content: Content, tensors: Mapping[str, torch.Tensor]) -> Content:
     return replace(content, shared=shared, main=main, own=own)
 
 
-def _leave_failure(stage: Path, rank: int, snapshot: Snapshot, error: Exception) -> None:
+def _leave_failure(stage: Stage, rank: int, snapshot: Snapshot, error: Exception) -> None:
     """Tell rank 0; where even that cannot be written, `Saving.result` does."""
-    with suppress(OSError):
-        os.unlink(stage / snapshot.file)  # a full disk has room for the note then
+    if isinstance(stage.path, Path):
+        with suppress(OSError):
+            os.unlink(stage.path / snapshot.file)  # a full disk has room for the note then
     with suppress(CheckpointError):
         leave_note(stage, rank, Note(error=describe(error)))
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from accel.checkpoint._directory import committed, inspect, is_committed, is_exactly_ours, step_of
 from accel.checkpoint._keep import Keep, plan_keep
+from accel.checkpoint._objects import discard_objects, sweep_objects, wasteful_steps
 from accel.errors import AccelError, CheckpointError
-from accel.storage import leftovers, remove_flat, set_aside
+from accel.storage import Place, RemotePath, leftovers, remove_flat, set_aside
 
 
-def sweep(out: Path) -> None:
+def sweep(out: Place) -> None:
     """Remove half-written stages, and what was moved aside; who holds the lock knows that their writers are gone."""
+    if isinstance(out, RemotePath):
+        for folder in wasteful_steps(out):
+            sweep_step(folder)
+        return
     for left in leftovers(out):
         step = step_of(left.target)
         if step is None:
@@ -31,7 +35,15 @@ def sweep(out: Path) -> None:
             warn("%s was left by a writer that is gone and could not be removed: %s", left.path, error)
 
 
-def retain(newest: Path, keep: Keep) -> None:
+def sweep_step(folder: RemotePath) -> None:
+    """Remove the objects of a step that its checkpoint does not consist of."""
+    try:
+        sweep_objects(folder)
+    except CheckpointError as error:
+        warn("what no checkpoint needs could not be removed from %s: %s", folder, error)
+
+
+def retain(newest: Place, keep: Keep) -> None:
     """Delete the committed checkpoints that are not to stay beside the one just written."""
     current = step_of(newest.name)
     assert current is not None, newest
@@ -47,13 +59,13 @@ def retain(newest: Path, keep: Keep) -> None:
             discard(path)
 
 
-def discard(path: Path) -> None:
+def discard(path: Place) -> None:
     """Delete a checkpoint; first it loses its name, so that no reader ever finds half of one."""
     if not is_exactly_ours(path):
         warn("%s stays: it holds what accel did not write, or is no valid checkpoint", path)
         return
     try:
-        remove_flat(set_aside(path))
+        discard_objects(path) if isinstance(path, RemotePath) else remove_flat(set_aside(path))
     except CheckpointError as error:
         warn("%s could not be deleted: %s", path, error)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from accel.checkpoint._cleanup import discard, sweep
+from accel.checkpoint._cleanup import discard, sweep, sweep_step
 from accel.checkpoint._manifest import MANIFEST, encode_manifest
+from accel.checkpoint._objects import commit_objects, sweep_objects
 from accel.checkpoint._settle import settle
 from accel.checkpoint._snapshot import Snapshot
 from accel.comm import Call
@@ -19,12 +20,15 @@ from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import (
     FileEntry,
-    FolderLock,
+    Lock,
+    Place,
+    RemoteLock,
+    RemotePath,
     commit,
+    lock_place,
     make_folder,
     make_stage,
     remove_flat,
-    take_lock,
     write_file,
     write_tensors,
 )
@@ -42,18 +46,26 @@ class Stage:
     """Where a checkpoint is being written.
 
     Attributes:
-        path: the folder, the same on every rank.
+        path: the folder, the same on every rank; in a store, the checkpoint's own.
         lock: on the folder of all checkpoints; rank 0's to release.
+        mark: in the names of the files that are written.
     """
 
-    path: Path
-    lock: FolderLock | None
+    path: Place
+    lock: Lock | None
+    mark: str
 
     def abandon(self) -> None:
-        """Remove the folder and let the next writer in, if this is rank 0."""
-        if self.lock is not None:
+        """Remove what was written and let the next writer in, if this is rank 0."""
+        if self.lock is None:
+            return
+        try:
             with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
-                remove_flat(self.path)
+                if isinstance(self.path, RemotePath):
+                    sweep_objects(self.path, self.mark)
+                else:
+                    remove_flat(self.path)
+        finally:
             self.lock.release()
 
     def close(self) -> None:
@@ -62,12 +74,13 @@ class Stage:
             self.lock.release()
 
 
-def open_stage(ctx: DistContext, target: Path, site: str, error: Exception | None = None) -> Stage:
+def open_stage(ctx: DistContext, target: Place, mark: str, site: str, error: Exception | None = None) -> Stage:
     """Let rank 0 take the lock, clear up after dead writers and make the stage. A collective.
 
     Args:
         ctx: the context.
         target: the checkpoint's folder.
+        mark: in the names of the files that will be written.
         site: the call of the user's that this is part of.
         error: what went wrong on this rank before, if anything did.
 
@@ -77,7 +90,7 @@ def open_stage(ctx: DistContext, target: Path, site: str, error: Exception | Non
     stage = None
     if ctx.is_main_process and error is None:
         try:
-            stage = _make(target)
+            stage = _make(target, mark)
         except CheckpointError as failure:
             error = failure
     call = Call("save_state: opening the stage", site=site)
@@ -87,10 +100,10 @@ def open_stage(ctx: DistContext, target: Path, site: str, error: Exception | Non
         if stage is not None:
             stage.abandon()
         raise
-    return stage or Stage(target.parent / names[0], None)
+    return stage or Stage(target.parent / names[0], None, mark)
 
 
-def write_share(stage: Path, snapshot: Snapshot) -> Share:
+def write_share(stage: Place, snapshot: Snapshot) -> Share:
     """Write this rank's share. No communication.
 
     Raises:
@@ -102,24 +115,33 @@ def write_share(stage: Path, snapshot: Snapshot) -> Share:
     return Share(snapshot.file, write_tensors(stage, snapshot.file, snapshot.tensors))
 
 
-def commit_stage(stage: Path, target: Path, snapshot: Snapshot, shares: Sequence[Share]) -> None:
+def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[Share]) -> None:
     """Write the manifest of what all ranks have written, and commit. Rank 0's work; no communication.
 
     Raises:
         CheckpointError: the disk failed; whatever had the target's name has it back.
     """
     files = {share.name: share.entry for share in shares if share.entry is not None}
-    write_file(stage, MANIFEST, [encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))])
-    if (aside := commit(stage, target)) is not None:
+    manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))
+    if isinstance(target, RemotePath):
+        if isinstance(stage.lock, RemoteLock):
+            stage.lock.check()
+        commit_objects(target, manifest, files)
+        sweep_step(target)
+        return
+    assert isinstance(stage.path, Path)
+    write_file(stage.path, MANIFEST, [manifest])
+    if (aside := commit(stage.path, target)) is not None:
         discard(aside)
 
 
-def _make(target: Path) -> Stage:
-    make_folder(target.parent)
-    lock = take_lock(target.parent)
+def _make(target: Place, mark: str) -> Stage:
+    if isinstance(target, Path):
+        make_folder(target.parent)
+    lock = lock_place(target.parent)
     try:
         sweep(target.parent)
-        return Stage(make_stage(target), lock)
+        return Stage(target if isinstance(target, RemotePath) else make_stage(target), lock, mark)
     except BaseException:
         lock.release()
         raise

@@ -7,10 +7,11 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import overload
 
 from accel.checkpoint._manifest import LARGEST_MANIFEST, MANIFEST, Manifest, decode_manifest
 from accel.errors import CheckpointError
-from accel.storage import OpenDirectory, disk_errors, leftovers, open_directory
+from accel.storage import OpenDirectory, Place, RemotePath, as_place, leftovers, list_names, open_directory
 
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
@@ -26,22 +27,30 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
 
 
-def latest_checkpoint(out: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
+@overload
+def latest_checkpoint(out: os.PathLike[str], *, verify: bool = False) -> Path | None: ...
+
+
+@overload
+def latest_checkpoint(out: str | RemotePath, *, verify: bool = False) -> Path | RemotePath | None: ...
+
+
+def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool = False) -> Path | RemotePath | None:
     """Return the newest committed checkpoint by step, None if there is none. No communication.
 
     A folder whose manifest is damaged, or whose files are missing or of another size, is skipped with a warning of the
     logger `accel.checkpoint`.
 
     Args:
-        out: the folder that was given to `save_state`; it need not exist.
+        out: the folder or URL that was given to `save_state`; it need not exist.
         verify: whether to read every file and skip a folder in which a byte has changed, too. Without it, such a
             folder is returned, and refused by `load_state`.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    folder = Path(out)
-    if not os.path.lexists(folder):
+    folder = as_place(out)
+    if isinstance(folder, Path) and not os.path.lexists(folder):
         return None
     seen = None
     while (candidates := _candidates(folder)) != seen:  # a writer may replace all of them while they are looked at
@@ -58,14 +67,13 @@ def latest_checkpoint(out: str | os.PathLike[str], *, verify: bool = False) -> P
     return None
 
 
-def committed(out: Path) -> list[tuple[int, Path]]:
+def committed(out: Place) -> list[tuple[int, Place]]:
     """List the steps under `out` that are committed, with their folders, newest first."""
-    with disk_errors(out):
-        steps = [(step, out / name) for name in os.listdir(out) if (step := step_of(name)) is not None]
+    steps = [(step, out / name) for name in list_names(out) if (step := step_of(name)) is not None]
     return [(step, path) for step, path in sorted(steps, reverse=True) if is_committed(path, step)]
 
 
-def is_committed(path: Path, step: int | None = None) -> bool:
+def is_committed(path: Place, step: int | None = None) -> bool:
     """Whether a folder is a checkpoint (of that step) with a valid manifest and every file of the right size."""
     try:
         inspect(path, step)
@@ -74,7 +82,7 @@ def is_committed(path: Path, step: int | None = None) -> bool:
     return True
 
 
-def is_exactly_ours(path: Path) -> bool:
+def is_exactly_ours(path: Place) -> bool:
     """Whether a folder is a checkpoint and holds nothing that its manifest does not list."""
     try:
         with open_directory(path, follow=False) as folder:
@@ -84,7 +92,7 @@ def is_exactly_ours(path: Path) -> bool:
         return False
 
 
-def inspect(path: Path, step: int | None) -> Manifest:
+def inspect(path: Place, step: int | None) -> Manifest:
     """Check a folder's manifest and the sizes of its files; not through a symbolic link.
 
     Raises:
@@ -99,7 +107,7 @@ def inspect(path: Path, step: int | None) -> Manifest:
     return manifest
 
 
-def check_bytes(path: Path, manifest: Manifest) -> None:
+def check_bytes(path: Place, manifest: Manifest) -> None:
     """Compare every byte of a checkpoint's files with its manifest.
 
     Raises:
@@ -126,18 +134,19 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
     return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))
 
 
-def _candidates(folder: Path) -> list[tuple[int, bool, Path, tuple[int, int]]]:
+def _candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
     """What may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
-    with disk_errors(folder):
-        named = [(step_of(name), True, folder / name) for name in os.listdir(folder)]
-    # a writer that died between two renames left the former checkpoint of its step aside
-    aside = [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
-    found = [(step, final, path, _identity(path)) for step, final, path in named + aside if step is not None]
-    return sorted(found, reverse=True)
+    found = [(step_of(name), True, folder / name) for name in list_names(folder)]
+    if isinstance(folder, Path):  # a writer that died between two renames left the former checkpoint of its step aside
+        found += [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
+    known = [(step, final, path, _identity(path)) for step, final, path in found if step is not None]
+    return sorted(known, key=lambda each: each[:2], reverse=True)
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _identity(path: Place) -> tuple[int, int]:
     """What tells a folder from another that has its name later."""
+    if isinstance(path, RemotePath):
+        return 0, 0
     try:
         status = os.lstat(path)
     except OSError:

@@ -17,6 +17,9 @@ from accel.checkpoint._read import Saved, open_checkpoint
 from accel.checkpoint._survey import all_tensors, check_file, manifest_of
 from accel.errors import CheckpointError, did_you_mean
 from accel.storage import (
+    Place,
+    RemotePath,
+    as_place,
     encode_index,
     file_names,
     make_folder,
@@ -34,7 +37,7 @@ Advance = Callable[[int], object]
 
 
 def merge(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | RemotePath,
     folder: str | os.PathLike[str],
     *,
     item: str = "model",
@@ -47,7 +50,7 @@ def merge(
     tensors are written under each of their names, since nothing in a checkpoint tells which of them readers look for.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder or URL.
         folder: gets what `save_model` writes; made if it is missing.
         item: the name that the model was saved by.
         max_shard_size: as for `save_model`.
@@ -60,7 +63,7 @@ def merge(
         CheckpointError: no checkpoint, a damaged one, no such item, or one that is no module; or the disk failed.
         ConfigError: `max_shard_size` is no size.
     """
-    source, target, limit = Path(path), Path(folder), parse_size(max_shard_size, "merge, max_shard_size=")
+    source, target, limit = as_place(path), Path(folder), parse_size(max_shard_size, "merge, max_shard_size=")
     names = _names(manifest_of(source), item, source)
     with open_verified(source, names.values(), advance) as saved:
         sizes = {name: saved.stub(full).nbytes for name, full in names.items()}
@@ -89,7 +92,7 @@ def _stage(target: Path) -> Generator[Path]:
 
 
 @contextlib.contextmanager
-def open_verified(path: Path, names: Iterable[str], advance: Advance | None = None) -> Generator[Saved]:
+def open_verified(path: Place, names: Iterable[str], advance: Advance | None = None) -> Generator[Saved]:
     """Hold a checkpoint open after checking every byte of the files that hold some of its tensors.
 
     Raises:
@@ -103,7 +106,7 @@ def open_verified(path: Path, names: Iterable[str], advance: Advance | None = No
         yield saved
 
 
-def differing_values(one: Path, other: Path, *, advance: Advance | None = None) -> list[str]:
+def differing_values(one: Place, other: Place, *, advance: Advance | None = None) -> list[str]:
     """Tell which tensors that two checkpoints both hold, in one shape and dtype, have other values; a line each.
 
     Raises:
@@ -124,7 +127,7 @@ def differing_values(one: Path, other: Path, *, advance: Advance | None = None) 
     return lines
 
 
-def _names(manifest: Manifest, item: str, path: Path) -> dict[str, str]:
+def _names(manifest: Manifest, item: str, path: Place) -> dict[str, str]:
     """A model's tensors by name, each with its name in the checkpoint."""
     found = manifest.items.get(item)
     modules = sorted(name for name, each in manifest.items.items() if each.kind == "module")

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from accel.checkpoint._manifest import Manifest, Piece, TensorEntry
 from accel.errors import CheckpointError
 from accel.storage import (
     OpenDirectory,
+    Place,
     Span,
     dtype_name,
     memory_of,
@@ -55,7 +55,7 @@ class Saved:
         entries: tensors by name, aliases included.
     """
 
-    path: Path
+    path: Place
     manifest: Manifest
     digest: str
     entries: Mapping[str, TensorEntry]
@@ -185,7 +185,7 @@ def _is_one_run(part: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def open_checkpoint(path: Path) -> Generator[Saved]:
+def open_checkpoint(path: Place) -> Generator[Saved]:
     """Hold a checkpoint open for the block; its tensors are read when they are asked for.
 
     Raises:

@@ -4,27 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from accel.checkpoint._cleanup import retain
 from accel.checkpoint._commit import Share, Stage, commit_stage, open_stage, write_share
 from accel.checkpoint._directory import step_name
 from accel.checkpoint._keep import Keep
+from accel.checkpoint._objects import new_mark
 from accel.checkpoint._settle import settle
 from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError
+from accel.storage import Place
 
 
 def save(
-    ctx: DistContext, out: Path, content: Content, *, step: int, keep: Keep | None, metrics: Mapping[str, float]
-) -> Path:
+    ctx: DistContext, out: Place, content: Content, *, step: int, keep: Keep | None, metrics: Mapping[str, float]
+) -> Place:
     """Write a checkpoint and commit it. A collective.
 
     Args:
         ctx: the context.
-        out: the folder of all checkpoints of a run; made if it is missing.
+        out: the folder or URL of all checkpoints of a run; made if it is missing.
         content: what this rank holds.
         step: names the checkpoint, 0 or above.
         keep: which committed checkpoints stay; None for all.
@@ -38,8 +39,8 @@ def save(
         CollectiveMismatch: ranks hold different tensors.
     """
     target, site = out / step_name(step), call_site()
-    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site)
-    stage = open_stage(ctx, target, site)
+    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=new_mark(target))
+    stage = open_stage(ctx, target, snapshot.mark, site)
     try:
         shares = _write(ctx, stage, snapshot, site)
         _commit(ctx, stage, target, snapshot, shares, site)
@@ -62,11 +63,11 @@ def _write(ctx: DistContext, stage: Stage, snapshot: Snapshot, site: str) -> lis
     return settle(ctx, Call("save_state: writing", site=site), error, share, Share)
 
 
-def _commit(ctx: DistContext, stage: Stage, target: Path, snapshot: Snapshot, shares: list[Share], site: str) -> None:
+def _commit(ctx: DistContext, stage: Stage, target: Place, snapshot: Snapshot, shares: list[Share], site: str) -> None:
     error = None
     if ctx.is_main_process:
         try:
-            commit_stage(stage.path, target, snapshot, shares)
+            commit_stage(stage, target, snapshot, shares)
         except CheckpointError as failure:
             error = failure
     settle(ctx, Call("save_state: committing", site=site), error, b"", bytes)

@@ -49,11 +49,13 @@ class Snapshot:
 
     Attributes:
         file: the name of this rank's file.
+        mark: in the names of all files of this save.
         tensors: its contents by name, empty if this rank writes none; the live tensors, nothing is copied.
         manifest: the whole checkpoint's, without the files, which have yet to be written.
     """
 
     file: str
+    mark: str
     tensors: Mapping[str, torch.Tensor]
     manifest: Manifest
 
@@ -82,12 +84,14 @@ class _Rank(msgspec.Struct, frozen=True):
         checksum: what the tensors that are equal on all ranks sum up to.
         held: its parts of the sharded tensors, in order of their names; None where it has none.
         own: what it has and others need not.
+        mark: for the names of files; rank 0's counts.
     """
 
     row: bytes
     checksum: int
     held: list[_Held | None]
     own: list[_Own]
+    mark: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class _Layout:
 
 
 def take_snapshot(
-    ctx: DistContext, content: Content, *, step: int, metrics: Mapping[str, float], site: str
+    ctx: DistContext, content: Content, *, step: int, metrics: Mapping[str, float], site: str, mark: str = ""
 ) -> Snapshot:
     """Compare what the ranks hold, and divide the writing among them. A collective; nothing is written.
 
@@ -109,6 +113,7 @@ def take_snapshot(
         step: names the checkpoint.
         metrics: what it is rated by; rank 0's count.
         site: the call of the user's that this is part of.
+        mark: to put into the names of files; rank 0's counts.
 
     Raises:
         CheckpointError: the parts of a sharded tensor that ranks hold are not the whole; the same on every rank.
@@ -122,7 +127,7 @@ def take_snapshot(
     facts = _facts(shared | sharded)
     detail = "\n".join([f"step {step}", *facts, *sorted(f"{a} is {b}" for a, b in aliases.items())])
     bits = checksum(shared) if ctx.world_size > 1 else 0
-    mine = _Rank(content.row, bits, list(_held(sharded).values()), _own(content.own))
+    mine = _Rank(content.row, bits, list(_held(sharded).values()), _own(content.own), mark)
     ranks = settle(ctx, Call("save_state", detail, site), None, mine, _Rank)
     tensors |= {**_stubs(ranks), **content.own, RANKS: _stack([rank.row for rank in ranks])}
     held = _held_by_name(list(sharded), ranks)
@@ -135,8 +140,10 @@ def take_snapshot(
         logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
     layout = _layout(tensors, held, shared.keys() - set(differing))
     plan = plan_writes(layout.sizes, layout.holders, ctx.world_size)
+    mark = ranks[0].mark
     return Snapshot(
-        file=_file_name(ctx.rank, ctx.world_size),
+        file=_file_name(ctx.rank, ctx.world_size, mark),
+        mark=mark,
         tensors={name: _part(tensors[name], box) for name, box in plan[ctx.rank]},
         manifest=Manifest(
             format=FORMAT,
@@ -145,7 +152,7 @@ def take_snapshot(
             step=step,
             world_size=ctx.world_size,
             files={},
-            tensors=_entries(tensors, plan),
+            tensors=_entries(tensors, plan, mark),
             aliases=aliases,
             items=dict(content.items),
             metrics=dict(metrics),
@@ -227,11 +234,11 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return local_part(tensor) if box.size else local_part(tensor).new_empty(tuple(tensor.shape))
 
 
-def _entries(tensors: Mapping[str, torch.Tensor], plan: Sequence[Sequence[Part]]) -> dict[str, TensorEntry]:
+def _entries(tensors: Mapping[str, torch.Tensor], plan: Sequence[Sequence[Part]], mark: str) -> dict[str, TensorEntry]:
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(tensors)}
     for rank, parts in enumerate(plan):
         for name, box in parts:
-            pieces[name].append(Piece(_file_name(rank, len(plan)), box.offset, box.shape))
+            pieces[name].append(Piece(_file_name(rank, len(plan), mark), box.offset, box.shape))
     return {
         name: TensorEntry(dtype_name(tensors[name].dtype), tuple(tensors[name].shape), tuple(found))
         for name, found in pieces.items()
@@ -249,5 +256,5 @@ def _facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in sorted(tensors.items())]
 
 
-def _file_name(rank: int, world_size: int) -> str:
-    return f"tensors-{rank:05d}-of-{world_size:05d}.safetensors"
+def _file_name(rank: int, world_size: int, mark: str) -> str:
+    return f"tensors-{rank:05d}-of-{world_size:05d}{mark}.safetensors"

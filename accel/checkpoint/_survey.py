@@ -14,7 +14,18 @@ from accel.checkpoint._directory import committed, inspect, latest_checkpoint, r
 from accel.checkpoint._keep import Keep, plan_keep
 from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry
 from accel.errors import CheckpointError
-from accel.storage import FileEntry, OpenDirectory, disk_errors, leftovers, open_directory, take_lock
+from accel.storage import (
+    FileEntry,
+    OpenDirectory,
+    Place,
+    RemotePath,
+    disk_errors,
+    leftovers,
+    list_names,
+    list_objects,
+    lock_place,
+    open_directory,
+)
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -28,35 +39,34 @@ class Found(msgspec.Struct, frozen=True):
         problem: why it is no checkpoint; "" for one.
     """
 
-    path: Path
+    path: Place
     size: int
     changed: float
     manifest: Manifest | None
     problem: str
 
 
-def survey(out: Path) -> list[Found]:
+def survey(out: Place) -> list[Found]:
     """List the checkpoints of a run by step, broken ones too, and what writers left.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    with disk_errors(out):
-        named = [(step, out / name) for name in os.listdir(out) if (step := step_of(name)) is not None]
+    named = [(step, out / name) for name in list_names(out) if (step := step_of(name)) is not None]
     found: list[Found] = []
     for step, path in sorted(named):
         try:
             found.append(_look(path, inspect(path, step), ""))
         except CheckpointError as error:
             found.append(_look(path, None, error.problem))
-    for left in leftovers(out):
+    for left in leftovers(out) if isinstance(out, Path) else ():
         if step_of(left.target) is not None:
             kind = "being written or deleted" if left.kind == "tmp" else "moved aside"
             found.append(_look(left.path, None, f"{kind}, by a process that is gone" if left.dead else kind))
     return found
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Place) -> Place:
     """Return a checkpoint's folder as it is, and for a run's folder its newest checkpoint.
 
     Raises:
@@ -75,7 +85,7 @@ def find_checkpoint(path: Path) -> Path:
     return newest
 
 
-def manifest_of(path: Path) -> Manifest:
+def manifest_of(path: Place) -> Manifest:
     """Return a checkpoint's manifest, checked against the sizes of its files.
 
     Raises:
@@ -88,7 +98,7 @@ def manifest_of(path: Path) -> Manifest:
         return manifest
 
 
-def verify(path: Path, advance: Callable[[int], object]) -> list[str]:
+def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
     """Read every byte of a checkpoint and compare it with the manifest's digests.
 
     Args:
@@ -146,7 +156,7 @@ def describe(entry: TensorEntry) -> str:
     return f"{entry.dtype} {list(entry.shape)}"
 
 
-def prune(out: Path, keep: Keep, *, dry_run: bool = False) -> list[Path]:
+def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
     """Delete the committed checkpoints that are not to stay; never what accel did not write.
 
     Args:
@@ -160,7 +170,7 @@ def prune(out: Path, keep: Keep, *, dry_run: bool = False) -> list[Path]:
     Raises:
         CheckpointError: another process is saving into the folder, or it cannot be read.
     """
-    lock = None if dry_run else take_lock(out)
+    lock = None if dry_run else lock_place(out)
     try:
         paths = dict(committed(out))
         if not paths:
@@ -171,7 +181,8 @@ def prune(out: Path, keep: Keep, *, dry_run: bool = False) -> list[Path]:
         if not dry_run:
             for path in gone:
                 discard(path)
-        return [path for path in gone if dry_run or not path.exists()]
+        left = set[str]() if dry_run else set(list_names(out))
+        return [path for path in gone if path.name not in left]
     finally:
         if lock is not None:
             lock.release()
@@ -187,7 +198,12 @@ def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Call
     folder.check_all([(name, span) for span in entry.spans()], advance)
 
 
-def _look(path: Path, manifest: Manifest | None, problem: str) -> Found:
+def _look(path: Place, manifest: Manifest | None, problem: str) -> Found:
+    if isinstance(path, RemotePath):
+        size, changed = 0, 0.0
+        for each in list_objects(path):
+            size, changed = size + each.size, max(changed, each.changed)
+        return Found(path, size, changed, manifest, problem)
     with disk_errors(path):
         if path.is_symlink() or not path.is_dir():
             return Found(path, 0, path.lstat().st_mtime, manifest, problem)

@@ -26,6 +26,7 @@ from accel.checkpoint import (
 from accel.cli._bar import progress, show_age, show_size, show_table
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, did_you_mean
+from accel.storage import as_place
 
 _DIFFERENT = 1
 _ONE_RUN = "RUN is the folder that was given to save_state."
@@ -83,7 +84,7 @@ def parser(name: str, usage: str, description: str, *places: str) -> Parser:
     """Make the parser of one command, with the paths that it takes."""
     made = Parser(f"accel checkpoint {name}", usage=f"accel checkpoint {name} {usage}", description=description)
     for place in places:
-        _ = made.add_argument(place, type=Path, metavar=place.upper())
+        _ = made.add_argument(place, type=Path if place == "folder" else as_place, metavar=place.upper())
     return made
 
 

@@ -61,7 +61,7 @@ def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]
 
     The threads are no pool's: that would refuse to start while the interpreter waits for the last save.
     """
-    waiting, found = deque(enumerate(_cut(chunks))), dict[int, str]()
+    waiting, found = deque(enumerate(cut(chunks))), dict[int, str]()
     count = len(waiting)
 
     def work() -> None:
@@ -93,7 +93,7 @@ def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]
                 thread.join()
 
 
-def _cut(chunks: Sequence[Bytes]) -> Iterator[list[memoryview]]:
+def cut(chunks: Sequence[Bytes]) -> Iterator[list[memoryview]]:
     """Cut chunks, as if they were one, into the parts that get a digest each."""
     parts, room = list[memoryview](), SPAN_BYTES
     for chunk in chunks:

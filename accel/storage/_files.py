@@ -17,6 +17,7 @@ from pathlib import Path
 
 from accel.errors import CheckpointError
 from accel.storage._digests import HASHERS, Bytes, FileEntry, Span, hashed_beside
+from accel.storage._place import Place
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _LONGEST_NAME = 255
@@ -30,7 +31,7 @@ AFTER_WRITE: ContextVar[Callable[[Path], None] | None] = ContextVar("accel.stora
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Generator[None]:
+def disk_errors(path: Place) -> Generator[None]:
     """Turn an operating system's error in the block into a `CheckpointError` with its text and the path."""
     try:
         yield
@@ -108,7 +109,7 @@ class OpenDirectory:
 
     __slots__ = ("_file", "path")
 
-    def __init__(self, file: int, path: Path) -> None:
+    def __init__(self, file: int, path: Place) -> None:
         self._file = file
         self.path = path
 

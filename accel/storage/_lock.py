@@ -20,6 +20,7 @@ import msgspec
 
 from accel.errors import CheckpointError
 from accel.storage._files import disk_errors
+from accel.storage._place import Place
 from accel.storage._stage import host_name, is_alive
 
 LOCK = "save.lock"
@@ -86,8 +87,38 @@ def take_lock(folder: Path) -> FolderLock:
                 return mine
             waited = time.monotonic() - start
             if (holder := _clear(path, late=waited > _FILLED_S)) is not None or waited > _PATIENCE_S:
-                raise _refusal(path, holder)
+                raise refusal(path, holder)
             time.sleep(_PAUSE_S)
+
+
+def me() -> Holder:
+    """Return this process as a holder from now on."""
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Holder(host_name(), os.getpid(), _started(os.getpid()), since)
+
+
+def is_gone(holder: Holder) -> bool:
+    """Whether a process of this host has ended."""
+    started = _started(holder.pid)
+    another = bool(started and holder.started) and started != holder.started
+    return another or not is_alive(holder.pid)
+
+
+def refusal(path: Place, holder: Holder | None) -> CheckpointError:
+    """Make the error that names the holder; None for one that cannot be told."""
+    if holder is None:
+        got = "a lock whose holder cannot be told"
+    else:
+        here = " (this host)" if holder.host == host_name() else ""
+        mine = ", which is this process" if here and holder.pid == os.getpid() else ""
+        got = f"process {holder.pid} on host {holder.host}{here}{mine}, saving since {holder.since}"
+    return CheckpointError(
+        "another writer is saving into this folder",
+        expected="one writer at a time",
+        got=got,
+        where=str(path),
+        fix="Give each run a folder of its own. If that process is gone, delete this file.",
+    )
 
 
 def _make(path: Path) -> FolderLock | None:
@@ -99,8 +130,7 @@ def _make(path: Path) -> FolderLock | None:
     lock = FolderLock(file, path)
     try:
         _ = _flock(file)
-        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        _ = os.write(file, msgspec.json.encode(Holder(host_name(), os.getpid(), _started(os.getpid()), since)))
+        _ = os.write(file, msgspec.json.encode(me()))
         os.fsync(file)  # so that other hosts can read it
     except BaseException:
         lock.release()
@@ -124,7 +154,7 @@ def _clear(path: Path, *, late: bool) -> Holder | None:
         if holder is not None and holder.host != host_name():
             return holder
         locked = _flock(file)
-        if locked is False or (locked is None and holder is not None and not _is_gone(holder)):
+        if locked is False or (locked is None and holder is not None and not is_gone(holder)):
             return holder
         # only who has the file locked, and sees it in its place, removes it: never one that another has just made
         if (holder is not None or late) and _is_at(file, path):
@@ -161,31 +191,9 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _is_gone(holder: Holder) -> bool:
-    started = _started(holder.pid)
-    another = bool(started and holder.started) and started != holder.started
-    return another or not is_alive(holder.pid)
-
-
 def _started(pid: int) -> str:
     """When a process started, in clock ticks since the system did; "" where that cannot be told."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError, UnicodeDecodeError):
         return ""
-
-
-def _refusal(path: Path, holder: Holder | None) -> CheckpointError:
-    if holder is None:
-        got = "a lock whose holder cannot be told"
-    else:
-        here = " (this host)" if holder.host == host_name() else ""
-        me = ", which is this process" if here and holder.pid == os.getpid() else ""
-        got = f"process {holder.pid} on host {holder.host}{here}{me}, saving since {holder.since}"
-    return CheckpointError(
-        "another writer is saving into this folder",
-        expected="one writer at a time",
-        got=got,
-        where=str(path),
-        fix="Give each run a folder of its own. If that process is gone, delete this file.",
-    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from accel.storage._digests import Bytes, FileEntry
-from accel.storage._files import write_file
+from accel.storage._either import write_file
 from accel.storage._header import Header, TensorHeader, encode_header, read_header
+from accel.storage._place import Place
 
 
 def stored_dtype(dtype: torch.dtype) -> str | None:
@@ -44,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write_tensors(
-    folder: Path, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    folder: Place, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
     """Write tensors as a new safetensors file, return once it is on the disk.
 

@@ -243,7 +243,10 @@ def _with_context(fn: Callable[[DistContext], T]) -> Callable[[dist.ProcessGroup
 
     def run(group: dist.ProcessGroup) -> T:
         __tracebackhide__ = True
-        return fn(from_group(group, device="cpu"))
+        ctx = from_group(group, device="cpu")
+        result = fn(ctx)
+        ctx.comm.finish()
+        return result
 
     return run
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal, get_args, overload
 
 import msgspec
@@ -28,7 +27,7 @@ from accel.checkpoint import (
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError, check_choice
-from accel.storage import Span
+from accel.storage import Place, RemotePath, Span, as_place
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
 from accel.training._parts import join_values, own_values
@@ -60,7 +59,7 @@ class _Wish(msgspec.Struct, frozen=True):
 @overload
 def save_state(
     ctx: DistContext,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | RemotePath,
     items: Mapping[str, object],
     *,
     step: int,
@@ -69,13 +68,13 @@ def save_state(
     mode: Literal["sync"] = "sync",
     allow_non_finite: bool = False,
     transform: SaveTransform | None = None,
-) -> Path: ...
+) -> Place: ...
 
 
 @overload
 def save_state(
     ctx: DistContext,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | RemotePath,
     items: Mapping[str, object],
     *,
     step: int,
@@ -89,7 +88,7 @@ def save_state(
 
 def save_state(
     ctx: DistContext,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | RemotePath,
     items: Mapping[str, object],
     *,
     step: int,
@@ -98,7 +97,7 @@ def save_state(
     mode: SaveMode = "sync",
     allow_non_finite: bool = False,
     transform: SaveTransform | None = None,
-) -> Path | Saving:
+) -> Place | Saving:
     """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
 
     Every rank writes its share. Parameters and optimizer state are taken to be equal on all ranks; of buffers, records
@@ -107,7 +106,8 @@ def save_state(
 
     Args:
         ctx: the context.
-        out: the folder of this run's checkpoints, on a file system that all nodes share; made if it is missing.
+        out: the folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the
+            URL of one in a store, such as "s3://bucket/run", or a `RemotePath` with options.
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name.
         step: names the checkpoint, 0 or above.
         keep: which checkpoints stay: a number from 1, this one and the newest others; or a `Keep`; None for all. They
@@ -151,14 +151,14 @@ def save_state(
     assert isinstance(content, Content)  # settle raised otherwise
     content = join_values(content, said)
     if mode == "sync":
-        return save(ctx, Path(out), content, step=step, keep=rule, metrics=rated)
+        return save(ctx, as_place(out), content, step=step, keep=rule, metrics=rated)
     check = None if allow_non_finite else check_finite
-    return save_async(ctx, Path(out), content, step=step, keep=rule, metrics=rated, check=check)
+    return save_async(ctx, as_place(out), content, step=step, keep=rule, metrics=rated, check=check)
 
 
 def load_state(
     ctx: DistContext,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | RemotePath,
     items: Mapping[str, object],
     *,
     verify: bool = True,
@@ -175,7 +175,7 @@ def load_state(
 
     Args:
         ctx: the context.
-        path: a checkpoint's folder, such as `latest_checkpoint` returns.
+        path: a checkpoint's folder or URL, such as `latest_checkpoint` returns.
         items: what was saved, by the same names: live objects to load into, and records and plain values of the types
             to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
         verify: whether to compare every byte of the files that are read with their digests. The ranks divide that, so
@@ -197,7 +197,7 @@ def load_state(
         ConfigError: no items, a name that is no identifier, or a transform that returned what it may not.
     """
     options = LoadOptions(strict, cast, transform)
-    folder, site = Path(path), call_site()
+    folder, site = as_place(path), call_site()
     with contextlib.ExitStack() as stack:
         error, saved, matching, wish = None, None, None, _Wish("", [])
         try:
@@ -271,7 +271,7 @@ def _check_step(step: int) -> None:
         raise ConfigError("not a step", expected="an integer from 0", got=repr(step), where="save_state, step=")
 
 
-def _check_same(wishes: list[_Wish], path: Path) -> None:
+def _check_same(wishes: list[_Wish], path: Place) -> None:
     if len({wish.digest for wish in wishes}) > 1:
         raise CheckpointError(
             "ranks read different checkpoints",

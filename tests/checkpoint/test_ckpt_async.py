@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from ckpt_helpers import CPU, Run, equal
 
 from accel.checkpoint import latest_checkpoint
-from accel.checkpoint._commit import Share
+from accel.checkpoint._commit import Share, Stage
 from accel.checkpoint._notes import Note, collect_notes, leave_note
 from accel.context import DistContext, session, single
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
@@ -161,18 +161,18 @@ def test_a_failure_of_one_rank_is_the_same_error_on_every_rank(
 
 
 def test_ranks_that_write_nothing_are_named(tmp_path: Path) -> None:
-    leave_note(tmp_path, 2, Note(share=Share("x", None)))
+    leave_note(Stage(tmp_path, None, ""), 2, Note(share=Share("x", None)))
     given_up = threading.Event()
     with pytest.raises(CheckpointError, match=r"nothing was written for 0.1 s: .* got none of rank 1, 3"):
-        collect_notes(tmp_path, [1, 2, 3], timeout_s=0.1, given_up=given_up)
+        collect_notes(Stage(tmp_path, None, ""), [1, 2, 3], timeout_s=0.1, given_up=given_up)
     given_up.set()
     with pytest.raises(CheckpointError, match=r"given up: .* got none of rank 1"):
-        collect_notes(tmp_path, [1], timeout_s=100, given_up=given_up)
+        collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=100, given_up=given_up)
     (tmp_path / "share-00001.json").write_text("[")
     with pytest.raises(CheckpointError, match="not a note"):
-        collect_notes(tmp_path, [1], timeout_s=100, given_up=given_up)
-    leave_note(tmp_path, 1, Note(share=Share("y", None)))
-    assert collect_notes(tmp_path, [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}
+        collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=100, given_up=given_up)
+    leave_note(Stage(tmp_path, None, ""), 1, Note(share=Share("y", None)))
+    assert collect_notes(Stage(tmp_path, None, ""), [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}
     assert os.listdir(tmp_path) == []
 
 
@@ -191,7 +191,7 @@ def test_a_note_that_gets_its_name_while_it_is_looked_for_is_found(
         yield found
 
     monkeypatch.setattr(os, "scandir", late)
-    assert collect_notes(tmp_path, [1], timeout_s=100, given_up=threading.Event()).keys() == {1}
+    assert collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=100, given_up=threading.Event()).keys() == {1}
 
 
 def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path) -> None:
         for size in range(1, 8):
             time.sleep(0.1)
             (tmp_path / "tensors").write_bytes(bytes(size))
-        leave_note(tmp_path, 1, Note(share=Share("x", None)))
+        leave_note(Stage(tmp_path, None, ""), 1, Note(share=Share("x", None)))
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert collect_notes(tmp_path, [1], timeout_s=0.5, given_up=threading.Event()).keys() == {1}
+    assert collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=0.5, given_up=threading.Event()).keys() == {1}
     thread.join()
 
 
@@ -307,3 +307,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_a_simulation_waits_for_its_saves_and_raises_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(ctx: DistContext) -> None:
+        save_state(ctx, tmp_path, {"x": torch.ones(3)}, step=ctx.world_size, mode="async")
+
+    simulate(body, 3)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000003"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("accel-save")]
+
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(CheckpointError):
+        simulate(body, 3)

@@ -28,14 +28,14 @@ from accel.checkpoint import (
 )
 from accel.context import single
 from accel.errors import CheckpointError
-from accel.storage import commit, disk_errors, make_folder, remove_flat, stage_files
+from accel.storage import Place, RemotePath, as_place, commit, disk_errors, make_folder, remove_flat, stage_files
 from accel.training._optimizers import Group, OptimizerValue, ParamFacts
 from accel.training._problems import facts
 from accel.training._rows import write_row
 from accel.training.foreign._dcp_read import read_dcp
 
 
-def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str], *, step: int) -> Path:
+def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int) -> Place:
     """Make a checkpoint of what `torch.distributed.checkpoint.save` wrote. No communication.
 
     Each name at the top becomes an item: a dict of tensors a module; the state dict of an optimizer that names its
@@ -45,7 +45,7 @@ def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str], *, s
 
     Args:
         folder: with a `.metadata` file, which is read as data: nothing that its pickle names is imported or called.
-        out: the folder of checkpoints to put it into.
+        out: the folder or URL of checkpoints to put it into.
         step: names the checkpoint.
 
     Returns:
@@ -76,10 +76,10 @@ def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str], *, s
         items[name] = Item(kind=kind, type=type(value).__name__ if kind == "value" else "", value=encoded)
     ctx = single()
     content = Content(shared={}, main=tensors, own={}, items=items, row=write_row(ctx, {}))
-    return save(ctx, Path(out), content, step=step, keep=None, metrics={})
+    return save(ctx, as_place(out), content, step=step, keep=None, metrics={})
 
 
-def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
+def export_dcp(path: str | os.PathLike[str] | RemotePath, folder: str | os.PathLike[str]) -> Path:
     """Write a checkpoint as `torch.distributed.checkpoint.save` would. No communication.
 
     Every item is a name at the top: a module its tensors by name, an optimizer its state by the names of its
@@ -87,7 +87,7 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
     Everything is in memory at once, and every byte of it is checked.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder or URL.
         folder: to be made; must not exist.
 
     Returns:
@@ -101,7 +101,7 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
     target = Path(folder)
     if os.path.lexists(target):
         raise CheckpointError("exists already", where=str(target), fix="Name a folder that is to be made.")
-    with open_checkpoint(Path(path)) as saved:
+    with open_checkpoint(as_place(path)) as saved:
         saved.verify(saved.spans(saved.manifest.files))
         state = {name: _exported(saved, name, item) for name, item in saved.manifest.items.items()}
     make_folder(target.parent)

@@ -18,26 +18,26 @@ _INERT: dict[str, tuple[object, ...]] = {  # values that ask for nothing
     "distributed_type": ("NO", "MULTI_GPU", "MULTI_CPU", False),
     "downcast_bf16": ("no", False),
     "enable_cpu_affinity": (False,),
+    "main_process_port": (0,),
     "gpu_ids": ("all",),
     "machine_rank": (0,),
     "main_training_function": ("main",),
     "num_machines": (1,),
-    "rdzv_backend": ("static",),
+    "rdzv_backend": ("static", "c10d"),
     "same_network": (True,),
     "tpu_use_cluster": (False,),
     "tpu_use_sudo": (False,),
 }
-_MACHINES = "one machine only; start several with torchrun"
+_ONE_MACHINE = "has no effect on one machine; a free port is found by itself"
 _LAYOUT = "how a model is spread over ranks is said in the script"
 _TPU = "TPUs are not launched"
 _SAGEMAKER = "SageMaker jobs are not submitted"
 _WHY = {
-    "num_machines": _MACHINES,
-    "machine_rank": _MACHINES,
-    "main_process_ip": _MACHINES,
-    "main_process_port": "a free port is found by itself; for several machines use torchrun",
-    "rdzv_backend": _MACHINES,
-    "same_network": _MACHINES,
+    "machine_rank": _ONE_MACHINE,
+    "main_process_ip": _ONE_MACHINE,
+    "main_process_port": _ONE_MACHINE,
+    "rdzv_backend": "hosts meet at a TCP address",
+    "same_network": "all hosts must reach the first one",
     "mpirun_config": "start the script with mpirun yourself",
     "distributed_type": _LAYOUT,
     "deepspeed_config": _LAYOUT,
@@ -49,7 +49,6 @@ _WHY = {
     "fp8_config": "pass accel.Precision(fp8=accel.Fp8(...)) to accel.session in the script",
     "debug": "calls of the ranks are always compared",
     "main_training_function": "used in notebooks and on TPUs only",
-    "enable_cpu_affinity": "processes are not bound to cores",
     "downcast_bf16": _TPU,
     "compute_environment": _SAGEMAKER,
     "ec2_instance_type": _SAGEMAKER,
@@ -86,10 +85,11 @@ def import_accelerate(path: str) -> Imported:
     text = read_text(path)
     values = decode_values(text, path) if path.lower().endswith(".json") else decode_yaml(text, path)
     taken = translate(values, path)
+    known = (*_TAKEN, *_OF_MACHINES) if "nnodes" in taken else _TAKEN
     left = tuple(
         LeftOut(key, value, _why(key))
         for key, value in values.items()
-        if key not in _TAKEN and not _is_inert(key, value)
+        if key not in known and not _is_inert(key, value)
     )
     if "gpu_ids" not in taken and not _is_inert("gpu_ids", values.get("gpu_ids")):
         left += (LeftOut("gpu_ids", values["gpu_ids"], _why("gpu_ids")),)
@@ -97,7 +97,9 @@ def import_accelerate(path: str) -> Imported:
     return Imported(config, tuple(taken), left)
 
 
-_TAKEN = ("num_processes", "mixed_precision", "fp16", "use_cpu", "gpu_ids")
+_TAKEN = ("num_processes", "num_machines", "mixed_precision", "fp16", "use_cpu", "gpu_ids", "enable_cpu_affinity")
+_OF_MACHINES = ("machine_rank", "main_process_ip", "main_process_port")
+_PORT = 29500
 
 
 def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -118,6 +120,14 @@ def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
                 where=path,
             )
         taken["nproc_per_node"] = processes // machines
+    if type(machines) is int and machines > 1:
+        taken["nnodes"] = machines
+        if values.get("machine_rank") is not None:
+            taken["node_rank"] = values["machine_rank"]
+        if host := values.get("main_process_ip"):
+            taken["rdzv_endpoint"] = f"{host}:{values.get('main_process_port') or _PORT}"
+    if values.get("enable_cpu_affinity") is True:
+        taken["bind_cores"] = True
     if values.get("use_cpu") is True or values.get("distributed_type") == "MULTI_CPU":
         taken["device"] = "cpu"
     precision = values.get("mixed_precision", "fp16" if values.get("fp16") else None)

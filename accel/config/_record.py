@@ -106,6 +106,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="CPU threads of each process; auto: OMP_NUM_THREADS if it is set, else the cores shared out."),
     ] = "auto"
+    bind_cores: Annotated[
+        bool,
+        Meta(description="Give each process cores of its own, as far as possible beside each other in memory."),
+    ] = False
     log_dir: Annotated[
         str,
         Meta(

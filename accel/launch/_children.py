@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,6 +53,9 @@ class Children:
                     fix="Start fewer processes, or raise the limits that `ulimit -a` shows.",
                 ) from error
             self._processes.append((process, popen))
+            if process.cores:
+                with contextlib.suppress(OSError):  # it has ended, or the cores have been taken away
+                    os.sched_setaffinity(popen.pid, process.cores)
         return self._relay(plan, logs) if piped else None
 
     def running(self) -> list[int]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,10 +33,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cores: CPU cores that this process may use.
         gpus: the GPUs that NVIDIA's driver knows; None where GPUs are of a kind that nobody here can count.
+        core_ids: those cores by their numbers, those that share memory beside each other; empty if nobody looked.
     """
 
     cores: int
     gpus: tuple[Gpu, ...] | None = ()
+    core_ids: tuple[int, ...] = ()
 
 
 def read_machine() -> Machine:
@@ -44,7 +47,24 @@ def read_machine() -> Machine:
         gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"))
     except OSError:
         gpus = None if any(map(os.path.exists, _OTHER_GPUS)) else ()
-    return Machine(cores=len(os.sched_getaffinity(0)), gpus=gpus)
+    usable = os.sched_getaffinity(0)
+    return Machine(cores=len(usable), gpus=gpus, core_ids=order_cores(usable, _read_nodes()))
+
+
+def order_cores(usable: Collection[int], nodes: Iterable[str]) -> tuple[int, ...]:
+    """Return cores so that those of one memory node stand together.
+
+    Args:
+        usable: the cores, by number.
+        nodes: each node's cores as Linux lists them, such as "0-3,8-11"; none if nobody knows.
+    """
+    listed: list[int] = []
+    for text in nodes:
+        for part in filter(None, text.strip().split(",")):
+            first, _, last = part.partition("-")
+            listed += range(int(first), int(last or first) + 1)
+    known = [core for core in dict.fromkeys(listed) if core in usable]
+    return (*known, *sorted(set(usable) - set(known)))
 
 
 def read_gpus(nvml: Any) -> tuple[Gpu, ...]:
@@ -78,6 +98,12 @@ def visible_gpus(variable: str | None, count: int | None) -> tuple[str, ...] | N
             break
         shown.append(name)
     return tuple(shown)
+
+
+def _read_nodes() -> list[str]:
+    """Return what /sys says of memory nodes' cores; nothing where it says nothing."""
+    found = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return [path.read_text() for path in sorted(found, key=lambda path: int(path.parent.name[4:]))]
 
 
 @contextlib.contextmanager

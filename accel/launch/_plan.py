@@ -43,6 +43,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
         command: what to execute, program first.
         environ: its whole environment.
         record: the file it writes its failure to, should it fail.
+        cores: the CPU cores that it may use; empty for all.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     environ: dict[str, str]
     record: str
+    cores: tuple[int, ...] = ()
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +125,7 @@ def plan_launch(
                 command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
                 environ=shared | _variables(local_rank, count, place, port),
                 record=record,
+                cores=share_cores(machine.core_ids, local_rank, count) if config.bind_cores else (),
             )
         )
     _ = read_env(processes[0].environ)  # refuses here, once, what every rank would refuse
@@ -136,6 +139,21 @@ def plan_launch(
         max_restarts=config.max_restarts,
         hang_timeout_s=None if config.hang_timeout_s == "never" else config.hang_timeout_s,
     )
+
+
+def share_cores(cores: Sequence[int], local_rank: int, count: int) -> tuple[int, ...]:
+    """Return a process's share of the cores, one after another; processes share cores only if there are too few.
+
+    Args:
+        cores: the cores, by number.
+        local_rank: whose share.
+        count: how many processes there are.
+    """
+    if len(cores) < count:
+        return (cores[local_rank % len(cores)],) if cores else ()
+    each, extra = divmod(len(cores), count)
+    start = local_rank * each + min(local_rank, extra)
+    return tuple(cores[start : start + each + (local_rank < extra)])
 
 
 def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...] | None) -> tuple[str, ...]:

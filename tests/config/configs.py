@@ -25,6 +25,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi"]),
     "timeout_s": SECONDS | st.just("auto"),
     "threads_per_process": COUNTS | st.just("auto"),
+    "bind_cores": st.booleans(),
     "log_dir": TEXTS,
     "prefix": st.booleans(),
     "quiet": st.booleans(),

@@ -111,7 +111,29 @@ def test_leaving_early_writes_nothing(status: int) -> None:
 def test_without_a_terminal_numbers_and_names_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(monkeypatch, "gpu", "2", "2", "bf16", "yes", "", "", "", "", "60", "", "logs", "false", "", "", "", "", "", "1")
+    answer(
+        monkeypatch,
+        "gpu",
+        "2",
+        "2",
+        "bf16",
+        "yes",
+        "",
+        "",
+        "",
+        "",
+        "60",
+        "",
+        "",
+        "logs",
+        "false",
+        "",
+        "",
+        "",
+        "",
+        "",
+        "1",
+    )
     assert main(["config"]) == 0
     assert "'gpu' is none of them." in capsys.readouterr().out
     said = LaunchConfig(device="cpu", nproc_per_node=2, precision="bf16", timeout_s=60, log_dir="logs", prefix=False)

@@ -92,13 +92,22 @@ gpu_ids: 1
 mixed_precision: no
 use_cpu: true
 """
+HOSTS = """
+enable_cpu_affinity: true
+machine_rank: 1
+main_process_ip: node0
+num_machines: 2
+num_processes: 16
+rdzv_backend: c10d
+"""
 FILES = [
+    (HOSTS, LaunchConfig(nproc_per_node=8, nnodes=2, node_rank=1, rdzv_endpoint="node0:29500", bind_cores=True), set()),
     (V11 + INERT, LaunchConfig(nproc_per_node=1, precision="fp32"), set()),
     (LEGACY, LaunchConfig(nproc_per_node=2, precision="fp16"), set()),
     (
         MPI,
-        LaunchConfig(nproc_per_node=4, device="cpu", precision="fp32"),
-        {"ipex_config", "main_process_ip", "main_process_port", "mpirun_config", "num_machines"},
+        LaunchConfig(nproc_per_node=4, nnodes=4, rdzv_endpoint="127.0.0.1:29500", device="cpu", precision="fp32"),
+        {"ipex_config", "mpirun_config"},
     ),
     (SAGEMAKER, LaunchConfig(precision="fp16"), {"compute_environment", "ec2_instance_type", "iam_role_name"}),
     (FP8 + INERT, LaunchConfig(nproc_per_node=2, gpu_ids=(0, 3), precision="fp8"), {"fp8_config"}),
@@ -185,6 +194,7 @@ def test_scalars_mean_what_yaml_says(spelled: str, value: object) -> None:
         ("- a\n- b\n", "fits no line above - at a.yaml, line 1"),
         ("num_processes: two\n", "processes do not divide into machines"),
         ("num_processes: 3\nnum_machines: 2\n", "got 3 and 2 - at a.yaml"),
+        ("num_processes: 4\nnum_machines: 2\nmachine_rank: 2\n", "there is no such host: got node_rank=2, nnodes=2"),
         ("num_processes: 0\n", "processes do not divide into machines"),
         ("mixed_precision: bf61\n", "got 'bf61' - at a.yaml, key precision"),
         ("gpu_ids: 0,x\n", "got [0, 'x'] - at a.yaml, key gpu_ids"),

@@ -73,6 +73,22 @@ def test_a_failure_names_the_log(workspace: Workspace) -> None:
     assert "accel: its output is in logs/rank-1.log" in done.stderr
 
 
+def test_processes_get_cores_of_their_own(workspace: Workspace) -> None:
+    script = workspace.write("""
+        import os, time
+        for _ in range(100):  # the launcher binds it while it starts
+            if len(os.sched_getaffinity(0)) < os.cpu_count(): break
+            time.sleep(0.02)
+        print(*sorted(os.sched_getaffinity(0)))
+    """)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core cannot be shared out")
+    done = workspace.accel("launch", "--bind-cores", "--prefix=false", "--nproc-per-node", "2", script)
+    shares = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert sorted(core for share in shares for core in share) == cores, done.stderr
+
+
 def test_a_full_disk_ends_the_log_but_not_the_run(workspace: Workspace) -> None:
     (workspace.folder / "logs").mkdir()
     (workspace.folder / "logs/rank-0.log").symlink_to("/dev/full")

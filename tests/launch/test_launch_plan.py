@@ -16,8 +16,8 @@ from accel.config import FIELDS, LaunchConfig
 from accel.env import SETTINGS, read_env
 from accel.errors import EnvError, LaunchError
 from accel.launch import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
-from accel.launch._machine import read_gpus
-from accel.launch._plan import Place
+from accel.launch._machine import order_cores, read_gpus
+from accel.launch._plan import Place, share_cores
 
 
 def plan(
@@ -177,6 +177,32 @@ def test_visible_gpus_end_at_the_first_that_is_none(count: int, ids: list[int]) 
 def test_chosen_threads_beat_the_environment() -> None:
     chosen = plan(config=LaunchConfig(threads_per_process=5), environ={"OMP_NUM_THREADS": "3"})
     assert variables(chosen, "OMP_NUM_THREADS") == {"5"}
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 99), min_size=1, max_size=40, unique=True))
+def test_cores_are_shared_out_without_rest_or_overlap(count: int, cores: list[int]) -> None:
+    shares = [share_cores(cores, rank, count) for rank in range(count)]
+    assert all(shares)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    if count <= len(cores):
+        assert [core for share in shares for core in share] == cores
+
+
+@given(st.sets(st.integers(0, 15)))
+def test_cores_of_one_memory_node_stand_together(usable: set[int]) -> None:
+    nodes = ["0-3,8-11\n", "4-7,12-13"]
+    ordered = order_cores(usable, nodes)
+    assert sorted(ordered) == sorted(usable)
+    first = {*range(4), *range(8, 12)} & usable
+    assert set(ordered[: len(first)]) == first
+    assert order_cores(usable, []) == tuple(sorted(usable))
+
+
+def test_processes_are_bound_only_if_asked() -> None:
+    machine = Machine(cores=4, core_ids=(0, 2, 1, 3))
+    bound = plan(config=LaunchConfig(nproc_per_node=2, bind_cores=True), machine=machine)
+    assert [process.cores for process in bound.processes] == [(0, 2), (1, 3)]
+    assert [process.cores for process in plan(machine=machine).processes] == [(), ()]
 
 
 def test_modules_and_programs() -> None:

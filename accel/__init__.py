@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from accel.storage import RemotePath as RemotePath
     from accel.training import Ema as Ema
     from accel.training import Loaded as Loaded
+    from accel.training import Part as Part
     from accel.training import StepResult as StepResult
     from accel.training import Stored as Stored
     from accel.training import accumulate as accumulate
@@ -213,6 +214,7 @@ _HOMES = {
     "training": (
         "Ema",
         "Loaded",
+        "Part",
         "StepResult",
         "Stored",
         "accumulate",

@@ -31,7 +31,8 @@ class Content:
     Attributes:
         shared: tensors that are equal on all ranks; any rank may write them.
         main: tensors of which rank 0's count.
-        own: tensors that this rank holds and others need not; of copies the lowest rank's counts.
+        own: tensors that this rank holds and others need not; copies are equal.
+        loose: such tensors of which copies may differ; the lowest rank's counts.
         items: everything else by item; rank 0's count.
         row: bytes of this rank's own, kept for it.
     """
@@ -39,6 +40,7 @@ class Content:
     shared: Mapping[str, torch.Tensor]
     main: Mapping[str, torch.Tensor]
     own: Mapping[str, torch.Tensor]
+    loose: Mapping[str, torch.Tensor]
     items: Mapping[str, Item]
     row: bytes
 
@@ -68,12 +70,13 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Own(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that a rank has and others need not, and its part of it; None if that is nothing."""
+    """A tensor that a rank has and others need not, its part of it, if any, and whether copies must be equal."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     held: _Held | None
+    exact: bool
 
 
 class _Rank(msgspec.Struct, frozen=True):
@@ -127,9 +130,9 @@ def take_snapshot(
     facts = _facts(shared | sharded)
     detail = "\n".join([f"step {step}", *facts, *sorted(f"{a} is {b}" for a, b in aliases.items())])
     bits = checksum(shared) if ctx.world_size > 1 else 0
-    mine = _Rank(content.row, bits, list(_held(sharded).values()), _own(content.own), mark)
+    mine = _Rank(content.row, bits, list(_held(sharded).values()), _own(content), mark)
     ranks = settle(ctx, Call("save_state", detail, site), None, mine, _Rank)
-    tensors |= {**_stubs(ranks), **content.own, RANKS: _stack([rank.row for rank in ranks])}
+    tensors |= {**_stubs(ranks), **content.own, **content.loose, RANKS: _stack([rank.row for rank in ranks])}
     held = _held_by_name(list(sharded), ranks)
     differing = [name for name, parts in held.items() if not _copies_agree(parts)]
     if len({rank.checksum for rank in ranks}) > 1:
@@ -166,9 +169,13 @@ def _held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Held | None]:
     return {name: _Held(box, sums[name]) if box is not None else None for name, box in boxes.items()}
 
 
-def _own(tensors: Mapping[str, torch.Tensor]) -> list[_Own]:
+def _own(content: Content) -> list[_Own]:
+    tensors = {**content.own, **content.loose}
     held = _held(tensors)
-    return [_Own(name, dtype_name(t.dtype), tuple(t.shape), held[name]) for name, t in sorted(tensors.items())]
+    return [
+        _Own(name, dtype_name(tensor.dtype), tuple(tensor.shape), held[name], name in content.own)
+        for name, tensor in sorted(tensors.items())
+    ]
 
 
 def _stubs(ranks: Sequence[_Rank]) -> dict[str, torch.Tensor]:
@@ -178,19 +185,30 @@ def _stubs(ranks: Sequence[_Rank]) -> dict[str, torch.Tensor]:
         CheckpointError: two ranks have another one by the same name.
     """
     found: dict[str, _Own] = {}
+    parts: dict[tuple[str, Box], int] = {}
     for rank, own in ((rank, own) for rank, said in enumerate(ranks) for own in said.own):
-        known = found.setdefault(own.name, own)
-        if (known.dtype, known.shape) != (own.dtype, own.shape):
+        known, same = found.setdefault(own.name, own), True
+        if own.held is not None and own.exact:
+            same = parts.setdefault((own.name, own.held.box), own.held.checksum) == own.held.checksum
+        if not same or (known.dtype, known.shape) != (own.dtype, own.shape):
             expected, got = (f"{each.dtype} {list(each.shape)}" for each in (known, own))
-            problem = f"rank {rank} holds another tensor by this name than a rank below it"
-            fix = "Give what ranks hold for themselves names of its own."
-            raise CheckpointError(problem, expected=expected, got=got, where=own.name, fix=fix)
+            raise CheckpointError(
+                f"rank {rank} holds another tensor by this name than a rank below it",
+                expected=expected,
+                got=got if got != expected else "other values",
+                where=own.name,
+                fix="Give what only some ranks hold the names that it has in the whole, each to one tensor.",
+            )
     return {name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="meta") for name, o in found.items()}
 
 
 def _held_by_name(sharded: Sequence[str], ranks: Sequence[_Rank]) -> dict[str, list[_Held | None]]:
     """What each rank holds of every tensor that not all ranks hold alike."""
-    own = [{each.name: each.held for each in rank.own} for rank in ranks]
+    own, first = list[dict[str, _Held | None]](), set[tuple[str, Box | None]]()
+    for rank in ranks:
+        places = {each.name: (each.name, each.held.box if each.held is not None else None) for each in rank.own}
+        own.append({each.name: each.held for each in rank.own if each.exact or places[each.name] not in first})
+        first |= set(places.values())
     found = {name: [rank.held[at] for rank in ranks] for at, name in enumerate(sharded)}
     return found | {name: [held.get(name) for held in own] for name in sorted({name for held in own for name in held})}
 

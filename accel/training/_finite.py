@@ -23,7 +23,7 @@ def check_finite(content: Content) -> None:
         NonFiniteError: the tensors that are not, by name.
     """
     strict = {**content.shared, **content.own}
-    bad = sorted([*_nonfinite(strict, masks=False), *_nonfinite(content.main, masks=True)])
+    bad = sorted([*_nonfinite(strict, masks=False), *_nonfinite({**content.main, **content.loose}, masks=True)])
     if not bad:
         return
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""

@@ -16,9 +16,12 @@ from accel.errors import CheckpointError, ConfigError
 from accel.parallel import unwrap_model
 from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
+from accel.training._parts import divided_names, without_parts
 from accel.training._renaming import SaveTransform, transformed_tensors
 from accel.training._rows import write_row
-from accel.training._zero import inner, is_zero
+from accel.training._zero import inner
+
+_OfItem = tuple[str, torch.Tensor]  # a tensor, and the item that it is of
 
 
 @runtime_checkable
@@ -53,14 +56,21 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     shared: dict[str, torch.Tensor] = {}
     main: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
+    loose: dict[str, torch.Tensor] = {}
+    divided, items = divided_names(items), without_parts(items)
     modules = module_states(items)
-    names, entries = _capture_modules(modules, transform, shared, main), dict[str, Item]()
+    parameters, buffers, names = _capture_modules(modules, transform)
+    for found, to_all, to_some in ((parameters, shared, own), (buffers, main, loose)):
+        for name, (item, tensor) in found.items():
+            (to_some if item in divided else to_all)[name] = tensor
+    entries = dict[str, Item]()
     for name, item in items.items():
+        same, first = (own, loose) if name in divided else (shared, main)
         try:
-            entries[name] = _capture_item(name, item, modules, names, own if is_zero(item) else shared, main)
+            entries[name] = _capture_item(name, item, modules, names, same, first)
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
-    return Content(shared=shared, main=main, own=own, items=entries, row=write_row(ctx, items))
+    return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=write_row(ctx, items))
 
 
 def kind_of(item: object) -> ItemKind:
@@ -98,12 +108,9 @@ def parameter_names(modules: Mapping[str, ModuleState]) -> Names:
 
 
 def _capture_modules(
-    modules: Mapping[str, ModuleState],
-    transform: SaveTransform | None,
-    shared: dict[str, torch.Tensor],
-    main: dict[str, torch.Tensor],
-) -> Names:
-    """Add what modules hold; return the names that their parameters have in the checkpoint, by `id`."""
+    modules: Mapping[str, ModuleState], transform: SaveTransform | None
+) -> tuple[dict[str, _OfItem], dict[str, _OfItem], Names]:
+    """Return what modules hold by name, parameters and other tensors; and the parameters' names by `id`."""
     named: dict[str, torch.Tensor] = {}
     parameters: set[str] = set()
     once: dict[int, torch.Tensor] = {}  # tied tensors stay one object
@@ -113,12 +120,14 @@ def _capture_modules(
             named[f"{item}.{key}"] = once.setdefault(id(tensor), tensor.detach())
     found = transformed_tensors(named, modules, transform)
     old_names = {id(tensor): name for name, tensor in reversed(named.items())}
+    kept: dict[str, _OfItem] = {}
+    rest: dict[str, _OfItem] = {}
     moved: dict[str, str] = {}
     for name, tensor in sorted(found.items()):
         old = name if name in named else old_names.get(id(tensor), name)
         moved.setdefault(old_names.get(id(tensor), name), name)
-        (shared if old in parameters else main)[name] = tensor
-    return {key: moved.get(name, name) for key, name in parameter_names(modules).items()}
+        (kept if old in parameters else rest)[name] = old.partition(".")[0], tensor
+    return kept, rest, {key: moved.get(name, name) for key, name in parameter_names(modules).items()}
 
 
 def _capture_item(

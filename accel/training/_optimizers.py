@@ -84,6 +84,31 @@ def encode_optimizer(
     return OptimizerValue(groups, {name: ParamFacts(*facts(p)) for name, p in listed.items()}, state, rest)
 
 
+def read_value(value: Any, item: str, moved: Mapping[str, str]) -> OptimizerValue:
+    """Return what a manifest holds of an optimizer, by the names that its parameters are loaded under.
+
+    Args:
+        value: the manifest's.
+        item: its name, for errors.
+        moved: other names of parameters.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        stored = msgspec.convert(value, OptimizerValue)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"not an optimizer's state: {error}", where=f"item {item}") from error
+    return OptimizerValue(
+        groups=tuple(
+            Group(tuple(moved.get(each, each) for each in group.params), group.options) for group in stored.groups
+        ),
+        params={moved.get(each, each): held for each, held in stored.params.items()},
+        state={moved.get(each, each): held for each, held in stored.state.items()},
+        rest=stored.rest,
+    )
+
+
 def compare_optimizer(
     optimizer: torch.optim.Optimizer, stored: OptimizerValue, item: str, names: Names, problems: Problems
 ) -> None:
@@ -97,6 +122,17 @@ def compare_optimizer(
         sizes = [[len(group) for group in groups] for groups in (_grouped(optimizer, listed), stored_groups)]
         problems.wrong_type(f"{item}: groups of parameters", f"groups of {sizes[0]}", f"other groups, of {sizes[1]}")
     problems.compare_names(set[str](), stored.state.keys() - stored.params.keys(), f"{item}: state of ")
+
+
+def part_of_value(
+    optimizer: torch.optim.Optimizer, stored: OptimizerValue, names: Names
+) -> tuple[OptimizerValue, set[str]]:
+    """Return a stored state of the parameters that the live optimizer has, and the names of the others."""
+    mine = _params(optimizer, names).keys()
+    groups = tuple(Group(tuple(n for n in group.params if n in mine), group.options) for group in stored.groups)
+    params = {name: each for name, each in stored.params.items() if name in mine}
+    state = {name: each for name, each in stored.state.items() if name in mine}
+    return OptimizerValue(groups, params, state, stored.rest), set(stored.params) - mine
 
 
 def held_state(optimizer: torch.optim.Optimizer, stored: OptimizerValue, names: Names) -> OptimizerValue:

@@ -25,7 +25,10 @@ from accel.training._optimizers import (
     decode_optimizer,
     held_state,
     load_optimizer,
+    part_of_value,
+    read_value,
 )
+from accel.training._parts import part_names, without_parts
 from accel.training._problems import Facts, Problems, facts, is_floating
 from accel.training._renaming import LoadTransform, transformed_names
 from accel.training._rng import apply_rng, check_rng
@@ -58,9 +61,11 @@ class Matching:
         problems: in what they differ.
         skipped: in what they differ, and may.
         changes: what loading will do.
+        left: what the checkpoint holds of `Part`s and this rank does not take.
     """
 
     def __init__(self, ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> None:
+        self.left, self._parts, items = set[str](), part_names(items), without_parts(items)
         self.problems, self.skipped, self.changes = Problems(options.cast), Problems(), Changes()
         self._options = options
         self._sources = transformed_names(saved.manifest, saved.entries, options.transform)
@@ -131,6 +136,10 @@ class Matching:
         inside = {f"{name}.{key}" for key in extras}
         entries, sources = self._saved.entries, self._sources
         stored = {key for key, old in sources.items() if key.startswith(f"{name}.") and not _belongs(old, inside)}
+        if name in self._parts:
+            self.left |= stored - tensors.keys()
+            stored &= tensors.keys()
+            extras = {key: extra for key, extra in extras.items() if key in live.extras}
         self.problems.compare_names(tensors.keys(), stored, "")
         self.problems.compare_names(live.extras.keys(), extras.keys(), f"{name}.")
         first: dict[int, str] = {}
@@ -159,7 +168,10 @@ class Matching:
 
     def _optimizer(self, name: str, live: torch.optim.Optimizer, item: Item) -> None:
         moved = {old: new for new, old in reversed(self._sources.items()) if old not in self._sources}
-        value = _convert_optimizer(name, item, moved)
+        value = read_value(item.value, name, moved)
+        if name in self._parts:
+            value, left = part_of_value(live, value, self._names)
+            self.left |= {f"{name}: parameter {each}" for each in left}
         compare_optimizer(live, value, name, self._names, self.problems)
         value = held_state(live, value, self._names)
         owners, parameters = dict[str, _Owner](), dict[str, torch.Tensor]()
@@ -359,23 +371,6 @@ def _record(name: str, live: msgspec.Struct, value: object, problems: Problems) 
 def _wire_name(live: msgspec.Struct, name: str) -> str:
     names = dict(zip(live.__struct_fields__, live.__struct_encode_fields__, strict=True))
     return names.get(name, name)
-
-
-def _convert_optimizer(name: str, item: Item, moved: Mapping[str, str]) -> OptimizerValue:
-    """An optimizer's stored state by the names that its parameters are loaded under."""
-    try:
-        value = msgspec.convert(item.value, OptimizerValue)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"not an optimizer's state: {error}", where=f"item {name}") from error
-    return msgspec.structs.replace(
-        value,
-        groups=tuple(
-            msgspec.structs.replace(group, params=tuple(moved.get(each, each) for each in group.params))
-            for group in value.groups
-        ),
-        params={moved.get(each, each): held for each, held in value.params.items()},
-        state={moved.get(each, each): held for each, held in value.state.items()},
-    )
 
 
 def _belongs(key: str, inside: set[str]) -> bool:

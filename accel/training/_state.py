@@ -30,7 +30,7 @@ from accel.errors import CheckpointError, ConfigError, check_choice
 from accel.storage import Place, RemotePath, Span, as_place
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
-from accel.training._parts import join_values, own_values
+from accel.training._parts import check_taken, join_values, own_values
 from accel.training._renaming import LoadTransform, SaveTransform
 from accel.training._restore import LoadOptions, Matching, finish, rollback, try_risky
 
@@ -50,10 +50,11 @@ class Loaded(dict[str, object]):
 
 
 class _Wish(msgspec.Struct, frozen=True):
-    """What a rank is about to load: of which manifest, and how much of each file."""
+    """What a rank is about to load: of which manifest, how much of each file, and what it leaves of `Part`s."""
 
     digest: str
     bytes_of_files: list[int]
+    left: set[str]
 
 
 @overload
@@ -108,7 +109,8 @@ def save_state(
         ctx: the context.
         out: the folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the
             URL of one in a store, such as "s3://bucket/run", or a `RemotePath` with options.
-        items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name.
+        items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name. A
+            `Part` of a module or an optimizer is what this rank has of one that ranks divide.
         step: names the checkpoint, 0 or above.
         keep: which checkpoints stay: a number from 1, this one and the newest others; or a `Keep`; None for all. They
             are deleted after the commit, and only if they hold nothing but what accel wrote.
@@ -199,13 +201,13 @@ def load_state(
     options = LoadOptions(strict, cast, transform)
     folder, site = as_place(path), call_site()
     with contextlib.ExitStack() as stack:
-        error, saved, matching, wish = None, None, None, _Wish("", [])
+        error, saved, matching, wish = None, None, None, _Wish("", [], set())
         try:
             check_items(items, "load_state")
             saved = stack.enter_context(open_checkpoint(folder))
             matching = Matching(ctx, saved, items, options)
             matching.compare()
-            wish = _Wish(saved.digest, saved.bytes_of_files(matching.changes.wanted))
+            wish = _Wish(saved.digest, saved.bytes_of_files(matching.changes.wanted), matching.left)
         except Exception as failure:
             error = failure
         wishes = settle(
@@ -214,6 +216,8 @@ def load_state(
         assert saved is not None and matching is not None  # noqa: PT018 - settle raised otherwise
         try:
             _check_same(wishes, folder)
+            if strict:
+                check_taken([wish.left for wish in wishes])
             if verify:
                 saved.verify(_spans_to_verify(ctx, saved, wishes))
         except CheckpointError as failure:

@@ -75,7 +75,7 @@ def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str] | Rem
             encoded = encode(value, name, tensors)
         items[name] = Item(kind=kind, type=type(value).__name__ if kind == "value" else "", value=encoded)
     ctx = single()
-    content = Content(shared={}, main=tensors, own={}, items=items, row=write_row(ctx, {}))
+    content = Content(shared={}, main=tensors, own={}, loose={}, items=items, row=write_row(ctx, {}))
     return save(ctx, as_place(out), content, step=step, keep=None, metrics={})
 
 

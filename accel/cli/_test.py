@@ -18,6 +18,7 @@ _USAGE = "accel test [--folder DIR] [flags of accel launch]"
 _ABOUT = """Check devices, collectives, order of data, gradients, checkpoints and bandwidth on the ranks of a launch.
 Flags, variables and the file count as for `accel launch`. On several hosts, run it on each."""
 _SCRIPT = Path(accel.__path__[0], "testing", "selfcheck", "__main__.py")
+_STOPPED = (130, 143)  # by Ctrl-C or SIGTERM, which is no finding
 _PATIENCE_S = 60.0  # of a check's collectives, which take milliseconds
 
 
@@ -40,7 +41,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         args = ["--report", str(report), "--folder", known.folder or folder]
         status = launch(str(_SCRIPT), args, config=config, environ=environ)
         told = msgspec.json.decode(report.read_bytes(), type=list[_Told]) if report.exists() else []
-    if status:
+    if status and status not in _STOPPED:
         print(_broken_off(told))
     return status or int(any(each.state != "ok" for each in told))
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time from a command to the end of two workers that do nothing, and of `accel --help`, against bare interpreters.
+"""Time from a command to the end of two workers that do nothing, and of `accel --help`, against bare interpreters;
+and of a function on two ranks, against two interpreters that import torch.
 
     python tests/benchmarks/launching.py --accelerate VENV/bin/python
 
 Every round runs each command once, in turn, so that a machine whose load drifts slows all of them alike. Printed are
-the median and the least wall-clock time, and the median over rounds of the difference to the bare interpreters.
+the median and the least wall-clock time, and the median over rounds of the difference to what it is compared with.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+BASES = {"accel --help": "one bare interpreter", "debug_launcher of two": "two that import torch"}
 
 
 def seconds(*commands: list[str]) -> float:
@@ -37,6 +40,9 @@ def main() -> None:
         Path(script).write_text("")
         bare = [sys.executable, script]
         accel = str(Path(sys.executable).with_name("accel"))
+        importing, calling = str(Path(folder, "importing.py")), str(Path(folder, "calling.py"))
+        Path(importing).write_text("import torch.distributed")
+        Path(calling).write_text("import accel, accel.process; accel.debug_launcher(accel.process.wait_for_everyone)")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script]
         variants = {
             "one bare interpreter": [bare],
@@ -44,6 +50,10 @@ def main() -> None:
             "two bare interpreters at once": [bare, bare],
             "accel launch": [[accel, "launch", "--cpu", "--nproc-per-node", "2", script]],
             "torchrun": [torchrun],
+        }
+        variants |= {
+            "two that import torch": [[sys.executable, importing]] * 2,
+            "debug_launcher of two": [[sys.executable, calling]],
         }
         if known.accelerate:
             flags = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
@@ -53,11 +63,10 @@ def main() -> None:
             for name, commands in variants.items():
                 times[name].append(seconds(*commands))
     for name, taken in times.items():
-        base = times["one bare interpreter" if name == "accel --help" else "two bare interpreters at once"]
+        base = times[BASES.get(name, "two bare interpreters at once")]
         over = statistics.median(mine - theirs for mine, theirs in zip(taken, base, strict=True))
-        print(
-            f"{name:30}  median {statistics.median(taken):6.3f} s  least {min(taken):6.3f} s  over bare {over:+6.3f} s"
-        )
+        median = statistics.median(taken)
+        print(f"{name:30}  median {median:6.3f} s  least {min(taken):6.3f} s  over its base {over:+6.3f} s")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching from a process that has touched CUDA, the self-check on GPUs, and estimated memory: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.cli import main
+from accel.estimate import measure, plan_memory
+from accel.estimate._build import Input
+from accel.formats import PrecisionName
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def where(ctx: accel.DistContext) -> tuple[str, int | None, float]:
+    return ctx.device.type, ctx.device.index, float(torch.ones(2, device=ctx.device).sum())
+
+
+def test_a_function_runs_on_all_gpus_after_cuda_was_touched_here() -> None:
+    _ = torch.ones(1, device="cuda") + 1
+    assert accel.notebook_launcher(where) == [("cuda", index, 2.0) for index in range(torch.cuda.device_count())]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_self_check_passes(precision: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["test", "--nproc-per-node", "auto", "--precision", precision]) == 0
+    assert "6 of 6 checks passed." in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
+def test_estimated_memory_is_what_a_step_takes(precision: PrecisionName) -> None:
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
+        return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+    planned = plan_memory(
+        measure(make, "encoder", [Input((16, 256, 512), "float32")]), precision_name=precision, strategy="ddp"
+    )
+    ctx = accel.single("cuda", precision=precision)
+    model = accel.apply_precision(ctx, make().to(ctx.device))
+    model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters()))
+    scaler, inputs = accel.loss_scale(ctx), torch.randn(16, 256, 512, device=ctx.device)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with accel.autocast(ctx):
+            loss = model(inputs).float().square().mean()
+        kept = torch.cuda.memory_allocated()
+        accum = accel.backward(ctx, loss, scaler)
+        scaler = accel.optimizer_step(ctx, optimizer, scaler, accum).scaler
+    assert kept == pytest.approx(planned.total - planned.gradients, rel=0.1)  # gradients are freed between steps

@@ -15,6 +15,7 @@ import msgspec
 Bytes = bytes | memoryview
 
 HASHERS = 4
+_HASHERS_BESIDE = 2  # as fast as one thread writes
 SPAN_BYTES = 16 * 2**20
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -75,7 +76,7 @@ def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]
                 digest.update(part)
             found[at] = digest.hexdigest()
 
-    threads = [threading.Thread(target=work, name="accel-hash") for _ in range(min(HASHERS, count))]
+    threads = [threading.Thread(target=work, name="accel-hash") for _ in range(min(_HASHERS_BESIDE, count))]
 
     def entry() -> FileEntry:
         for thread in threads:

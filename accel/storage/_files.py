@@ -22,6 +22,7 @@ from accel.storage._place import Place
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _LONGEST_NAME = 255
 _COALESCE_BYTES = 1 << 20
+_FLUSH_BYTES = 16 << 20
 _HASH_BYTES = 1 << 18  # stays in a core's cache between being read and being hashed
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -63,8 +64,7 @@ def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
     with disk_errors(folder / name), hashed_beside(chunks) as entry:
         file = os.open(folder / name, _WRITE_FLAGS, 0o666)
         try:
-            for chunk in _coalesce(chunks):
-                _write_all(file, chunk)
+            _write_all(file, _coalesce(chunks))
             if (after_write := AFTER_WRITE.get()) is not None:
                 after_write(folder / name)
             os.fsync(file)
@@ -262,10 +262,24 @@ def _coalesce(chunks: Sequence[Bytes]) -> Iterator[Bytes]:
         yield bytes(waiting)
 
 
-def _write_all(file: int, chunk: Bytes) -> None:
-    left = memoryview(chunk)
-    while left:
-        left = left[os.write(file, left) :]
+def _write_all(file: int, chunks: Iterable[Bytes]) -> None:
+    """Write chunks in order, and let the disk begin with each part while the next is written."""
+    begun = written = 0
+    for chunk in chunks:
+        left = memoryview(chunk)
+        while left:
+            count = os.write(file, left[:_FLUSH_BYTES])
+            left, written = left[count:], written + count
+            if written - begun >= _FLUSH_BYTES:
+                _begin_flush(file, begun, written - begun)
+                begun = written
+
+
+def _begin_flush(file: int, start: int, size: int) -> None:
+    """Have the system write out a part of a file without waiting; what it has not yet written stays in memory."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # it is advice
+            os.posix_fadvise(file, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def _advice(number: int | None) -> str:

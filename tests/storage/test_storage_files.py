@@ -108,8 +108,12 @@ def test_no_bytes_make_the_reader_fail_otherwise_than_by_name(data: bytes) -> No
         assert error.where == "file.safetensors"  # noqa: PT017
 
 
-def test_large_and_small_chunks_are_written_in_order(tmp_path: Path) -> None:
-    chunks = [b"a", bytes(3 << 20), b"b" * 10, memoryview(b"c" * (1 << 20)), b"", b"d"]
+@pytest.mark.parametrize("at_once", [1 << 16, 1 << 24])
+def test_large_and_small_chunks_are_written_in_order(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel.storage._files._FLUSH_BYTES", at_once)
+    chunks = [b"a", os.urandom(3 << 20), b"b" * 10, memoryview(b"c" * (1 << 20)), b"", b"d"]
     entry = write_file(tmp_path, "f", chunks)
     assert (tmp_path / "f").read_bytes() == b"".join(chunks)
     assert entry.size == sum(map(len, chunks))

@@ -18,7 +18,7 @@ import msgspec
 from accel.config import LaunchConfig, resolve, to_text
 from accel.errors import ConfigError, LaunchError
 from accel.formats import PrecisionName
-from accel.launch._launch import plan_here, record_dir
+from accel.launch._launch import make_log_dir, plan_here, record_dir
 from accel.launch._parcel import pack, receive_error, receive_value, send_call, unpack
 from accel.launch._run import Ending, run_to_end
 from accel.launch._target import Target
@@ -70,6 +70,7 @@ def launch_function(
         send_call(folder, call)
         target = Target(kind="module", name=_CALLED, args=(folder,))
         plan = plan_here(target, config, environ, record_dir=folder)
+        make_log_dir(config.log_dir)
         ending = run_to_end(plan)
         if ending.stopped:
             raise _stopped(ending)

@@ -58,14 +58,14 @@ def launch(
         places = (Place(restarts=count) for count in range(config.max_restarts + 1))
         plans = (plan_here(target, config, environ, record_dir=folder, place=place) for place in places)
         first = next(plans)
-        _make_log_dir(config.log_dir)
+        make_log_dir(config.log_dir)
         return run_plans(itertools.chain([first], plans))
 
 
 def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
     check_endpoint(config)
     _ = plan_here(target, config, environ, record_dir="", port=1)  # refuses now what the agent would refuse
-    _make_log_dir(config.log_dir)
+    make_log_dir(config.log_dir)
     return run_agent(target, config, environ)
 
 
@@ -115,7 +115,12 @@ def free_port() -> int:
         ) from error
 
 
-def _make_log_dir(folder: str) -> None:
+def make_log_dir(folder: str) -> None:
+    """Make the folder for log files, unless it is there, or none is wanted.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
     try:
         if folder:
             os.makedirs(folder, exist_ok=True)

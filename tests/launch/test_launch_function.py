@@ -52,14 +52,17 @@ def leave(ctx: accel.DistContext, how: str) -> Any:
 
 
 @E2E
-def test_values_come_back_in_rank_order_and_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_come_back_in_rank_order_and_the_environment_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ACCEL_PRECISION", "bf16")
     before = dict(os.environ)
-    config = LaunchConfig(device="cpu", precision="bf16")
+    config = LaunchConfig(device="cpu", precision="bf16", log_dir=str(tmp_path / "logs"))
     values = accel.launch(total, (torch.tensor([3, 4]), 10), nproc=2, config=config)
     assert [value[:3] for value in values] == [(0, 70, "bf16"), (1, 70, "bf16")]
     assert all(value[3].tolist() == [3, 4] for value in values)
     assert dict(os.environ) == before
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
 @E2E

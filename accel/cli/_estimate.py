@@ -16,7 +16,7 @@ import msgspec
 from accel.cli._bar import show_size, show_table
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
-from accel.estimate import OPTIMIZERS, STRATEGIES, Memory, Model, fewest_ranks, plan_memory
+from accel.estimate import OPTIMIZERS, STRATEGIES, Memory, Model, fewest_ranks, has_weights, plan_memory
 from accel.formats import PrecisionName
 from accel.storage import parse_size
 
@@ -30,7 +30,7 @@ SOURCE is one of
   module:function      makes the model; it takes no arguments
   config.json          of Hugging Face's transformers (extra `transformers`)
   model.safetensors    or an index of several; headers only, so without activations
-  a folder             with such files: config.json if there is an --input, else the headers"""
+  a folder             with such files: the headers, or config.json with --input and without weights"""
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "pure-bf16")
 NAMES: Mapping[str, tuple[str, ...]] = {
     "--precision": get_args(PrecisionName),
@@ -106,7 +106,7 @@ def _read(source: str, inputs: Sequence[str]) -> Model:
 
         sys.path.insert(0, os.getcwd())  # as `python -m` would have it
         return from_function(source, [_input(each, "float32") for each in inputs])
-    if path.is_dir() and inputs and (path / "config.json").is_file():
+    if path.is_dir() and (path / "config.json").is_file() and (inputs or not has_weights(path)):
         path /= "config.json"
     if path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json"):
         from accel.estimate import from_config
@@ -167,7 +167,8 @@ def _row(model: Model, known: argparse.Namespace, precision: PrecisionName, stra
     if limit is None:
         return row
     fits = memory.total <= limit
-    return msgspec.structs.replace(row, fits=fits, fewest_ranks=None if fits else fewest_ranks(model, limit, **chosen))
+    fewest = None if fits else fewest_ranks(model, limit, least=known.nproc, **chosen)
+    return msgspec.structs.replace(row, fits=fits, fewest_ranks=fewest)
 
 
 def _text(model: Model, known: argparse.Namespace, rows: Sequence[Row]) -> str:

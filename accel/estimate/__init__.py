@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel.estimate._build import from_function as from_function
     from accel.estimate._build import measure as measure
     from accel.estimate._headers import from_headers as from_headers
+    from accel.estimate._headers import has_weights as has_weights
     from accel.estimate._plan import OPTIMIZERS as OPTIMIZERS
     from accel.estimate._plan import STRATEGIES as STRATEGIES
     from accel.estimate._plan import Activations as Activations
@@ -31,7 +32,7 @@ __getattr__ = exports(
     __name__,
     {
         "_build": ("Input", "from_config", "from_function", "measure"),
-        "_headers": ("from_headers",),
+        "_headers": ("from_headers", "has_weights"),
         "_plan": (
             "OPTIMIZERS",
             "STRATEGIES",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # with labels as their inputs
+
 
 class Input(NamedTuple):
     """A tensor that the model is called with.
@@ -90,7 +92,8 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
     def make() -> Any:
         return (transformers.AutoModel.from_config if found is None else found._from_config)(config)
 
-    return measure(make, f"{path}, {names[0] if names else fields['model_type']}", inputs, labelled=bool(names))
+    labelled = found is not None and names[0].endswith(_LABELLED)
+    return measure(make, f"{path}, {names[0] if names else fields['model_type']}", inputs, labelled=labelled)
 
 
 def measure(
@@ -104,7 +107,7 @@ def measure(
         make: makes the model.
         source: where it comes from, in words.
         inputs: what it is called with; none for shapes alone.
-        labelled: whether a forward takes `labels`, as models of transformers with a head do.
+        labelled: whether the first input goes in as `labels`, too, for models that compute their loss.
 
     Raises:
         ConfigError: the model is none, or needs the values of its tensors.

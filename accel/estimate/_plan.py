@@ -178,9 +178,11 @@ def plan_memory(
     )
 
 
-def fewest_ranks(model: Model, limit: int, *, precision_name: PrecisionName, strategy: str, optimizer: str) -> int:
-    """Return with how many ranks, a power of two, a step fits into `limit` bytes on each; 0 if with none."""
-    nproc = 1
+def fewest_ranks(
+    model: Model, limit: int, *, precision_name: PrecisionName, strategy: str, optimizer: str, least: int = 1
+) -> int:
+    """Return the fewest ranks, of `least`, twice that and so on, on which a step fits into `limit` bytes; 0 for none."""
+    nproc = least
     while nproc <= _MOST_RANKS:
         memory = plan_memory(model, precision_name=precision_name, strategy=strategy, optimizer=optimizer, nproc=nproc)
         if memory.total <= limit:

@@ -131,16 +131,26 @@ def test_a_config_without_transformers_names_the_extra(
     assert "pip install accel[transformers]" in capsys.readouterr().err
 
 
-LLAMA = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
-"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}"""
+CONFIGS = {
+    "LlamaForCausalLM": """{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "torch_dtype": "bfloat16"}""",
+    "GPT2LMHeadModel": """{"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100}""",
+    "BertModel": """{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 64, "vocab_size": 100}""",
+}
 
 
 @pytest.mark.slow
-def test_a_config_is_the_model_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_the_model_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    (folder / "config.json").write_text(LLAMA)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**msgspec.json.decode(LLAMA)))
-    assert main(["estimate", ".", "--input", "2x16", "--json"]) == 0
-    told = msgspec.json.decode(capsys.readouterr().out)
-    assert told["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    fields = msgspec.json.decode(CONFIGS[name])
+    (folder / "config.json").write_bytes(msgspec.json.encode(fields | {"architectures": [name]}))
+    model = getattr(transformers, name)(transformers.AutoConfig.for_model(**fields))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for words in ([], ["--input", "2x16"]):
+        assert main(["estimate", ".", "--json", *words]) == 0
+        told = msgspec.json.decode(capsys.readouterr().out)
+        assert told["parameters"] == count
+        assert told["rows"][0]["memory"]["parameters"] >= 4 * count  # fp32, whatever is stored
     assert all(row["memory"]["activations"] > 0 for row in told["rows"])

@@ -62,7 +62,7 @@ def _verbs() -> tuple[Verb, ...]:
         Verb("verify", "CHECKPOINT|RUN", "compare every byte with the digests", _verify),
         Verb("diff", "CHECKPOINT CHECKPOINT", "tell in what two differ", _diff),
         Verb("merge", "CHECKPOINT FOLDER", "write a model for Hugging Face's libraries", _merge),
-        Verb("import", "FOLDER RUN --step N", "make a checkpoint of a folder of torch.distributed.checkpoint", _import),
+        Verb("import", "FOLDER RUN --step N", "make a checkpoint of a folder of torch's or Accelerate's", _import),
         Verb("export", "CHECKPOINT FOLDER", "write a folder of torch.distributed.checkpoint", _export),
         Verb("prune", "RUN --keep N", "delete older checkpoints", _prune),
     )
@@ -185,15 +185,20 @@ def _merge(words: Sequence[str]) -> int:
 
 
 def _import(words: Sequence[str]) -> int:
-    text = f"Make a checkpoint of what torch.distributed.checkpoint wrote; no code of it is run. {_ONE_RUN}"
+    text = (
+        "Make a checkpoint of what torch.distributed.checkpoint wrote, or Accelerate's save_state (all but optimizers, "
+        f"which load_accelerate_state takes); no code of it is run. {_ONE_RUN}"
+    )
     reader = parser("import", "FOLDER RUN --step N", text, "folder", "run")
     _ = reader.add_argument("--step", type=int, required=True, metavar="N", help="names the checkpoint, 0 or above")
     args = reader.read(words)
     if args.step < 0:
         raise ConfigError("not a step", expected="an integer from 0", got=str(args.step), where="--step")
-    from accel.training import import_dcp
+    from accel.training import import_accelerate, import_dcp
 
-    print(f"{args.folder} -> {import_dcp(args.folder, args.run, step=args.step)}")
+    of_accelerate = (args.folder / "model.safetensors").exists()
+    made = (import_accelerate if of_accelerate else import_dcp)(args.folder, args.run, step=args.step)
+    print(f"{args.folder} -> {made}")
     return 0
 
 

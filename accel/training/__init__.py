@@ -24,5 +24,6 @@ from accel.training._step import StepResult as StepResult
 from accel.training._step import optimizer_step as optimizer_step
 from accel.training._whole import get_state_dict as get_state_dict
 from accel.training.foreign import export_dcp as export_dcp
+from accel.training.foreign import import_accelerate as import_accelerate
 from accel.training.foreign import import_dcp as import_dcp
 from accel.training.foreign import load_accelerate_state as load_accelerate_state

@@ -16,6 +16,8 @@ import msgspec
 import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal, streams
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from accel.checkpoint import latest_checkpoint
 from accel.errors import CheckpointError
@@ -299,6 +301,99 @@ def test_mutated_manifests_with_valid_digests_raise_or_load_but_never_in_part(tr
             run.step(1)
     assert refused > trials // 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024
+
+
+KEYS = st.sampled_from(["$tensor", "$tuple", "$dict", "$counter", "$int", "$bytes", "file", "offset", "shape", "size"])
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+    | st.sampled_from(
+        ["$tensor", "$dict", "model.0.weight", "../x", FILE, "manifest.json", "module", "uint8", "0" * 64]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> Callable[[Any], Any]:
+    """One to three changes, each at a place of its own: another value, none, one from elsewhere, or the same twice."""
+    steps = draw(
+        st.lists(st.tuples(st.lists(st.integers(0, 200), max_size=6), st.integers(0, 4), JUNK), min_size=1, max_size=3)
+    )
+
+    def change(manifest: Any) -> Any:
+        for path, kind, junk in steps:
+            manifest = change_at(manifest, path, kind, junk, manifest)
+        return manifest
+
+    return change
+
+
+def change_at(value: Any, path: list[int], kind: int, junk: Any, root: Any) -> Any:
+    """Return a value changed at the end of a path, of which each step counts the children."""
+    if not path or not isinstance(value, dict | list) or not value:
+        return {1: place(root, [kind, 1, 2]), 2: [value, value], 3: {"": value}}.get(kind, junk)
+    value = value.copy()
+    keys = sorted(value) if isinstance(value, dict) else range(len(value))
+    key = keys[path[0] % len(keys)]
+    if kind == 4 and len(path) == 1:
+        del value[key]
+    else:
+        value[key] = change_at(value[key], path[1:], kind, junk, root)
+    return value
+
+
+def place(value: Any, path: list[int]) -> Any:
+    for step in path:
+        if isinstance(value, dict | list) and value:
+            value = value[sorted(value)[step % len(value)]] if isinstance(value, dict) else value[step % len(value)]
+    return value
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Any]:
+    run = Run()
+    run.step(1)
+    path = save_state(CPU, tmp_path_factory.mktemp("sealed"), run.items(), step=0)
+    return path, (path / "manifest.json").read_bytes(), run.state()[0]
+
+
+def check_mutation(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:
+    """A typed error and nothing changed, or the module that was saved."""
+    path, whole, saved = sealed
+    manifest = msgspec.json.decode(whole)
+    del manifest["digest"]
+    body = msgspec.json.encode(change(manifest))[1:]
+    (path / "manifest.json").write_bytes(b'{"digest":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body)
+    run = Run(seed=4)
+    before, memory = (run.state(), streams()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        load_state(CPU, path, run.items())
+    except CheckpointError:
+        assert equal((run.state(), streams()), before)
+    else:
+        assert equal(run.state()[0], saved)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(change=mutations())
+def test_a_manifest_mutated_by_hypothesis_is_refused_with_a_typed_error_or_loads(
+    sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]
+) -> None:
+    check_mutation(sealed, change)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(change=mutations())
+def test_ten_thousand_mutated_manifests(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:
+    check_mutation(sealed, change)
 
 
 def reseal_from(path: Path, original: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> None:

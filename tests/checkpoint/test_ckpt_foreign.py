@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 
 import accel
 from accel import CheckpointError, ConfigError, LossScale
+from accel.cli import main
 from accel.testing import Simulator
+from accel.training import import_accelerate
 
 
 class Counter:
@@ -146,3 +148,31 @@ def test_a_folder_that_accelerate_itself_wrote(tmp_path: Path) -> None:
         assert mine.model.state_dict()[name].equal(tensor)
     assert mine.scheduler.last_epoch == 3
     assert mine.optimizer.state[mine.model[0].weight]["step"] == 3
+
+
+def test_the_command_imports_all_but_optimizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run()
+    run.step(3)
+    folder = accelerate_folder(tmp_path / "old", run, Counter(5))
+    assert main(["checkpoint", "import", str(folder), str(tmp_path / "run"), "--step", "3"]) == 0
+    path = tmp_path / "run" / "step-00000003"
+    assert capsys.readouterr().out == f"{folder} -> {path}\n"
+    told = [message.rpartition(" ")[2] for message in caplog.messages]
+    assert told == ["optimizer.bin", "random_states_0.pkl", "scaler.pt"]
+    other, counter = Run(seed=5), Counter()
+    accel.load_state(CPU, path, {"model": other.model, "scheduler": other.scheduler, "custom_checkpoint_0": counter})
+    assert equal(dict(other.model.state_dict()), dict(run.model.state_dict()))
+    assert equal(other.scheduler.state_dict(), run.scheduler.state_dict())
+    assert counter.count == 5
+
+
+def test_the_command_refuses_folders_of_neither_and_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        import_accelerate(tmp_path, tmp_path / "run", step=3)
+    old = accelerate_folder(tmp_path / "old", Run())
+    torch.save({"a": Payload()}, old / "custom_checkpoint_0.pkl")
+    assert main(["checkpoint", "import", str(old), str(tmp_path / "run"), "--step", "3"]) == 2
+    assert "custom_checkpoint_0.pkl" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -117,7 +117,7 @@ def _match(source: Path, items: Mapping[str, object]) -> tuple[Changes, list[Cop
         elif isinstance(item, Stateful):
             kind = "scheduler" if isinstance(item, LRScheduler) else "custom_checkpoint"
             ending, first = (".bin", "") if kind == "scheduler" else (".pkl", "_0")
-            state = _read(source / next_name(kind, ending, first=first))
+            state = read_saved(source / next_name(kind, ending, first=first))
             changes.risky.append((_call(item.load_state_dict, state), _call(item.load_state_dict, item.state_dict())))
         else:
             fix = "Leave it out, and begin with a new one."
@@ -147,7 +147,7 @@ def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies
 
 
 def _optimizer(path: Path, name: str, live: torch.optim.Optimizer, problems: Problems, changes: Changes) -> None:
-    state = _read(path)
+    state = read_saved(path)
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not isinstance(state.get("state"), dict):
         raise CheckpointError("not an optimizer's state", where=str(path))
@@ -167,7 +167,7 @@ def _optimizer(path: Path, name: str, live: torch.optim.Optimizer, problems: Pro
 
 
 def _loss_scale(path: Path, live: LossScale) -> LossScale:
-    state = _read(path)
+    state = read_saved(path)
     fields = {"scale": "scale", "growth_factor": "growth_factor", "backoff_factor": "backoff_factor"}
     fields |= {"growth_interval": "growth_interval", "good_steps": "_growth_tracker"}
     try:
@@ -177,7 +177,7 @@ def _loss_scale(path: Path, live: LossScale) -> LossScale:
         raise CheckpointError(f"not the state of a gradient scaler: {error}", where=str(path)) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_saved(path: Path) -> dict[str, Any]:
     """Read a file that torch.save wrote: weights and plain values, and no code.
 
     Raises:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -157,7 +158,7 @@ def _failure(ending: Ending, folder: str, world_size: int) -> BaseException:
     """Return what the first failing rank raised; the note tells which rank, after whom, and where."""
     assert ending.first is not None
     rank, lines = ending.first.rank, ending.report.splitlines()
-    told = [line.removeprefix("accel: ") for line in lines if line.startswith("accel: ")]
+    told = [line.removeprefix("accel: ") for line in takewhile(lambda line: line.startswith("accel: "), lines)]
     raised = receive_error(folder, rank)
     if raised is not None and isinstance(raised.error, Exception):
         error, about = raised.error, f"rank {rank} of {world_size} raised this"

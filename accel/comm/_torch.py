@@ -24,10 +24,7 @@ _BROADCAST_BYTES = 128 * 1024
 _TAG = 0xACCE1  # so that these messages are never taken for a user's own sends
 
 # torch 2.13 renamed the function and warns about the old name
-_ALL_GATHER = cast(
-    "Callable[..., Any]",
-    getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"),
-)
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 _LOST = (
     "gloo/",
@@ -60,7 +57,7 @@ def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Calla
         mine: shape [length], contiguous; not to be touched until the wait.
     """
     group = comm.group
-    return _start(comm, lambda: [_ALL_GATHER(out, mine, group=group, async_op=True)])
+    return _start(comm, lambda: [getattr(dist, _ALL_GATHER)(out, mine, group=group, async_op=True)])
 
 
 def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int | None = None) -> torch.Tensor | None:

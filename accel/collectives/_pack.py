@@ -154,9 +154,12 @@ def split(group: Group, elements: torch.Tensor, *, give: bool = False) -> Iterat
 
 
 def _copy(group: Group, tensors: Sequence[torch.Tensor], elements: torch.Tensor) -> None:
-    flat = [tensors[i] if tensors[i].ndim == 1 else tensors[i].reshape(-1) for i in group.members]
+    chosen = [tensors[i] for i in group.members]
     with torch.no_grad():  # and either way resolves conjugation and strides
-        _ = torch.cat(flat, out=elements) if len(flat) > 1 else elements.copy_(flat[0])
+        if len(chosen) == 1:
+            _ = elements.view_as(chosen[0]).copy_(chosen[0])
+        else:
+            torch.cat([each if each.ndim == 1 else each.reshape(-1) for each in chosen], out=elements)
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -90,7 +90,7 @@ def gather_rows(ctx: DistContext, leaves: Leaves, call: Call, dst: int | None) -
         if len(chosen) == 1:  # the ranks' rows lie one after another already
             i, total = chosen[0], sum(share.rows[chosen[0]] for share in shares)
             joined[i] = _shaped(everything.view(leaves.dtypes[i]), leaves.shapes[i], total)
-        elif answers.same:
+        elif answers.same and everything.numel():  # rows of no bytes cannot be viewed as another dtype
             joined.update(_join(leaves, shares, sections(packings[0], everything.view(len(sizes), -1))))
         else:
             joined.update(_join_ragged(leaves, shares, packings, torch.split(everything, sizes)))

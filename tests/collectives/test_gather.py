@@ -168,6 +168,26 @@ def test_large_tensors_of_any_length_beside_small_ones(ranks, rows, large):
                 assert torch.equal(joined, torch.cat([torch.atleast_1d(tree(rank)[key]) for rank in range(len(rows))]))
 
 
+@pytest.mark.parametrize("dst", [None, 1])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tensors_without_elements_beside_large_ones(ranks, dst, ragged):
+    """So that what travels together is nothing."""
+
+    def rank(ctx):
+        rows = ctx.rank if ragged else 1
+        tree = {"large": torch.ones(40_000), "none": torch.ones(0, 3), "narrow": torch.ones(rows, 0).short()}
+        return accel.gather(ctx, tree, dst=dst)
+
+    results = ranks.run(rank, 3)
+    for result in results if dst is None else [results[dst]]:
+        shapes = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in result.items()}
+        assert shapes == {
+            "large": ((120_000,), torch.float32),
+            "none": ((0, 3), torch.float32),
+            "narrow": ((3, 0), torch.int16),
+        }
+
+
 def test_more_tensors_than_the_first_message_can_count(ranks):
     tree = [[torch.full((rank,), i) for i in range(5000)] for rank in range(3)]
     for result in ranks.run(lambda ctx: accel.gather(ctx, tree[ctx.rank]), 3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -93,15 +93,39 @@ class Saved:
         Raises:
             CheckpointError: a file does not hold what the manifest says.
         """
-        box = whole(self.entries[name].shape) if box is None else box
-        with torch.no_grad():
-            for piece, shared in self._pieces(name, box):
-                stored = self._stored(self.manifest.aliases.get(name, name), piece)
-                part, source = target[within(shared, box)], stored.view[within(shared, piece.box)]
-                if _is_one_run(part, source):
-                    self._fill(part, piece.file, stored.start + source.data_ptr() - stored.view.data_ptr())
-                else:
-                    part.copy_(source)
+        self.read_all([(target, name, box)])
+
+    def read_all(self, wanted: Iterable[tuple[torch.Tensor, str, Box | None]]) -> None:
+        """Copy many tensors or parts of them, several at once; see `read_into`.
+
+        Raises:
+            CheckpointError: a file does not hold what the manifest says.
+        """
+        reading: list[Future[None]] = []
+        try:
+            with torch.no_grad():
+                for target, name, box in wanted:
+                    reading += self._start(target, name, whole(self.entries[name].shape) if box is None else box)
+            for each in reading:
+                each.result()
+        finally:
+            for each in reading:
+                _ = each.cancel()
+            _ = wait(reading)  # none may write to memory that has another use by then
+
+    def _start(self, target: torch.Tensor, name: str, box: Box) -> Iterator[Future[None]]:
+        """Copy what has to be copied; have threads read straight into memory what lies there as in the file."""
+        for piece, shared in self._pieces(name, box):
+            stored = self._stored(self.manifest.aliases.get(name, name), piece)
+            part, source = target[within(shared, box)], stored.view[within(shared, piece.box)]
+            if not _is_one_run(part, source):
+                part.copy_(source)
+                continue
+            torch.autograd.graph.increment_version(part)
+            memory, start = memory_of(part), stored.start + source.data_ptr() - stored.view.data_ptr()
+            for at in range(0, len(memory), _PIECE_BYTES):
+                run = memory[at : at + _PIECE_BYTES]
+                yield self._readers.submit(self._folder.read_into, piece.file, start + at, run)
 
     def open_files(self, wanted: Iterable[tuple[str, Box | None]]) -> None:
         """Open the files that hold what is wanted, and compare their headers with the manifest.
@@ -140,18 +164,6 @@ class Saved:
             shared = intersect(piece.box, box) if box.size else piece.box
             if shared is not None:
                 yield piece, shared
-
-    def _fill(self, part: torch.Tensor, file: str, start: int) -> None:
-        """Read consecutive bytes of a file straight into a tensor's memory, on several threads."""
-        memory = memory_of(part)
-        pieces = range(0, len(memory), _PIECE_BYTES)
-
-        def read(at: int) -> None:
-            self._folder.read_into(file, start + at, memory[at : at + _PIECE_BYTES])
-
-        for _ in self._readers.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
-            pass
-        torch.autograd.graph.increment_version(part)
 
     def _stored(self, name: str, piece: Piece) -> _Stored:
         if piece.file not in self._files:

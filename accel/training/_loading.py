@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -48,21 +48,19 @@ def read_like(saved: Saved, name: str, template: torch.Tensor | None) -> torch.T
     """
     if template is None or not is_sharded(template):
         return saved.read(name)
-    local = local_part(template)
-    part = torch.empty(local.shape, dtype=saved.stub(name).dtype)
-    read_part(saved, name, template, part)
+    part = torch.empty(local_part(template).shape, dtype=saved.stub(name).dtype)
+    box = held_box(template, name)
+    if box is not None and part.numel():
+        saved.read_into(part, name, box)
     return like(part, template, template.shape)
 
 
-def read_part(saved: Saved, name: str, live: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy this rank's part of a stored tensor. Mutates the target.
+def read_parts(saved: Saved, copies: Iterable[tuple[torch.Tensor, str]]) -> None:
+    """Copy what this rank holds of stored tensors into live ones. Mutates them.
 
     Args:
         saved: the checkpoint.
-        name: the tensor's.
-        live: tells which part that is.
-        target: of the part's shape.
+        copies: live tensors, each of which tells the part, and the names of stored ones.
     """
-    box = held_box(live, name)
-    if box is not None and target.numel():
-        saved.read_into(target, name, box)
+    parts = ((local_part(live), name, held_box(live, name)) for live, name in copies)
+    saved.read_all((part, name, box) for part, name, box in parts if box is not None and part.numel())

@@ -17,7 +17,7 @@ from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState
 from accel.training._items import Stateful, kind_of, module_states, parameter_names, type_name
-from accel.training._loading import Action, Changes, read_like, read_part
+from accel.training._loading import Action, Changes, read_like, read_parts
 from accel.training._modules import ModuleState
 from accel.training._optimizers import (
     OptimizerValue,
@@ -342,8 +342,7 @@ def finish(ctx: DistContext, saved: Saved, changes: Changes, rng: RngState | Non
     Raises:
         CheckpointError: a file cannot be read any more.
     """
-    for live, name in changes.copies:
-        read_part(saved, name, live, local_part(live))
+    read_parts(saved, changes.copies)
     apply_rng(ctx, saved, rng)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ckpt_golden import HERE
 from ckpt_helpers import CPU
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accel
@@ -25,8 +25,9 @@ GOLDEN = HERE / f"format-{FORMAT}"
 DIRECT, PIECE = "accel.checkpoint._read._DIRECT_BYTES", "accel.checkpoint._read._PIECE_BYTES"
 
 
-@given(data=st.data(), piece=st.integers(1, 40))
-def test_a_part_is_the_same_whichever_way_it_is_read(data: st.DataObject, piece: int) -> None:
+@settings(deadline=None)
+@given(data=st.data(), pieces=st.integers(1, 9))
+def test_a_part_is_the_same_whichever_way_it_is_read(data: st.DataObject, pieces: int) -> None:
     with open_checkpoint(GOLDEN) as saved, pytest.MonkeyPatch.context() as patch:
         name = data.draw(st.sampled_from(sorted(saved.entries)))
         shape, whole = saved.entries[name].shape, saved.read(name)
@@ -34,7 +35,7 @@ def test_a_part_is_the_same_whichever_way_it_is_read(data: st.DataObject, piece:
         ends = [data.draw(st.integers(min(at + 1, size), size)) for at, size in zip(starts, shape, strict=True)]
         box = Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
         patch.setattr(DIRECT, 1)
-        patch.setattr(PIECE, piece)
+        patch.setattr(PIECE, max(1, whole.nbytes // pieces))
         part = saved.read(name, box)
     assert torch.equal(part, whole[tuple(map(slice, starts, ends))])
 

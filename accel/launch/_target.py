@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Literal
 
@@ -67,7 +67,7 @@ def _check_module(module: str) -> None:
     spec = None
     for at, part in enumerate(parts := module.split(".")):
         name = ".".join(parts[: at + 1])
-        spec = PathFinder.find_spec(name, places) if part and places is not None else None
+        spec = _find(name, places) if part and places is not None else None
         if spec is None:
             raise LaunchError(
                 "there is no such module",
@@ -78,13 +78,19 @@ def _check_module(module: str) -> None:
             )
         found = spec.submodule_search_locations
         places = None if found is None else list(found)
-    if places is not None and PathFinder.find_spec(f"{module}.__main__", places) is None:
+    if places is not None and _find(f"{module}.__main__", places) is None:
         raise LaunchError(
             "the module is a package that cannot be run",
             expected="a package with `__main__.py`",
             got=repr(module),
             fix="Name a module inside it.",
         )
+
+
+def _find(name: str, places: list[str]) -> ModuleSpec | None:
+    """Ask all finders, those of editable installs too."""
+    found = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)
 
 
 def _check_program(program: str, environ: Mapping[str, str]) -> None:

@@ -58,7 +58,7 @@ def leave_note(stage: Stage, rank: int, note: Note) -> None:
 def show_life(stage: Stage, rank: int) -> Generator[None]:
     """Let rank 0 see that this rank works on, in a store, where nothing of an upload is seen before its end."""
     path = stage.path
-    if not isinstance(path, RemotePath):
+    if not rank or not isinstance(path, RemotePath):
         yield
         return
     beat = Beat(lambda: put_object(path / f"share-{rank:05d}{stage.mark}.beat", b"."))

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from accel.errors import ConfigError
+
 _LOCAL = ("file://", "local://")
 
 
@@ -18,12 +20,18 @@ class RemotePath(msgspec.Struct, frozen=True):
     Attributes:
         url: the store's scheme and the place in it, without "/" at the end.
         options: what fsspec passes to the store, such as `{"endpoint_url": ...}`; never shown.
+
+    Raises:
+        ConfigError: the URL names no place.
     """
 
     url: str
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
+        scheme, mark, inside = self.url.partition("://")
+        if not scheme or not mark or not inside.strip("/"):
+            raise ConfigError("not a place in a store", expected="a URL such as s3://bucket/run", got=repr(self.url))
         msgspec.structs.force_setattr(self, "url", self.url.rstrip("/"))
 
     @property
@@ -33,7 +41,7 @@ class RemotePath(msgspec.Struct, frozen=True):
 
     @property
     def parent(self) -> RemotePath:
-        """The place that this one lies in."""
+        """The place that this one lies in, unless it is the first in its store."""
         return RemotePath(self.url.rpartition("/")[0], self.options)
 
     def __truediv__(self, name: str) -> RemotePath:

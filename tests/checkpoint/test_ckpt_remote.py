@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import accel
 from accel.cli import main
-from accel.errors import CheckpointError, MissingExtraError
+from accel.errors import CheckpointError, ConfigError, MissingExtraError
 from accel.storage import LOCK, RemotePath
 from accel.testing import simulate
 
@@ -50,7 +50,7 @@ def steps() -> set[str]:
     return {name.partition("/")[0] for name in names()}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(saved=st.integers(1, 4), loaded=st.integers(1, 4), mode=st.sampled_from(["sync", "async"]))
 def test_what_any_world_saved_any_world_loads(saved: int, loaded: int, mode: Any) -> None:
     register()
@@ -230,6 +230,33 @@ def test_a_writer_that_lost_its_lock_does_not_commit_nor_delete_what_the_other_w
     assert accel.latest_checkpoint(URL) == RemotePath(f"{URL}/step-00000001")
 
 
+def test_a_long_save_renews_its_lock_and_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.storage._remote_lock._BEAT_S", 0.01)
+    renewed, lives, waited = set[float](), set[str](), list[bool]()
+
+    def slow(kind: str, work: Any) -> Any:
+        if kind == "complete":  # rank 0's first: rank 1 goes on when rank 0 has written
+            waited.append(len(waited) == 0)
+        deadline = time.monotonic() + 10
+        while kind == "complete" and (len(renewed) < 3 if waited[-1] else not lives) and time.monotonic() < deadline:
+            lock = Store.objects.get(f"runs/demo/{LOCK}")
+            renewed.update([msgspec.json.decode(lock[0])["renewed"]] if lock is not None else [])
+            lives.update(name for name in list(Store.objects) if name.endswith(".beat"))
+            time.sleep(0.005)
+        return work()
+
+    def body(ctx: accel.DistContext) -> None:
+        items = {"model": torch.nn.Linear(4, 4)}  # which both ranks write parts of
+        accel.save_state(ctx, URL, items, step=1, mode="async").result()
+
+    Store.fault = slow
+    simulate(body, 2)
+    Store.fault = None
+    assert len(renewed) >= 3
+    assert any("share-00001" in name for name in lives)
+    assert len(names()) == 3  # neither lock nor note is left
+
+
 def damage(name: str, data: bytes | None) -> None:
     key = next(key for key in Store.objects if key.startswith("runs/demo/step-00000002") and name in key)
     if data is None:
@@ -314,6 +341,7 @@ def test_urls_of_files_are_paths(tmp_path: Path) -> None:
     [
         ("nonsense://bucket/run", CheckpointError, "Protocol not known: nonsense"),
         ("objects://runs/none/step-00000001", CheckpointError, "nothing is there"),
+        ("objects://", ConfigError, "not a place in a store"),
     ],
 )
 def test_what_cannot_be_reached_is_told(url: str, error: type[Exception], words: str) -> None:

@@ -29,7 +29,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # a process of its own, which runs torch's elastic agent
-WITH_TORCH = {"launch/_agent.py"}
+WITH_TORCH = {"launch/_agent.py", "launch/_rendezvous.py"}
 TORCH_FREE = {
     "errors",
     "lazy",

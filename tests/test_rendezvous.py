@@ -110,6 +110,45 @@ def test_a_missing_rank_is_named_by_all_others(tmp_path: Path, how: str, who: in
             process.communicate()
 
 
+DISAGREEING = """
+import sys, time, accel
+from accel import session
+began = time.monotonic()
+try:
+    with session(device="cpu", timeout_s=60):
+        pass
+except accel.EnvError as error:
+    print(error)
+    sys.exit(7 if time.monotonic() - began < 30 else 8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({"RANK": "1"}, {"RANK": "1"}, ("two processes are rank 1: got rank 1 on ", " and rank 1 on ")),
+        ({"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "4"}, ("ranks do not agree on ", "world_size: got ", " at rank ")),
+        ({"RANK": "1", "ACCEL_PRECISION": "bf16"}, {"RANK": "2"}, ("ranks do not agree on precision: got ",)),
+    ],
+)
+def test_ranks_that_cannot_belong_together_say_so_on_every_rank(
+    tmp_path: Path, one: dict[str, str], other: dict[str, str], said: tuple[str, ...]
+) -> None:
+    script = tmp_path / "disagreeing.py"
+    script.write_text(DISAGREEING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environs = [common | own for own in ({"RANK": "0"}, one, other)]
+    command = [sys.executable, str(script)]
+    ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for environ in environs]
+    told = [(process.communicate(timeout=120)[0], process.returncode) for process in ranks]
+    assert [status for _, status in told] == [7, 7, 7], told
+    assert len({text for text, _ in told}) == 1
+    assert all(words in told[0][0] for words in said), told
+
+
 def test_an_address_that_is_taken_or_empty_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -12,7 +12,17 @@ from accel.cli._flags import add_fields, resolve_flags, value_flags
 from accel.cli._parser import Parser
 from accel.config import LaunchConfig, Resolved
 from accel.errors import ConfigError, LaunchError
-from accel.launch import LaunchPlan, Target, batch_script, check_target, launch, plan_here, submit
+from accel.launch import (
+    LaunchPlan,
+    Place,
+    Target,
+    batch_script,
+    check_endpoint,
+    check_target,
+    launch,
+    plan_here,
+    submit,
+)
 
 _USAGE = "accel launch [flags] script.py [args...]"
 _ABOUT = (
@@ -85,7 +95,14 @@ def _submit(target: Target, resolved: Resolved, environ: Mapping[str, str], *, d
 
 def _dry_run(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> str:
     check_target(target, environ)
-    return describe_plan(plan_here(target, config, environ, record_dir="."), environ)
+    hosts = config.hosts[1]
+    if hosts == 1:
+        return describe_plan(plan_here(target, config, environ, record_dir="."), environ)
+    at = 0 if config.node_rank == "auto" else config.node_rank
+    place = Place(node_rank=at, num_nodes=hosts, master_addr=check_endpoint(config))
+    plan = plan_here(target, config, environ, record_dir=".", place=place)
+    settled = "places, MASTER_ADDR and MASTER_PORT are settled when the hosts have met"
+    return f"# host {at} of {hosts}; {settled}\n\n{describe_plan(plan, environ)}"
 
 
 def describe_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> str:

@@ -3,17 +3,33 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any, cast
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented names
 
 from accel.env import LaunchEnv
-from accel.errors import PeerError
+from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
 
 _RETRY_S = 10.0
+_LOOK_S = 0.1
+_LINGER_S = 3.0
+
+
+class _Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself to the others."""
+
+    host: str
+    pid: int
+    rank: int
+    told: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
 
 
 def open_store(env: LaunchEnv, timeout_s: float) -> Store:
@@ -28,6 +44,7 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
 
     Raises:
         PeerError: a rank did not come in time, by its number; or the address cannot be served or reached.
+        EnvError: two processes have one rank, or ranks were told different things; it names the hosts.
     """
     began = time.monotonic()
     while True:
@@ -50,8 +67,8 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
         opening = (shared.add("accel/openings", 1) - 1) // env.world_size
         store = PrefixStore(f"accel/{opening}", shared)
         store.set_timeout(timeout)
-        store.set(names[env.rank], "here")
-        store.wait(names, timeout)
+        _introduce(store, env, timeout_s)
+        _await(store, env, timeout_s)
     except dist.DistStoreError as error:
         absent = [name for name in names if not store.check([name])] if store is not None else []
         raise PeerError(
@@ -62,6 +79,58 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
             fix="See whether all processes were started, and what they printed.",
         ) from error
     return store
+
+
+def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
+    """Take this rank's place in the store, and compare what it was told with what the first to come was told."""
+    mine = _Note(host=os.uname().nodename, pid=os.getpid(), rank=env.rank, told=_told(env, timeout_s))
+    encoded = msgspec.json.encode(mine).decode()
+    first, here = (_decode(store.compare_set(key, "", encoded)) for key in ("first", f"rank {env.rank}"))
+    differing = next((name for name, value in first.told.items() if value != mine.told[name]), None)
+    if here != mine:
+        error = EnvError(
+            f"two processes are rank {env.rank}",
+            got=f"{here} and {mine}",
+            where="the environment",
+            fix="Let one launcher set the ranks; another one, or a variable set by hand, may have set this.",
+        )
+    elif differing:
+        error = EnvError(
+            f"ranks do not agree on {differing}",
+            got=f"{first.told[differing]} at {first}, {mine.told[differing]} at {mine}",
+            where="the environment",
+            fix="Start all ranks alike.",
+        )
+    else:
+        return
+    _ = store.compare_set("trouble", "", msgspec.json.encode(describe(error)).decode())
+
+
+def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
+    """Wait for all ranks, unless one of them finds that something is wrong. Waiting by torch's means would print."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
+    here = store.add("here", 1)
+    while here < env.world_size and not store.check(["trouble"]):
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"{here} of them after {timeout_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_S)
+        here = store.add("here", 0)
+    if store.check(["trouble"]):
+        _ = store.add("told", 1)
+        ends = time.monotonic() + _LINGER_S
+        while env.rank == 0 and store.add("told", 0) < env.world_size and time.monotonic() < ends:
+            time.sleep(0.05)  # the store may end with this process
+        raise rebuild(msgspec.json.decode(store.get("trouble"), type=ErrorRecord))
+
+
+def _told(env: LaunchEnv, timeout_s: float) -> dict[str, str]:
+    names = ("world_size", "local_world_size", "num_nodes", "device", "backend", "precision")
+    return {name: str(getattr(env, name)) for name in names} | {"timeout_s": f"{timeout_s:g}"}
+
+
+def _decode(note: bytes) -> _Note:
+    return msgspec.json.decode(note, type=_Note)
 
 
 def _unreachable(env: LaunchEnv, error: Exception) -> PeerError:

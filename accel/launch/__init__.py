@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel.launch._function import debug_launcher as debug_launcher
     from accel.launch._function import launch_function as launch_function
     from accel.launch._function import notebook_launcher as notebook_launcher
+    from accel.launch._hosts import check_endpoint as check_endpoint
     from accel.launch._launch import launch as launch
     from accel.launch._launch import plan_here as plan_here
     from accel.launch._machine import Gpu as Gpu
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from accel.launch._machine import read_machine as read_machine
     from accel.launch._machine import visible_gpus as visible_gpus
     from accel.launch._plan import LaunchPlan as LaunchPlan
+    from accel.launch._plan import Place as Place
     from accel.launch._plan import ProcessPlan as ProcessPlan
     from accel.launch._plan import plan_launch as plan_launch
     from accel.launch._record import FailureRecord as FailureRecord
@@ -42,9 +44,10 @@ __getattr__ = exports(
     __name__,
     {
         "_function": ("debug_launcher", "launch_function", "notebook_launcher"),
+        "_hosts": ("check_endpoint",),
         "_launch": ("launch", "plan_here"),
         "_machine": ("Gpu", "Machine", "read_machine", "visible_gpus"),
-        "_plan": ("LaunchPlan", "ProcessPlan", "plan_launch"),
+        "_plan": ("LaunchPlan", "Place", "ProcessPlan", "plan_launch"),
         "_record": ("FailureRecord",),
         "_run": ("run_plan",),
         "_slurm": ("batch_script", "submit"),

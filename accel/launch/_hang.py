@@ -15,7 +15,8 @@ from accel.launch._relay import Relay
 
 _ANSWER_S = 0.5
 _MOST_PLACES = 4
-_WORKER = "/launch/_worker.py"
+_MOST_FRAMES = 20
+_HIDDEN = re.compile(r"/launch/_worker\.py|<frozen importlib")
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
@@ -76,9 +77,11 @@ def hang_report(stacks: Mapping[int, str], after_s: float) -> str:
     for rank, stack in stacks.items():
         places.setdefault(_place(stack), []).append(rank)
     lines = [f"accel: no output for {after_s:g} s"]
-    lines += [f"accel: rank {_ranks(ranks)} {place}" for place, ranks in places.items()]
+    lines += [f"accel: {_subject(ranks)} {place}" for place, ranks in places.items()]
     for ranks in list(places.values())[:_MOST_PLACES]:
-        frames = [line for line in stacks[ranks[0]].splitlines() if _FRAME.match(line) and _WORKER not in line]
+        frames = [line for line in stacks[ranks[0]].splitlines() if _FRAME.match(line) and not _HIDDEN.search(line)]
+        if len(frames) > _MOST_FRAMES:
+            frames[_MOST_FRAMES - 5 : -5] = ["  ..."]
         lines += [f"Stack of rank {ranks[0]} (most recent call first):", *frames] if frames else []
     return "\n".join(lines) + "\n"
 
@@ -89,9 +92,10 @@ def _place(stack: str) -> str:
     for at, (file, line, name) in enumerate(frames):
         if is_users(file):
             called = f", in {frames[at - 1][2]}" if at else ""
-            return f"is at {file}:{line} in {name}{called}"
-    return f"is at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else "shows no Python stack"
+            return f"at {file}:{line} in {name}{called}"
+    return f"at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else "without a Python stack"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def _subject(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}:"

@@ -50,8 +50,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def check_endpoint(config: LaunchConfig) -> None:
-    """Refuse a meeting point that no host could use.
+def check_endpoint(config: LaunchConfig) -> str:
+    """Return the host where all meet, or refuse a meeting point that no host could use.
 
     Raises:
         LaunchError: there is none, its host is not known here, or its port is not one.
@@ -67,6 +67,7 @@ def check_endpoint(config: LaunchConfig) -> None:
     if port > 65535:
         raise LaunchError("there is no such port", expected="1 to 65535", got=str(port), where="--rdzv-endpoint")
     _ = _addresses(host, port)
+    return host
 
 
 def is_here(host: str, port: int) -> bool:
@@ -108,6 +109,8 @@ def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -
         if deadline is not None and time.monotonic() > deadline:
             agent.kill()  # which ends its ranks
     status = agent.wait()
+    if -status in STOPPING:  # it had not come so far as to say so
+        tell(f"accel: stopped by {signal.Signals(-status).name}\n")
     return status if status >= 0 else 128 - status
 
 

@@ -63,7 +63,7 @@ def launch(
 
 
 def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
-    check_endpoint(config)
+    _ = check_endpoint(config)
     _ = plan_here(target, config, environ, record_dir="", port=1)  # refuses now what the agent would refuse
     make_log_dir(config.log_dir)
     return run_agent(target, config, environ)

@@ -24,15 +24,22 @@ def test_ranks_at_one_place_share_a_line_and_a_stack() -> None:
     lines = hang_report({0: WAITING, 1: LOADING, 2: WAITING, 3: ""}, 60).splitlines()
     assert lines[:4] == [
         "accel: no output for 60 s",
-        "accel: rank 0, 2 is at /home/ada/train.py:12 in step, in wait_for_everyone",
-        "accel: rank 1 is at /home/ada/train.py:7 in load, in wait_for_everyone",
-        "accel: rank 3 shows no Python stack",
+        "accel: ranks 0, 2: at /home/ada/train.py:12 in step, in wait_for_everyone",
+        "accel: rank 1: at /home/ada/train.py:7 in load, in wait_for_everyone",
+        "accel: rank 3: without a Python stack",
     ]
     assert [line for line in lines if line.startswith("Stack")] == [
         "Stack of rank 0 (most recent call first):",
         "Stack of rank 1 (most recent call first):",
     ]
     assert not any("_worker" in line for line in lines)
+
+
+def test_deep_stacks_keep_both_ends() -> None:
+    deep = "".join(f'  File "/lib/site-packages/a.py", line {at} in f\n' for at in range(100))
+    frames = hang_report({0: deep}, 60).splitlines()[3:]
+    assert len(frames) == 21
+    assert (frames[0].split()[3], frames[15], frames[-1].split()[3]) == ("0", "  ...", "99")
 
 
 @given(st.lists(st.sampled_from([WAITING, LOADING, ""]), min_size=1, max_size=500))
@@ -58,7 +65,7 @@ print("ends", flush=True)
     assert (done.returncode, done.stdout.count("ends")) == (0, int(n))
     lines = done.stderr.splitlines()
     assert lines[0] == "accel: no output for 1 s"
-    assert lines[1].startswith(f"accel: rank {'0' if n == '1' else '0, 1'} is at {script}:")
+    assert lines[1].startswith(f"accel: {'rank 0' if n == '1' else 'ranks 0, 1'}: at {script}:")
     assert lines[1].endswith(" in load")
     assert lines[2] == "Stack of rank 0 (most recent call first):"
     assert sum(line.startswith("accel:") for line in lines) == 2
@@ -69,4 +76,4 @@ def test_a_program_that_has_no_python_stack_is_left_alone(workspace: Workspace) 
     words = ("--no-python", "--hang-timeout-s", "0.5", "sh", "-c", "sleep 1.2; echo done")
     done = workspace.accel("launch", *words)
     assert (done.returncode, done.stdout) == (0, "done\n")
-    assert done.stderr == "accel: no output for 0.5 s\naccel: rank 0 shows no Python stack\n"
+    assert done.stderr == "accel: no output for 0.5 s\naccel: rank 0: without a Python stack\n"

@@ -159,6 +159,24 @@ def test_a_dry_run_prints_commands_that_a_shell_can_run(workspace: Workspace) ->
     assert shlex.quote(str(script)) in done.stdout
 
 
+def test_a_dry_run_of_one_host_of_several_shows_its_ranks(workspace: Workspace) -> None:
+    flags = (
+        "--nnodes",
+        "3",
+        "--node-rank",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--cpu",
+        "--rdzv-endpoint",
+        "localhost:29400",
+    )
+    done = workspace.accel("launch", "--dry-run", *flags, workspace.write(""))
+    assert done.stdout.startswith("# host 2 of 3; "), done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("# rank")] == ["# rank 4", "# rank 5"]
+    assert done.stdout.count("    WORLD_SIZE=6 \\\n") == done.stdout.count("    MASTER_ADDR=localhost \\\n") == 2
+
+
 def test_a_dry_run_starts_nothing_and_shows_what_is_taken_away(workspace: Workspace) -> None:
     script = workspace.write("open('ran', 'w')")
     done = workspace.accel("launch", "--dry-run", "--log-dir", "logs", script, TORCHELASTIC_RUN_ID="7")

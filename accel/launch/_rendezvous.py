@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's rendezvous, in which hosts also compare notes. Only the agent of a launch over several hosts imports this."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import msgspec
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from accel.config import LaunchConfig
+from accel.errors import LaunchError
+from accel.launch._hosts import is_here, split_endpoint
+from accel.launch._meeting import Note, note_of, seats
+
+_JOB = "accel"
+_STORE_TIMEOUT = timedelta(seconds=60)
+_WATCH_S = 1.0
+_LINGER_S = 1.5
+_ANSWER_S = 10.0
+
+
+class Meeting(RendezvousHandler):
+    """torch's rendezvous, in which hosts also compare notes, and whose look-outs never wait for a host that is gone."""
+
+    def __init__(self, inner: RendezvousHandler, note: Note, address: str, *, serves: bool) -> None:
+        self._inner = inner
+        self._serves = serves
+        self._note = note
+        self._address = address
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._watch: threading.Thread | None = None
+        self.hosts: list[str] = []
+        self.place = 0
+        self.store: Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with self._lock:
+            info = self._inner.next_rendezvous()
+            self._waiting = 0
+        store, rank = PrefixStore(_JOB, info.store), info.rank
+        store.set(f"note/{rank}", msgspec.json.encode(self._note).decode())
+        notes = [msgspec.json.decode(store.get(f"note/{at}"), type=Note) for at in range(info.world_size)]
+        _ = store.add("read", 1)
+        try:
+            places = seats(notes)
+        except LaunchError:
+            within(_LINGER_S, lambda: until(lambda: store.add("read", 0) == len(notes)))  # the store may end with us
+            raise
+        self.place, self.store = places[rank], store
+        self.hosts = [notes[places.index(place)].host for place in range(len(places))]
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._keep_watch, name="accel-launch-watch", daemon=True)
+            self._watch.start()
+        bootstrap = RendezvousStoreInfo.build(self.place, store, local_addr=self._address)
+        return RendezvousInfo(info.store, self.place, info.world_size, bootstrap)
+
+    def leave(self) -> None:
+        """End the job for all hosts; who serves the store lets the others read it first."""
+        if self.store is not None:
+            _ = self.store.add("left", 1)
+            if self._serves:
+                within(_LINGER_S, lambda: until(lambda: self._left() >= len(self.hosts)))
+        _ = self.shutdown()
+
+    def _left(self) -> int:
+        return self.store.add("left", 0) if self.store is not None else 0
+
+    def num_nodes_waiting(self) -> int:
+        return self._waiting
+
+    def _keep_watch(self) -> None:
+        while True:
+            time.sleep(_WATCH_S)
+            with self._lock, contextlib.suppress(RendezvousError):
+                self._waiting = self._inner.num_nodes_waiting()
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+
+def within(seconds: float, act: Callable[[], object]) -> None:
+    """Do something that may wait for a host which is gone, and wait for it no longer than that."""
+
+    def guarded() -> None:
+        with contextlib.suppress(DistError, RendezvousError):
+            _ = act()
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait for something to become true."""
+    while not done():
+        time.sleep(0.1)
+
+
+def meet(config: LaunchConfig, processes: int) -> Meeting:
+    """Open or find the store where the hosts meet.
+
+    Raises:
+        LaunchError: its port is taken by something else, or nobody answers.
+    """
+    host, port = split_endpoint(config.rdzv_endpoint)
+    serves = config.node_rank == 0 or is_here(host, port)
+    store, serves = _store(host, port, serves)
+    fewest, most = config.hosts
+    with socket.create_connection((host, port)) as probe:
+        address = probe.getsockname()[0]  # where the others reach this host
+    backend = C10dRendezvousBackend(store, _JOB)
+    inner = DynamicRendezvousHandler.from_backend(_JOB, store, backend, fewest, most, local_addr=address)
+    versions = {"torch": torch.__version__.partition("+")[0]}
+    note = note_of(os.uname().nodename, config, processes=processes, versions=versions)
+    return Meeting(inner, note, address, serves=serves)
+
+
+def _store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
+    """Return the store, and whether this process serves it: another launcher on this machine may do so already."""
+    if may_serve:
+        with contextlib.suppress(DistError):
+            return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT), True
+    found: list[TCPStore] = []
+    # Where something else listens, torch waits for an answer beyond any time-out.
+    within(_ANSWER_S, lambda: found.append(TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)))
+    if not found:
+        raise LaunchError(
+            "the port where hosts meet is taken" if may_serve else "the first host does not answer",
+            got="something that is no launcher",
+            where=f"--rdzv-endpoint {host}:{port}",
+            fix="Choose another port, on all hosts.",
+        )
+    return found[0], False

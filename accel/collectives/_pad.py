@@ -42,7 +42,7 @@ def pad_across_processes(
 
     Raises:
         CollectiveMismatch: ranks differ in structure, dtype, another dimension or the options; on every rank.
-        ConfigError: `pad_index` is no number.
+        ConfigError: `pad_index` is no number, or `dim` no int; on every rank.
         TreeError: a tensor without that dimension, or whose dtype cannot hold `pad_index`; what `gather` refuses; by
             its path, on every rank.
     """
@@ -51,6 +51,8 @@ def pad_across_processes(
             raise ConfigError(
                 "not a number", expected="a number", got=repr(pad_index), where="pad_across_processes, pad_index="
             )
+        if type(dim) is not int:
+            raise ConfigError("not a dimension", expected="an int", got=repr(dim), where="pad_across_processes, dim=")
         leaves = read_leaves(ctx, tree)
         for path, leaf in trees.tensors(tree, ctx.containers):
             _check(path, leaf, dim, pad_index)

@@ -104,6 +104,16 @@ def test_a_tensor_without_the_dimension_is_refused_on_every_rank_by_path(ranks, 
     assert ranks.run(rank, 2) == [True] * 2
 
 
+@pytest.mark.parametrize("dim", [True, 0.0, "0", None])
+def test_a_dimension_is_an_int(ranks, dim):
+    def rank(ctx):
+        with pytest.raises(ConfigError, match="not a dimension"):
+            accel.pad_across_processes(ctx, torch.ones(2), dim=dim)
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2
+
+
 def test_other_dimensions_and_options_must_agree(ranks):
     def rank(ctx):
         with pytest.raises(CollectiveMismatch, match=r"\$: float32\[\*, 2\].*\$: float32\[\*, 3\]"):

@@ -127,8 +127,18 @@ except accel.EnvError as error:
     ("one", "other", "said"),
     [
         ({"RANK": "1"}, {"RANK": "1"}, ("two processes are rank 1: got rank 1 on ", " and rank 1 on ")),
-        ({"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "4"}, ("ranks do not agree on ", "world_size: got ", " at rank ")),
-        ({"RANK": "1", "ACCEL_PRECISION": "bf16"}, {"RANK": "2"}, ("ranks do not agree on precision: got ",)),
+        pytest.param(
+            {"RANK": "1"},
+            {"RANK": "2", "WORLD_SIZE": "4"},
+            ("ranks do not agree on world_size: got ", " at rank "),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"RANK": "1", "ACCEL_PRECISION": "bf16"},
+            {"RANK": "2"},
+            ("ranks do not agree on precision: got ",),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_that_cannot_belong_together_say_so_on_every_rank(

@@ -117,11 +117,12 @@ def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         pause_s = min(2 * pause_s, _LOOK_S)
         here = store.add("here", 0)
     if store.check(["trouble"]):
+        trouble = msgspec.json.decode(store.get("trouble"), type=ErrorRecord)
         _ = store.add("told", 1)
         ends = time.monotonic() + _LINGER_S
         while env.rank == 0 and store.add("told", 0) < env.world_size and time.monotonic() < ends:
             time.sleep(0.05)  # the store may end with this process
-        raise rebuild(msgspec.json.decode(store.get("trouble"), type=ErrorRecord))
+        raise rebuild(trouble)
 
 
 def _told(env: LaunchEnv, timeout_s: float) -> dict[str, str]:

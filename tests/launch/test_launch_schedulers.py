@@ -17,10 +17,11 @@ from simulated_slurm import Slurm, require_slurm
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 SCRIPT = """
-    import accel, torch
+    import os, accel, torch
     with accel.session(device="cpu", timeout_s=60) as ctx:
         ranks = accel.gather(ctx, torch.tensor([ctx.rank])).tolist()
-        print("is", ctx.rank, ctx.world_size, ctx.local_rank, ctx.node_rank, ctx.num_nodes, ranks, flush=True)
+        place = f"is {ctx.rank} {ctx.world_size} {ctx.local_rank} {ctx.node_rank} {ctx.num_nodes} {ranks}\\n"
+        os.write(1, place.encode())  # at once: mpirun mixes what ranks write in parts
 """
 
 

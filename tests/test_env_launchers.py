@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables of schedulers and MPIs, as they really set them."""
+"""Variables of schedulers and MPIs.
+
+Those of Slurm and Open MPI are what real runs printed; the others are written after their documentation.
+"""
 
 from __future__ import annotations
 

@@ -299,6 +299,7 @@ with open(f"{sys.argv[2]}-{ctx.rank}", "w") as file:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path):
     script = tmp_path / "program.py"

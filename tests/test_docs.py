@@ -79,7 +79,13 @@ def test_readme_loop_trains_and_resumes(tmp_path: Path, world_size: int) -> None
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("command", ["python", "accel launch --nproc-per-node 2", "torchrun --nproc-per-node 2"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accel launch --nproc-per-node 2",
+        *(pytest.param(command, marks=pytest.mark.slow) for command in ("python", "torchrun --nproc-per-node 2")),
+    ],
+)
 def test_readme_script_runs_verbatim(tmp_path: Path, command: str) -> None:
     preamble = "import sys; sys.path.insert(0, TESTS); from test_docs import load_dataset\n"
     script = tmp_path / "train.py"

@@ -56,6 +56,7 @@ def run_rounds(tmp_path: Path, rounds: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_exits_with_a_wrapped_model_and_a_mesh_alive(tmp_path: Path) -> None:
     assert "6 exits" in run_rounds(tmp_path, 3)

@@ -210,6 +210,7 @@ with accel.session(device="cpu") as ctx:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_over_gloo_follow_their_mesh(tmp_path: Path):
     script, said = tmp_path / "program.py", tmp_path / "said.json"

@@ -15,6 +15,8 @@ import accel
 
 pytestmark = pytest.mark.multiprocess
 
+_KEEPER = "rank 0 has left or hangs: it keeps the list of who came"
+
 SESSIONS = """
 import accel, torch
 for turn in range(3):
@@ -56,6 +58,7 @@ with accel.session(device="cpu", timeout_s=2) as ctx:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [["accel.cli", "launch"], ["torch.distributed.run"]], ids=["accel", "torchrun"])
 def test_one_session_after_another(tmp_path: Path, launcher: list[str]) -> None:
     script = tmp_path / "sessions.py"
@@ -78,9 +81,9 @@ def test_a_rank_that_does_not_come_is_told_of(tmp_path: Path) -> None:
         # what rank 0 noted may be gone with it, as it keeps the notes
         pytest.param("exits", 0, "rank 0 ", marks=pytest.mark.slow),
         pytest.param("is killed", 1, "rank 1 left: the connection is gone", marks=pytest.mark.slow),
-        ("is killed", 0, "rank 0 has left or hangs: it keeps the list of who came"),
+        pytest.param("is killed", 0, _KEEPER, marks=pytest.mark.slow),
         ("hangs", 1, "rank 1 did not come within 2 s: expected all 3 ranks in collective 2, got ranks 0, 2 only"),
-        ("stops", 0, "rank 0 has left or hangs: it keeps the list of who came"),
+        pytest.param("stops", 0, _KEEPER, marks=pytest.mark.slow),
     ],
 )
 def test_a_missing_rank_is_named_by_all_others(tmp_path: Path, how: str, who: int, said: str) -> None:

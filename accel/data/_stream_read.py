@@ -117,11 +117,11 @@ def read_steps(
         TreeError: a batch holds a container that cannot be taken apart.
     """
     _warn_of_replay(source, start, replay)
-    chunks = _Chunks(source, plan, collate, (epoch, key, start.workers, replay))
     alone = options["num_workers"] == 0
     guard = isolated_rng if alone else contextlib.nullcontext
-    loader = DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
     with guard():
+        chunks = _Chunks(_at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
+        loader = DataLoader(chunks, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
         turns = _Turns(iter(loader), start, guard)
     try:
         for skipped in turns.skip():
@@ -214,19 +214,15 @@ class _Chunks(IterableDataset[Any]):
         source: Iterable[Any],
         plan: Cut,
         collate: Callable[[Any], Any],
-        begin: tuple[int, Key, tuple[WorkerPosition, ...], bool],
+        begin: tuple[Key, tuple[WorkerPosition, ...], bool],
     ) -> None:
         self.__dict__.update(_source=source, _rest=(plan, collate, begin))
 
     def __iter__(self) -> Iterator[_Piece | Skipped]:
         source: Any = self.__dict__["_source"]
-        plan, collate, (epoch, key, positions, replay) = self.__dict__["_rest"]
+        plan, collate, (key, positions, replay) = self.__dict__["_rest"]
         info = get_worker_info()
         worker = info.id if info is not None else 0
-        if info is None:
-            source = _twin(source)
-        if callable(set_epoch := getattr(source, "set_epoch", None)):
-            set_epoch(epoch)
         if positions[worker].ended:
             return iter(())
         stream = _Seeded(source, positions[worker], seed_base(key.fold_in(worker)), replay=replay)
@@ -240,6 +236,14 @@ class _Chunks(IterableDataset[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Chunks, (self.__dict__["_source"], *self.__dict__["_rest"])
+
+
+def _at_epoch(source: Any, epoch: int) -> Any:
+    """The source to read, told its epoch once: workers may share the number, as those of Hugging Face's datasets do."""
+    source = _twin(source)
+    if callable(set_epoch := getattr(source, "set_epoch", None)):
+        set_epoch(epoch)
+    return source
 
 
 def _twin(source: Any) -> Any:

@@ -294,6 +294,7 @@ def worker(rank: int, out: str, port: int) -> None:
         torch.save(run.state(), Path(out) / f"state-{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_save_in_the_background_and_end_with_all_of_it(tmp_path: Path, free_port: int) -> None:
     mp.spawn(worker, (str(tmp_path), free_port), nprocs=2)  # type: ignore[no-untyped-call]

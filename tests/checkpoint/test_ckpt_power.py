@@ -108,7 +108,7 @@ def cut_at(moment: int, loss: Loss, out: Path, run: Run, step: int, *, names: bo
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-CASES: list[Any] = [("emptied", True, "keep_1", "sync"), ("torn", False, "same_step", "async")]
+CASES: list[Any] = [("emptied", True, "keep_1", "sync")]
 ALL = [
     (loss, names, layout, mode)
     for loss in ("emptied", "torn")

@@ -223,6 +223,7 @@ def _worker(rank: int, world: int, store: str, out: str, first: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_real_processes_go_on_where_fewer_and_more_have_ended(tmp_path: Path) -> None:
     out = tmp_path / "run"

@@ -204,6 +204,7 @@ def worker(rank: int, out: str, port: int) -> None:
         del items, other
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_real_processes_go_on_bit_for_bit_and_one_takes_over(tmp_path: Path, unused_port: int) -> None:
     mp.spawn(worker, (str(tmp_path), unused_port), nprocs=2)  # type: ignore[no-untyped-call]

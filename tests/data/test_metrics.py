@@ -97,7 +97,9 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks, wrong, error, said):
 def test_places_that_leave_a_part_unread_are_refused_on_every_rank(ranks):
     def rank(ctx):
         loader = accel.prepare_loader(ctx, DataLoader(range(8)), data_parallel=(0, 2))
-        with pytest.raises(DataError, match=r"read by no rank: expected indices 0 to 1, equally often, got \[0, 0\] by rank"):
+        with pytest.raises(
+            DataError, match=r"read by no rank: expected indices 0 to 1, equally often, got \[0, 0\] by rank"
+        ):
             next(accel.batches(ctx, loader, Cursor()))
         return True
 

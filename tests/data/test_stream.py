@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import UserDict
 
 import pytest
@@ -356,6 +357,30 @@ def test_epochs_are_told_to_the_stream_and_reading_draws_nothing_from_the_global
         return [batch.data[0].tolist() for batch in batches]
 
     assert ranks.run(rank, 2) == [[[0], [3]]] * 2
+
+
+class OneNumber(IterableDataset):
+    """Keeps its epoch as Hugging Face's streams do: workers share it, and changing it takes two steps."""
+
+    def __init__(self):
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        change = epoch - int(self.epoch)
+        time.sleep(0.1)
+        self.epoch += change
+
+    def __iter__(self):
+        time.sleep(0.3)
+        yield int(self.epoch)
+
+
+def test_workers_that_share_the_number_of_the_epoch_read_that_epoch():
+    ctx = accel.single()
+    loader = accel.prepare_loader(ctx, DataLoader(OneNumber(), batch_size=1, num_workers=2), stream="own")
+    for epoch in (3, 1):
+        read = [batch.data.tolist() for batch in accel.batches(ctx, loader, Cursor(epoch=epoch))]
+        assert read == [[epoch]] * 2
 
 
 @relaxed

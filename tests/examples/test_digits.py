@@ -208,6 +208,7 @@ def test_two_processes_reach_97_percent(digits: ModuleType, tmp_path: Path) -> N
     assert (tmp_path / "curves.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_killed_in_an_epoch_ends_as_one_never_killed(digits: ModuleType, tmp_path: Path) -> None:
     flags = ("--epochs", 3, "--save-every", 5, "--out")
@@ -254,6 +255,7 @@ with accel.session() as ctx:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_killed_on_two_ranks_and_resumed_on_one_sees_every_sample_once(tmp_path: Path) -> None:
     script = tmp_path / "ids.py"

@@ -58,6 +58,7 @@ def here() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(workspace: Workspace) -> None:
     script = workspace.write("""
         import os, time

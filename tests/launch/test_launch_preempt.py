@@ -85,7 +85,10 @@ def stop_at(
 
 @pytest.mark.parametrize(
     ("n", "number", "one_rank"),
-    [(1, signal.SIGTERM, False), (2, signal.SIGTERM, False), (2, signal.SIGUSR1, True)],
+    [
+        (2, signal.SIGUSR1, True),
+        *(pytest.param(n, signal.SIGTERM, False, marks=pytest.mark.slow) for n in (1, 2)),
+    ],
 )
 def test_a_stopped_run_leaves_a_checkpoint_of_its_last_step(
     workspace: Workspace, n: int, number: int, one_rank: bool
@@ -114,6 +117,7 @@ def test_a_second_signal_ends_at_once(workspace: Workspace) -> None:
     assert "killed because still running: rank 0, 1" in err
 
 
+@pytest.mark.slow
 def test_a_second_signal_at_a_rank_ends_it_without_the_launchers_help(workspace: Workspace) -> None:
     script = workspace.write(TRAINING.replace("here()\n", "here()\n                time.sleep(60)\n"))
     launcher, (pid,) = training(workspace, 1, script)

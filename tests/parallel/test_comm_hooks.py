@@ -215,6 +215,7 @@ with accel.session(device="cpu") as ctx:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_hooks_in_real_processes(tmp_path: Path) -> None:
     script = tmp_path / "real.py"

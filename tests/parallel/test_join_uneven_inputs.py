@@ -108,6 +108,7 @@ with accel.session(device="cpu") as ctx:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_uneven_inputs_over_gloo(tmp_path: Path) -> None:
     script = tmp_path / "real.py"

@@ -47,7 +47,13 @@ with accel.session(device="cpu", timeout_s=20) as ctx:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("layout", "moment"), [("ddp", "forward"), ("ddp", "backward"), ("fsdp", "backward")])
+@pytest.mark.parametrize(
+    ("layout", "moment"),
+    [
+        ("ddp", "backward"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", "forward"), ("fsdp", "backward"))),
+    ],
+)
 def test_a_rank_that_left_is_told_of_in_forward_and_backward(tmp_path: Path, layout: str, moment: str) -> None:
     script = tmp_path / "leaves.py"
     script.write_text(SCRIPT)

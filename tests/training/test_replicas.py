@@ -172,6 +172,7 @@ with accel.session(device="cpu") as ctx:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_resume_on_three_ranks_keeps_every_bit(tmp_path: Path) -> None:
     """With three summands their order matters, and DDP's layout of buckets decides it."""

@@ -155,7 +155,7 @@ with accel.session(device="cpu") as ctx:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_real_processes_train_the_same_model(tmp_path: Path, world_size: int) -> None:
     script = tmp_path / "real.py"
     script.write_text(REAL)

@@ -83,7 +83,7 @@ class NonFiniteError(AccelError, FloatingPointError):
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or belongs to something else; nothing has been changed unless it says so."""
+    """A checkpoint cannot be written, is damaged, or is of something else; nothing is changed unless it says so."""
 
 
 class CollectiveMismatch(AccelError, RuntimeError):  # noqa: N818 - the name users know from DESIGN and from the reports

@@ -181,7 +181,7 @@ def plan_memory(
 def fewest_ranks(
     model: Model, limit: int, *, precision_name: PrecisionName, strategy: str, optimizer: str, least: int = 1
 ) -> int:
-    """Return the fewest ranks, of `least`, twice that and so on, on which a step fits into `limit` bytes; 0 for none."""
+    """Return the fewest ranks, of `least`, twice that and so on, where a step fits into `limit` bytes; 0 for none."""
     nproc = least
     while nproc <= _MOST_RANKS:
         memory = plan_memory(model, precision_name=precision_name, strategy=strategy, optimizer=optimizer, nproc=nproc)

@@ -51,7 +51,8 @@ with accel.session(device="cpu", timeout_s=20) as ctx:
     ("layout", "moment"),
     [
         ("ddp", "backward"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", "forward"), ("fsdp", "backward"))),
+        pytest.param("ddp", "forward", marks=pytest.mark.slow),
+        pytest.param("fsdp", "backward", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_left_is_told_of_in_forward_and_backward(tmp_path: Path, layout: str, moment: str) -> None:

@@ -61,10 +61,16 @@ Place: TypeAlias = Path | RemotePath
 
 
 def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
-    """Return what a caller named: a text with "://" is a URL, and `file://` one of a path."""
+    """Return what a caller named: a text with "://" is a URL, and `file://` one of a path.
+
+    Raises:
+        ConfigError: no file system takes it.
+    """
     if isinstance(where, RemotePath):
         return where
     text = os.fspath(where)
+    if "\0" in text:
+        raise ConfigError("a path with a zero byte", expected="a path or URL", got=repr(text))
     if text.startswith(_LOCAL):
         return Path(text.partition("://")[2])
     return RemotePath(text) if isinstance(where, str) and "://" in text else Path(text)

@@ -128,7 +128,8 @@ def save_state(
         `Saving`, whose `result` is that.
 
     Raises:
-        ConfigError: no items, a name, step, keep, metric or mode out of range, or a record that is not at a step's end.
+        ConfigError: no items, a name, step, keep, metric, mode or path out of range, or a record that is not at a
+            step's end.
         CheckpointError: something cannot be stored, another process, which is named, is saving into the folder, or the
             disk failed; the same on every rank, nothing has changed.
         NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed. In mode
@@ -136,8 +137,9 @@ def save_state(
         CollectiveMismatch: ranks passed other steps or differently shaped items.
     """
     ctx.comm.finish()
-    error, content, rule, rated = None, None, None, {}
+    error, place, content, rule, rated = None, None, None, None, {}
     try:
+        place = as_place(out)
         _check_step(step)
         check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
         rule = check_keep(keep)
@@ -150,12 +152,13 @@ def save_state(
         error = failure
     own = own_values(items, content) if isinstance(content, Content) else b""
     said = settle(ctx, Call("save_state", f"step {step}\nkeep {keep}\nmode {mode}", call_site()), error, own, bytes)
-    assert isinstance(content, Content)  # settle raised otherwise
+    assert place is not None  # settle raised otherwise
+    assert isinstance(content, Content)
     content = join_values(content, said)
     if mode == "sync":
-        return save(ctx, as_place(out), content, step=step, keep=rule, metrics=rated)
+        return save(ctx, place, content, step=step, keep=rule, metrics=rated)
     check = None if allow_non_finite else check_finite
-    return save_async(ctx, as_place(out), content, step=step, keep=rule, metrics=rated, check=check)
+    return save_async(ctx, place, content, step=step, keep=rule, metrics=rated, check=check)
 
 
 def load_state(

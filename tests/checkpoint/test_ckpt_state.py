@@ -13,9 +13,11 @@ from ckpt_helpers import CPU, Cursor, Run, Window, equal, network, streams
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
+from accel import DistContext
 from accel.checkpoint import latest_checkpoint
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import LOCK
+from accel.testing import simulate
 from accel.training._state import load_state, save_state
 
 OPTIMIZERS = {
@@ -126,6 +128,17 @@ def test_bad_arguments_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=words):
         save_state(CPU, tmp_path / "run", items, **options)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_path_that_no_file_system_takes_is_refused_on_every_rank(tmp_path: Path) -> None:
+    def rank(ctx: DistContext) -> bool:
+        out = f"{tmp_path}/run\0" if ctx.rank == 0 else tmp_path / "run"
+        with pytest.raises(ConfigError, match="rank 0: a path with a zero byte"):
+            save_state(ctx, out, {"x": 1}, step=0)
+        return True
+
+    assert simulate(rank, 2) == [True] * 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path) -> None:

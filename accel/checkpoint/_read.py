@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -150,13 +150,17 @@ class Saved:
         """Return the parts of some files that have digests, each with its file's name."""
         return [(name, span) for name in files for span in self.manifest.files[name].spans()]
 
-    def verify(self, spans: Iterable[tuple[str, Span]]) -> None:
+    def verify(self, spans: Iterable[tuple[str, Span]], advance: Callable[[int], object] | None = None) -> None:
         """Compare every byte of some parts of files with their digests.
+
+        Args:
+            spans: from `spans`.
+            advance: called with numbers of bytes that have been read, for a progress bar.
 
         Raises:
             CheckpointError: one is damaged; its file is named.
         """
-        self._folder.check_all(spans)
+        self._folder.check_all(spans, advance)
 
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
         """The pieces that hold a part of a tensor, with what of it they hold."""

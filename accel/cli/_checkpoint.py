@@ -206,9 +206,12 @@ def _export(words: Sequence[str]) -> int:
     text = f"Write a checkpoint as a folder of torch.distributed.checkpoint. {_ONE_CHECKPOINT}"
     args = parser("export", "CHECKPOINT FOLDER", text, "checkpoint", "folder").read(words)
     path = find_checkpoint(args.checkpoint)
+    total = sum(entry.size for entry in manifest_of(path).files.values())
     from accel.training import export_dcp
 
-    print(f"{path} -> {export_dcp(path, args.folder)}")
+    with progress("export", total) as advance:
+        made = export_dcp(path, args.folder, advance=advance)
+    print(f"{path} -> {made}")
     return 0
 
 

@@ -93,7 +93,9 @@ def test_pieces_of_several_ranks_become_whole_and_a_single_state_dict_is_the_mod
 def test_what_is_exported_loads_in_torch(tmp_path: Path) -> None:
     run = trained()
     path = save_state(CPU, tmp_path / "run", items(run), step=3)
-    assert export_dcp(path, tmp_path / "dcp") == tmp_path / "dcp"
+    read = list[int]()
+    assert export_dcp(path, tmp_path / "dcp", advance=read.append) == tmp_path / "dcp"
+    assert sum(read) == sum(file.stat().st_size for file in path.glob("*.safetensors"))
     mine = untrained(1)
     mine.step(1)
     model, optimizer = get_state_dict(mine.model, mine.optimizer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,7 +79,12 @@ def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str] | Rem
     return save(ctx, as_place(out), content, step=step, keep=None, metrics={})
 
 
-def export_dcp(path: str | os.PathLike[str] | RemotePath, folder: str | os.PathLike[str]) -> Path:
+def export_dcp(
+    path: str | os.PathLike[str] | RemotePath,
+    folder: str | os.PathLike[str],
+    *,
+    advance: Callable[[int], object] | None = None,
+) -> Path:
     """Write a checkpoint as `torch.distributed.checkpoint.save` would. No communication.
 
     Every item is a name at the top: a module its tensors by name, an optimizer its state by the names of its
@@ -89,6 +94,7 @@ def export_dcp(path: str | os.PathLike[str] | RemotePath, folder: str | os.PathL
     Args:
         path: the checkpoint's folder or URL.
         folder: to be made; must not exist.
+        advance: called with numbers of bytes that have been read, for a progress bar.
 
     Returns:
         The folder.
@@ -102,7 +108,7 @@ def export_dcp(path: str | os.PathLike[str] | RemotePath, folder: str | os.PathL
     if os.path.lexists(target):
         raise CheckpointError("exists already", where=str(target), fix="Name a folder that is to be made.")
     with open_checkpoint(as_place(path)) as saved:
-        saved.verify(saved.spans(saved.manifest.files))
+        saved.verify(saved.spans(saved.manifest.files), advance)
         state = {name: _exported(saved, name, item) for name, item in saved.manifest.items.items()}
     make_folder(target.parent)
     stage = stage_files(target)

@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
     "adafactor": lambda p: torch.optim.Adafactor(p),
 }

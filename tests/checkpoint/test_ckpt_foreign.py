@@ -32,8 +32,11 @@ class Counter:
 
 
 class Payload:
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch /tmp/never",)
+        return os.system, (f"touch {self.trace}",)
 
 
 def accelerate_folder(folder: Path, run: Run, *counters: Counter) -> Path:
@@ -114,10 +117,10 @@ def test_pickles_with_code_and_damaged_ones_are_refused_by_name(tmp_path: Path, 
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:100])
     else:
-        torch.save(Payload() if damage == "payload" else [1], path)
+        torch.save(Payload(tmp_path / "never") if damage == "payload" else [1], path)
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl: "):
         accel.load_accelerate_state(CPU, folder, items(run, counter=Counter()))
-    assert not os.path.exists("/tmp/never")
+    assert not (tmp_path / "never").exists()
 
 
 def test_what_accelerate_does_not_save_is_refused(tmp_path: Path) -> None:
@@ -172,7 +175,8 @@ def test_the_command_refuses_folders_of_neither_and_code(tmp_path: Path, capsys:
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         import_accelerate(tmp_path, tmp_path / "run", step=3)
     old = accelerate_folder(tmp_path / "old", Run())
-    torch.save({"a": Payload()}, old / "custom_checkpoint_0.pkl")
+    torch.save({"a": Payload(tmp_path / "never")}, old / "custom_checkpoint_0.pkl")
     assert main(["checkpoint", "import", str(old), str(tmp_path / "run"), "--step", "3"]) == 2
     assert "custom_checkpoint_0.pkl" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
     assert not (tmp_path / "run").exists()

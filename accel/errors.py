@@ -131,6 +131,33 @@ def rebuild(record: ErrorRecord) -> AccelError:
     return cls(record.problem, expected=record.expected, got=record.got, where=record.where, fix=record.fix)
 
 
+def not_pickled(obj: object, error: Exception, where: str, parts: str) -> ConfigError:
+    """Make the error for an object that cannot be pickled.
+
+    Args:
+        obj: the object.
+        error: whatever its own `__reduce__` raised.
+        where: the call that sends it.
+        parts: what may be sent in its place.
+    """
+    return ConfigError(
+        "an object that cannot be pickled",
+        got=f"{type(obj).__name__}: {error}",
+        where=where,
+        fix=f"Send what it is made of: {parts}.",
+    )
+
+
+def not_unpickled(error: Exception, where: str) -> ConfigError:
+    """Make the error for an object that cannot be put together here, of whatever its own `__setstate__` raised."""
+    return ConfigError(
+        "an object that cannot be unpickled here",
+        got=f"{type(error).__name__}: {error}",
+        where=where,
+        fix="Let every rank be able to import its class.",
+    )
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return "Did you mean `x`?" for the valid name closest to `name`, or the list of valid names."""
     names = sorted(valid)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel.checkpoint._boxes import Box as Box
 from accel.checkpoint._directory import latest_checkpoint as latest_checkpoint
+from accel.checkpoint._directory import manifest_of as manifest_of
 from accel.checkpoint._keep import Keep as Keep
 from accel.checkpoint._keep import check_keep as check_keep
 from accel.checkpoint._keep import check_metrics as check_metrics
@@ -24,7 +25,6 @@ from accel.checkpoint._survey import all_tensors as all_tensors
 from accel.checkpoint._survey import compare as compare
 from accel.checkpoint._survey import describe as describe
 from accel.checkpoint._survey import find_checkpoint as find_checkpoint
-from accel.checkpoint._survey import manifest_of as manifest_of
 from accel.checkpoint._survey import prune as prune
 from accel.checkpoint._survey import same_bytes as same_bytes
 from accel.checkpoint._survey import survey as survey

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from accel.checkpoint._directory import committed, inspect, is_committed, is_exactly_ours, step_of
+from accel.checkpoint._directory import committed, is_committed, is_exactly_ours, manifest_of, step_of
 from accel.checkpoint._keep import Keep, plan_keep
 from accel.checkpoint._objects import discard_objects, sweep_objects, wasteful_steps
 from accel.errors import AccelError, CheckpointError
@@ -49,7 +49,7 @@ def retain(newest: Place, keep: Keep) -> None:
     assert current is not None, newest
     try:
         paths = dict(committed(newest.parent))
-        saved: dict[int, Mapping[str, float]] = {step: inspect(path, step).metrics for step, path in paths.items()}
+        saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in paths.items()}
     except CheckpointError as error:
         warn("older checkpoints stay in %s: %s", newest.parent, error)
         return

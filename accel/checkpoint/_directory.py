@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import overload
 
 from accel.checkpoint._manifest import LARGEST_MANIFEST, MANIFEST, Manifest, decode_manifest
 from accel.errors import CheckpointError
-from accel.storage import OpenDirectory, Place, RemotePath, as_place, leftovers, list_names, open_directory
+from accel.storage import FileEntry, OpenDirectory, Place, RemotePath, as_place, leftovers, list_names, open_directory
 
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
@@ -56,7 +57,7 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
     while (candidates := _candidates(folder)) != seen:  # a writer may replace all of them while they are looked at
         for step, _, path, _ in candidates:
             try:
-                manifest = inspect(path, step)
+                manifest = manifest_of(path, step)
                 if verify:
                     check_bytes(path, manifest)
             except CheckpointError as error:
@@ -76,7 +77,7 @@ def committed(out: Place) -> list[tuple[int, Place]]:
 def is_committed(path: Place, step: int | None = None) -> bool:
     """Whether a folder is a checkpoint (of that step) with a valid manifest and every file of the right size."""
     try:
-        inspect(path, step)
+        manifest_of(path, step)
     except CheckpointError:
         return False
     return True
@@ -92,19 +93,32 @@ def is_exactly_ours(path: Place) -> bool:
         return False
 
 
-def inspect(path: Place, step: int | None) -> Manifest:
-    """Check a folder's manifest and the sizes of its files; not through a symbolic link.
+def manifest_of(path: Place, step: int | None = None) -> Manifest:
+    """Return a checkpoint's manifest, checked against the sizes of its files; not through a symbolic link.
+
+    Args:
+        path: the checkpoint's folder or place.
+        step: that it must be of; None for any.
 
     Raises:
-        CheckpointError: why it is not a committed checkpoint of that step.
+        CheckpointError: it is no committed checkpoint, or of another step.
     """
     with open_directory(path, follow=False) as folder:
         manifest, _ = read_manifest(folder)
         if step is not None and manifest.step != step:
             raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
-        for name, entry in manifest.files.items():
-            folder.check_size(name, entry.size)
+        check_sizes(folder, manifest.files)
     return manifest
+
+
+def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
+    """Look whether an open folder's files are there and as long as they should be.
+
+    Raises:
+        CheckpointError: a file is missing or of another size; it is named.
+    """
+    for name, entry in files.items():
+        folder.check_size(name, entry.size)
 
 
 def check_bytes(path: Place, manifest: Manifest) -> None:

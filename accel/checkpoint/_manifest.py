@@ -99,6 +99,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     items: dict[str, Item]
     metrics: dict[str, float] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files beside the manifest."""
+        return sum(entry.size for entry in self.files.values())
+
 
 class _Version(msgspec.Struct, frozen=True):
     format: int

@@ -12,9 +12,10 @@ from typing import cast
 
 import torch
 
+from accel.checkpoint._directory import manifest_of
 from accel.checkpoint._manifest import RANKS, Manifest
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.checkpoint._survey import all_tensors, check_file, manifest_of
+from accel.checkpoint._survey import all_tensors, check_file
 from accel.errors import CheckpointError, did_you_mean
 from accel.storage import (
     Place,

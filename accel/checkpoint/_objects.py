@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Mapping
 
-from accel.checkpoint._directory import read_manifest, step_of
+from accel.checkpoint._directory import check_sizes, read_manifest, step_of
 from accel.checkpoint._manifest import MANIFEST
 from accel.storage import (
     FileEntry,
@@ -41,8 +41,7 @@ def commit_objects(target: RemotePath, manifest: bytes, files: Mapping[str, File
         CheckpointError: an object is missing or cut, or the store failed; the former checkpoint is untouched.
     """
     with open_directory(target) as folder:
-        for name, entry in files.items():
-            folder.check_size(name, entry.size)
+        check_sizes(folder, files)
     put_object(target / MANIFEST, manifest)
 
 

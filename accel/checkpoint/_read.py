@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from accel.checkpoint._boxes import Box, intersect, whole, within
-from accel.checkpoint._directory import read_manifest
+from accel.checkpoint._directory import check_sizes, read_manifest
 from accel.checkpoint._manifest import Manifest, Piece, TensorEntry
 from accel.errors import CheckpointError
 from accel.storage import (
@@ -209,8 +209,7 @@ def open_checkpoint(path: Place) -> Generator[Saved]:
     """
     with open_directory(path) as folder, ThreadPoolExecutor(_READERS) as readers:
         manifest, digest = read_manifest(folder)
-        for name, entry in manifest.files.items():
-            folder.check_size(name, entry.size)
+        check_sizes(folder, manifest.files)
         entries = manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
         listed: dict[str, dict[str, Piece]] = {name: {} for name in manifest.files}
         for name, entry in manifest.tensors.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from accel.checkpoint._cleanup import discard
-from accel.checkpoint._directory import committed, inspect, latest_checkpoint, read_manifest, step_of
+from accel.checkpoint._directory import committed, latest_checkpoint, manifest_of, read_manifest, step_of
 from accel.checkpoint._keep import Keep, plan_keep
 from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry
 from accel.errors import CheckpointError
@@ -56,7 +56,7 @@ def survey(out: Place) -> list[Found]:
     found: list[Found] = []
     for step, path in sorted(named):
         try:
-            found.append(_look(path, inspect(path, step), ""))
+            found.append(_look(path, manifest_of(path, step), ""))
         except CheckpointError as error:
             found.append(_look(path, None, error.problem))
     for left in leftovers(out) if isinstance(out, Path) else ():
@@ -83,19 +83,6 @@ def find_checkpoint(path: Place) -> Place:
             fix="See `accel checkpoint ls`.",
         )
     return newest
-
-
-def manifest_of(path: Place) -> Manifest:
-    """Return a checkpoint's manifest, checked against the sizes of its files.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    with open_directory(path) as folder:
-        manifest, _ = read_manifest(folder)
-        for name, entry in manifest.files.items():
-            folder.check_size(name, entry.size)
-        return manifest
 
 
 def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
@@ -175,7 +162,7 @@ def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
         paths = dict(committed(out))
         if not paths:
             return []
-        saved: dict[int, Mapping[str, float]] = {step: inspect(path, step).metrics for step, path in paths.items()}
+        saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in paths.items()}
         stay = plan_keep(saved, max(paths), keep)
         gone = [path for step, path in sorted(paths.items()) if step not in stay]
         if not dry_run:

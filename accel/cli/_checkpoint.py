@@ -110,7 +110,7 @@ def _show(words: Sequence[str]) -> int:
     args = reader.read(words)
     path = find_checkpoint(args.checkpoint)
     manifest = manifest_of(path)
-    size = sum(entry.size for entry in manifest.files.values())
+    size = manifest.nbytes
     ranks = _count(manifest.world_size, "rank")
     print(
         f"{path}\nstep {manifest.step}, {show_size(size)} in {_count(len(manifest.files), 'file')}, written by {ranks}"
@@ -138,7 +138,7 @@ def _verify(words: Sequence[str]) -> int:
     args = parser("verify", "CHECKPOINT|RUN", text, "path").read(words)
     steps = [each for each in survey(args.path) if "." not in each.path.name]  # what has one is being written
     found = [each.path for each in steps] or [find_checkpoint(args.path)]
-    total = sum(each.size for each in steps) or sum(entry.size for entry in manifest_of(found[0]).files.values())
+    total = sum(each.size for each in steps) or manifest_of(found[0]).nbytes
     with progress("verify", total) as advance:
         told = {path: verify(path, advance) for path in found}
     for path, problems in told.items():
@@ -157,7 +157,7 @@ def _diff(words: Sequence[str]) -> int:
     if args.values:
         from accel.checkpoint import differing_values
 
-        total = sum(entry.size for each in (one, other) for entry in each.files.values())
+        total = one.nbytes + other.nbytes
         with progress("diff", total) as advance:
             lines += differing_values(*paths, advance=advance)
     elif not same_bytes(one, other):
@@ -175,7 +175,7 @@ def _merge(words: Sequence[str]) -> int:
     _ = reader.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=help_size)
     args = reader.read(words)
     path = find_checkpoint(args.checkpoint)
-    total = sum(entry.size for entry in manifest_of(path).files.values())
+    total = manifest_of(path).nbytes
     from accel.checkpoint import merge
 
     with progress("merge", total) as advance:
@@ -206,7 +206,7 @@ def _export(words: Sequence[str]) -> int:
     text = f"Write a checkpoint as a folder of torch.distributed.checkpoint. {_ONE_CHECKPOINT}"
     args = parser("export", "CHECKPOINT FOLDER", text, "checkpoint", "folder").read(words)
     path = find_checkpoint(args.checkpoint)
-    total = sum(entry.size for entry in manifest_of(path).files.values())
+    total = manifest_of(path).nbytes
     from accel.training import export_dcp
 
     with progress("export", total) as advance:

@@ -16,7 +16,7 @@ import torch
 from accel.collectives._leaves import check_rank
 from accel.comm import Call, as_bytes, as_tensor, exchange, shared_failure
 from accel.context import DistContext
-from accel.errors import ConfigError
+from accel.errors import not_pickled, not_unpickled
 
 T = TypeVar("T")
 
@@ -85,13 +85,8 @@ def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 
 def _pickled(obj: object, where: str) -> torch.Tensor:
     try:
         return as_tensor(pickle.dumps(obj))
-    except Exception as error:  # whatever an object's own __reduce__ raises
-        raise ConfigError(
-            "an object that cannot be pickled",
-            got=f"{type(obj).__name__}: {error}",
-            where=where,
-            fix="Send what it is made of: numbers, text, lists and dicts of them.",
-        ) from error
+    except Exception as error:
+        raise not_pickled(obj, error, where, "numbers, text, lists and dicts of them") from error
 
 
 def _all_unpickled(ctx: DistContext, parts: Sequence[torch.Tensor], name: str) -> list[Any]:
@@ -99,12 +94,7 @@ def _all_unpickled(ctx: DistContext, parts: Sequence[torch.Tensor], name: str) -
     with shared_failure(ctx.comm, name):
         try:
             objects = [pickle.loads(as_bytes(part)) for part in parts]
-        except Exception as error:  # whatever an object's own __setstate__ raises
-            raise ConfigError(
-                "an object that cannot be unpickled here",
-                got=f"{type(error).__name__}: {error}",
-                where=name,
-                fix="Let every rank be able to import its class.",
-            ) from error
+        except Exception as error:
+            raise not_unpickled(error, name) from error
     _ = exchange(ctx.comm, Call(name, "unpickled"), as_tensor(b""))
     return objects

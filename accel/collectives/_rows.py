@@ -25,7 +25,18 @@ from accel.collectives._pack import (
     split,
     write,
 )
-from accel.comm import HEADER_BYTES, Answers, Call, all_gather_flat, as_bytes, blank, gather_bytes, inline_bytes, start
+from accel.comm import (
+    HEADER_BYTES,
+    Answers,
+    Call,
+    all_gather_flat,
+    as_bytes,
+    blank,
+    fill,
+    gather_bytes,
+    inline_bytes,
+    start,
+)
 from accel.context import DistContext
 
 _LENGTH = struct.Struct("<I")
@@ -113,7 +124,7 @@ def _first_message(ctx: DistContext, leaves: Leaves, own: _Share) -> tuple[bytea
     message, begin = blank(ctx.comm), HEADER_BYTES + aligned(len(own.head))
     if begin > len(message):
         return message, 0
-    message[HEADER_BYTES : HEADER_BYTES + len(own.head)] = own.head
+    fill(message, own.head)
     if own.inline is None:
         return message, len(own.head)
     write(own.inline, leaves.tensors, message, begin)

@@ -38,7 +38,7 @@ def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None =
         comm.check_open()
         return [payload]
     message = blank(comm)
-    fill(message, as_bytes(payload[: len(message)]))
+    fill(message, as_bytes(payload[: inline_bytes(comm)]))
     answers = start(comm, call, message, payload.numel())()
     sizes = answers.sizes
     if max(sizes) <= inline_bytes(comm):

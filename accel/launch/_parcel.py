@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from accel.errors import ConfigError, MissingExtraError
+from accel.errors import ConfigError, MissingExtraError, not_pickled, not_unpickled
 
 _CALL, _VALUE, _ERROR = "call", "value-{}", "error-{}"
 
@@ -50,13 +50,8 @@ def pack(obj: object, where: str) -> bytes:
         return buffer.getvalue()
     except MissingExtraError:
         raise
-    except Exception as error:  # whatever an object's own __reduce__ raises
-        raise ConfigError(
-            "an object that cannot be pickled",
-            got=f"{type(obj).__name__}: {error}",
-            where=where,
-            fix="Send what it is made of: numbers, text, tensors, lists and dicts of them.",
-        ) from error
+    except Exception as error:
+        raise not_pickled(obj, error, where, "numbers, text, tensors, lists and dicts of them") from error
 
 
 def unpack(data: bytes, where: str) -> Any:
@@ -67,13 +62,8 @@ def unpack(data: bytes, where: str) -> Any:
     """
     try:
         return pickle.loads(data)
-    except Exception as error:  # whatever an object's own __setstate__ raises
-        raise ConfigError(
-            "an object that cannot be unpickled here",
-            got=f"{type(error).__name__}: {error}",
-            where=where,
-            fix="Let every rank be able to import its class.",
-        ) from error
+    except Exception as error:
+        raise not_unpickled(error, where) from error
 
 
 def send_call(folder: str, call: bytes) -> None:

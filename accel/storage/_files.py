@@ -120,7 +120,7 @@ class OpenDirectory:
             CheckpointError: it is missing, a link, no regular file, or of another size.
         """
         with self._opened(name) as file:
-            self._compare_size(file, name, size)
+            self._compare_size(name, os.fstat(file).st_size, size)
 
     def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
         """Return a file's bytes, as private memory backed by the file.
@@ -134,9 +134,8 @@ class OpenDirectory:
             CheckpointError: it is missing, a link, no regular file, or of another size.
         """
         with self._opened(name) as file:
-            found = self._compare_size(file, name, size)
-            if limit is not None and found > limit:
-                raise self.refusal(name, "too large", expected=f"at most {limit} bytes", got=f"{found} bytes")
+            found = os.fstat(file).st_size
+            self._compare_size(name, found, size, limit)
             if not found:
                 return memoryview(bytearray())
             return memoryview(mmap.mmap(file, found, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
@@ -162,9 +161,7 @@ class OpenDirectory:
                 chunk = memory[: span.stop - start]
                 self._fill(file, name, start, chunk)
                 digest.update(chunk)
-        if digest.hexdigest() != span.sha256:
-            where = f"other bytes from {span.start} to {span.stop}"
-            raise self.refusal(name, "damaged: the digest does not fit the contents", got=where)
+        self._compare_digest(name, span, digest.hexdigest())
 
     def check_all(self, spans: Iterable[tuple[str, Span]], advance: Callable[[int], object] | None = None) -> None:
         """Compare parts of files with their digests, several at once.
@@ -192,11 +189,20 @@ class OpenDirectory:
         fix = "Load an older checkpoint; `latest_checkpoint` skips folders whose files are missing or cut."
         return CheckpointError(f"{name}: {problem}", expected=expected, got=got, where=str(self.path / name), fix=fix)
 
-    def _compare_size(self, file: int, name: str, size: int | None) -> int:
-        found = os.fstat(file).st_size
+    def _check_name(self, name: str) -> None:
+        if not is_file_name(name):
+            raise self.refusal("a file", "not a name of a file in this folder", got=repr(name))
+
+    def _compare_size(self, name: str, found: int, size: int | None, limit: int | None = None) -> None:
         if size is not None and found != size:
             raise self.refusal(name, "wrong size", expected=f"{size} bytes", got=f"{found} bytes")
-        return found
+        if limit is not None and found > limit:
+            raise self.refusal(name, "too large", expected=f"at most {limit} bytes", got=f"{found} bytes")
+
+    def _compare_digest(self, name: str, span: Span, found: str) -> None:
+        if found != span.sha256:
+            where = f"other bytes from {span.start} to {span.stop}"
+            raise self.refusal(name, "damaged: the digest does not fit the contents", got=where)
 
     def _fill(self, file: int, name: str, start: int, memory: memoryview) -> None:
         left = memory
@@ -208,8 +214,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Generator[int]:
-        if not is_file_name(name):
-            raise self.refusal("a file", "not a name of a file in this folder", got=repr(name))
+        self._check_name(name)
         try:
             file = os.open(name, _READ_FLAGS, dir_fd=self._file)
         except OSError as error:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from accel.errors import AccelError, CheckpointError, MissingExtraError
 from accel.storage._digests import SPAN_BYTES, Bytes, FileEntry, Span, cut
-from accel.storage._files import OpenDirectory, is_file_name
+from accel.storage._files import OpenDirectory
 from accel.storage._place import RemotePath
 
 _PART = SPAN_BYTES  # what is in memory of each object that is read
@@ -57,7 +57,7 @@ class RemoteDirectory(OpenDirectory):
         Raises:
             CheckpointError: it is missing, no object, or of another size.
         """
-        _ = self._size(name, size)
+        self._compare_size(name, self._size(name), size)
 
     def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
         """Return an object's bytes: of a small one in memory, of a larger one mapped from an unnamed temporary file.
@@ -70,9 +70,8 @@ class RemoteDirectory(OpenDirectory):
         Raises:
             CheckpointError: it is missing, of another size, or the store or the temporary file failed.
         """
-        found = self._size(name, size)
-        if limit is not None and found > limit:
-            raise self.refusal(name, "too large", expected=f"at most {limit} bytes", got=f"{found} bytes")
+        found = self._size(name)
+        self._compare_size(name, found, size, limit)
         if name not in self._fetched:
             self._fetched[name] = _fetch(self._at(name), found)
         return self._fetched[name]
@@ -103,9 +102,7 @@ class RemoteDirectory(OpenDirectory):
             chunk = memory[: span.stop - start]
             self.read_into(name, start, chunk)
             digest.update(chunk)
-        if digest.hexdigest() != span.sha256:
-            where = f"other bytes from {span.start} to {span.stop}"
-            raise self.refusal(name, "damaged: the digest does not fit the contents", got=where)
+        self._compare_digest(name, span, digest.hexdigest())
 
     def names(self) -> list[str]:
         """List what is in the folder, sorted."""
@@ -115,14 +112,11 @@ class RemoteDirectory(OpenDirectory):
         assert isinstance(self.path, RemotePath)
         return self.path / name
 
-    def _size(self, name: str, size: int | None) -> int:
-        if not is_file_name(name):
-            raise self.refusal("a file", "not a name of a file in this folder", got=repr(name))
+    def _size(self, name: str) -> int:
+        self._check_name(name)
         found = self._found.get(name)
         if found is None or not found.is_file:
             raise self.refusal(name, "missing" if found is None else "not a regular file")
-        if size is not None and found.size != size:
-            raise self.refusal(name, "wrong size", expected=f"{size} bytes", got=f"{found.size} bytes")
         return found.size
 
 

@@ -19,9 +19,17 @@ from accel.parallel._sharded import is_sharded
 from accel.parallel._strategy import Strategy, compare_models
 from accel.parallel._unwrap import wrapped_name
 
+_ddp = cast(Any, DistributedDataParallel)
+
 
 class Replica(DistributedDataParallel):
-    """DDP that knows which parameters it exchanges, and whether all of them must take part in every backward."""
+    """DDP that knows which parameters it exchanges, and whether all of them must take part in every backward.
+
+    Attributes:
+        exchanged, frozen: the parameters that were trainable when it was made and the others, by name.
+        uses_all: whether every one of them must take part in every backward.
+        bare: whether DDP has nothing to do in a forward whose gradients are held back, unless buffers are due.
+    """
 
     def __init__(self, module: nn.Module, *, find_unused_parameters: bool, static_graph: bool, **options: Any) -> None:
         cast(Any, super()).__init__(
@@ -31,6 +39,25 @@ class Replica(DistributedDataParallel):
         self.exchanged = tuple((name, parameter) for name, parameter in named if parameter.requires_grad)
         self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
         self.uses_all = not find_unused_parameters and not static_graph
+        self.bare = self.uses_all and not options.get("device_ids")
+        self._has_buffers = any(True for _ in module.buffers())
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module: alone where DDP would do nothing beside it, which takes it as long as a small layer does."""
+        buffers_due = self._has_buffers and self.require_forward_param_sync
+        if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
+            return cast(Any, super()).forward(*inputs, **kwargs)
+        before = _ddp._active_ddp_module  # where torch.compile looks for the buckets whose ends it cuts a graph at
+        _ddp._active_ddp_module = self
+        try:
+            return cast(Any, self).module(*inputs, **kwargs)
+        finally:
+            _ddp._active_ddp_module = before
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Begin to tell the other ranks of every forward: those that have no inputs left answer it."""
+        self.bare = False
+        return cast(Any, super()).join_hook(**kwargs)
 
 
 class _Touch(nn.Module):

@@ -22,8 +22,12 @@ def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     A gradient of which ranks hold summands is summed first: a collective where tensor parallelism leaves such.
     """
-    found = {id(each): settled_gradient(each) for each in parameters}
-    return [grad for grad in found.values() if grad is not None]
+    found: dict[int, torch.Tensor] = {}
+    for each in parameters:
+        grad = each.grad
+        if grad is not None:
+            found[id(each)] = grad if type(grad) is torch.Tensor else settled_gradient(each, grad)
+    return list(found.values())
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:

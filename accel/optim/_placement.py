@@ -39,15 +39,15 @@ def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return tensors if all(map(is_whole, tensors)) else [local_part(tensor) for tensor in tensors]
 
 
-def settled_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient; if each rank holds a summand, as tensor parallelism leaves some, sum it. A collective then."""
-    grad = parameter.grad
-    if grad is None or is_whole(grad):
+def settled_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's gradient; if each rank holds a summand, as tensor parallelism leaves some, sum it first."""
+    if is_whole(grad):
         return grad
     placed = cast(Any, grad)
-    if any(placement.is_partial() for placement in placed.placements):
-        from torch.distributed.tensor import Replicate
+    if not any(placement.is_partial() for placement in placed.placements):
+        return grad
+    from torch.distributed.tensor import Replicate
 
-        whole = [Replicate() if placement.is_partial() else placement for placement in placed.placements]
-        parameter.grad = placed.redistribute(placements=whole)
-    return parameter.grad
+    whole = [Replicate() if placement.is_partial() else placement for placement in placed.placements]
+    parameter.grad = placed.redistribute(placements=whole)
+    return cast(torch.Tensor, parameter.grad)

@@ -22,6 +22,22 @@ from accel.parallel._unwrap import wrapped_name
 _ddp = cast(Any, DistributedDataParallel)
 
 
+class _Running:
+    """While it is entered, torch.compile cuts graphs where the replica's buckets end."""
+
+    __slots__ = ("_before", "_replica")
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self._replica = replica
+
+    def __enter__(self) -> None:
+        self._before = _ddp._active_ddp_module
+        _ddp._active_ddp_module = self._replica
+
+    def __exit__(self, *_: object) -> None:
+        _ddp._active_ddp_module = self._before
+
+
 class Replica(DistributedDataParallel):
     """DDP that knows which parameters it exchanges, and whether all of them must take part in every backward.
 
@@ -47,12 +63,12 @@ class Replica(DistributedDataParallel):
         buffers_due = self._has_buffers and self.require_forward_param_sync
         if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
             return cast(Any, super()).forward(*inputs, **kwargs)
-        before = _ddp._active_ddp_module  # where torch.compile looks for the buckets whose ends it cuts a graph at
-        _ddp._active_ddp_module = self
-        try:
+        with self._inside_ddp_forward():
             return cast(Any, self).module(*inputs, **kwargs)
-        finally:
-            _ddp._active_ddp_module = before
+
+    def _inside_ddp_forward(self) -> Any:
+        """Let torch.compile see whose forward it is; as torch's own, which takes as long as a small layer as well."""
+        return cast(Any, super())._inside_ddp_forward() if torch.compiler.is_compiling() else _Running(self)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Begin to tell the other ranks of every forward: those that have no inputs left answer it."""

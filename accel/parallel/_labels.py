@@ -61,7 +61,8 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
         StepError: a gradient is missing that DDP waits for, or is none that DDP has exchanged; named.
         PrepareError: nobody exchanges a parameter's gradient, or no model has the parameter any longer.
     """
-    unused, own = list[str](), list[str]()
+    unused: list[str] = []
+    own: list[str] = []
     for each in parameters:
         label, grad = _label_of(each), each.grad
         if grad is None:

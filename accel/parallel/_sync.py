@@ -40,7 +40,8 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
     """
     if ctx.world_size == 1:
         return contextlib.nullcontext()
-    replicas, sharded = list[DistributedDataParallel](), list[Sharded]()
+    replicas: list[DistributedDataParallel] = []
+    sharded: list[Sharded] = []
     for each in _exchangers(ctx, models):
         if isinstance(each, DistributedDataParallel):
             replicas.append(each)

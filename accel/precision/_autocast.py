@@ -16,6 +16,8 @@ from accel.precision._fp8 import fp8_scope
 from accel.precision._products import fp32_products
 from accel.precision._support import DTYPES, check_compute
 
+_AS_IT_IS = contextlib.nullcontext()
+
 
 def autocast(
     ctx: DistContext, precision: Precision | PrecisionName | None = None, *, cache: bool = True
@@ -40,7 +42,7 @@ def autocast(
     """
     chosen = ctx.precision if precision is None else precision_of(precision, where="autocast(precision=)")
     if precision is None and chosen.compute == "fp32":
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     check_compute(ctx.device, chosen.compute)
     scope = _scope(ctx, chosen, cache)
     if precision is None and (chosen.compute == "tf32" or not torch.is_autocast_enabled(ctx.device.type)):
@@ -54,7 +56,7 @@ def matmul_precision(ctx: DistContext) -> AbstractContextManager[None]:
     torch has such settings for the whole process, so blocks of several threads must not overlap.
     """
     if ctx.precision.compute != "tf32":
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     check_compute(ctx.device, "tf32")
     return fp32_products(ctx.device, rounded=True)
 

@@ -161,10 +161,7 @@ def _parts(
     ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
 ) -> list[list[torch.Tensor]]:
     """The gradients that share a norm: all, or those of each optimizer; a parameter of two counts for the first."""
-    seen, groups = set[int](), list[list[torch.Tensor]]()
-    for group in [parameters_of(optimizers)] if joint else [parameters_of([each]) for each in optimizers]:
-        groups.append([each for each in group if id(each) not in seen])
-        seen.update(map(id, group))
+    groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
     parts = window_gradients(ctx, window, *groups)
     if window.divided and window.divided != sum(map(len, parts)):
         raise StepError(
@@ -174,6 +171,15 @@ def _parts(
             fix="Pass both the same optimizers: accum = accel.unscale_gradients(ctx, [first, second], scaler, accum).",
         )
     return parts
+
+
+def _disjoint(groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    seen: set[int] = set()
+    left: list[list[torch.Tensor]] = []
+    for group in groups:
+        left.append([each for each in group if id(each) not in seen])
+        seen.update(map(id, group))
+    return left
 
 
 def _apply(
@@ -199,9 +205,10 @@ def _apply(
 def _told(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], *, joint: bool) -> torch.Tensor | None:
     if not norms:
         return None
+    if joint:
+        return as_tensor(norms[0], parts[0])
     device = next((norm.device for norm in norms if isinstance(norm, torch.Tensor)), None)
-    told = [as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)]
-    return told[0] if joint else torch.stack(told)
+    return torch.stack([as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)])
 
 
 def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tuple[bool, bool]:
@@ -277,6 +284,8 @@ def _clear(optimizers: list[Optimizer]) -> None:
 
 def _listed(objects: T | Sequence[T], kind: type[T], where: str) -> list[T]:
     """List what one step is taken of: each of a kind that can be stepped without more, and once."""
+    if isinstance(objects, kind) and not isinstance(objects, _NEED_MORE):
+        return [cast(T, objects)]
     listed = list(cast("Sequence[T]", objects)) if isinstance(objects, Sequence) else [objects]
     for each in listed:
         if not isinstance(each, kind) or isinstance(each, _NEED_MORE):
@@ -303,6 +312,8 @@ def _check_limits(
 ) -> list[float | None]:
     """One longest norm for all, or one for each optimizer."""
     check_norm_type(norm_type)
+    if max_norm is None and max_value is None:
+        return [None]
     limits: list[float | None] = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm]
     for limit in limits:
         if limit is not None:

@@ -125,7 +125,7 @@ def as_tensor(
     dtype = torch.float64 if double else torch.float32
     if isinstance(norm, torch.Tensor):
         return norm.to(device, dtype)
-    return torch.full((), norm, dtype=dtype, device=device)
+    return torch.scalar_tensor(norm, dtype=dtype, device=device)
 
 
 def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
@@ -142,7 +142,7 @@ def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Te
     grads = gradients(parameters)
     if ctx.world_size > 1:
         check_exchanged(ctx.rank, parameters)
-    if any(grad.layout is not torch.strided for grad in grads):
+    if {grad.layout for grad in grads} - {torch.strided}:
         raise StepError(
             "a sparse gradient cannot be clipped and scaled",
             expected="dense gradients",

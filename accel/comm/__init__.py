@@ -6,6 +6,7 @@ from accel.comm._call import call_site as call_site
 from accel.comm._exchange import exchange as exchange
 from accel.comm._exchange import exchange_values as exchange_values
 from accel.comm._exchange import shared_failure as shared_failure
+from accel.comm._exchange import start_values as start_values
 from accel.comm._handle import Comm as Comm
 from accel.comm._handle import adopt as adopt
 from accel.comm._handle import alone as alone

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -37,7 +37,7 @@ def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None =
     if comm.size == 1:
         comm.check_open()
         return [payload]
-    answers = _meet(comm, call, as_bytes(payload[: inline_bytes(comm)]), payload.numel())
+    answers = _meet(comm, call, as_bytes(payload[: inline_bytes(comm)]), payload.numel())()
     sizes = answers.sizes
     if max(sizes) <= inline_bytes(comm):
         if dst not in (None, comm.rank):
@@ -56,17 +56,31 @@ def exchange_values(comm: Comm, call: Call, value: T, kind: type[T]) -> list[T]:
         value: anything that msgspec encodes.
         kind: its type, checked on arrival.
     """
+    return start_values(comm, call, value, kind)()
+
+
+def start_values(comm: Comm, call: Call, value: T, kind: type[T]) -> Callable[[], list[T]]:
+    """Begin `exchange_values`, and return what waits for the values. A collective.
+
+    Args:
+        comm, call, value, kind: as there.
+    """
     if comm.size == 1:
         comm.check_open()
-        return [value]
+        return lambda: [value]
     mine = msgspec.json.encode(value)
-    answers = _meet(comm, call, mine, len(mine))
-    parts: Iterable[bytes] = map(answers.payload, range(comm.size))
-    if max(answers.sizes) > inline_bytes(comm):
-        gathered = gather_bytes(comm, as_tensor(mine), answers.sizes)
-        assert gathered is not None  # all ranks want it
-        parts = map(as_bytes, torch.split(gathered, answers.sizes))
-    return [msgspec.json.decode(part, type=kind) for part in parts]
+    arrive = _meet(comm, call, mine, len(mine))
+
+    def wait() -> list[T]:
+        answers = arrive()
+        parts: Iterable[bytes] = map(answers.payload, range(comm.size))
+        if max(answers.sizes) > inline_bytes(comm):
+            gathered = gather_bytes(comm, as_tensor(mine), answers.sizes)
+            assert gathered is not None  # all ranks want it
+            parts = map(as_bytes, torch.split(gathered, answers.sizes))
+        return [msgspec.json.decode(part, type=kind) for part in parts]
+
+    return wait
 
 
 @contextlib.contextmanager
@@ -88,8 +102,8 @@ def shared_failure(comm: Comm, name: str) -> Generator[None]:
         fail(comm, Call(name), error)
 
 
-def _meet(comm: Comm, call: Call, payload: bytes, nbytes: int) -> Answers:
-    """Send a payload, or what fits of its so many bytes, in the first message, and wait for those of the others."""
+def _meet(comm: Comm, call: Call, payload: bytes, nbytes: int) -> Callable[[], Answers]:
+    """Send a payload, or what fits of its so many bytes, in the first message; return what waits for the others'."""
     message = blank(comm)
     fill(message, payload)
-    return start(comm, call, message, nbytes)()
+    return start(comm, call, message, nbytes)

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from accel.comm import Call, call_site, exchange_values, fail
+from accel.comm import Call, call_site, fail, start_values
 from accel.context import DistContext
 from accel.data._cuts import Cuts
-from accel.data._epoch import Epoch, plan_epoch, requests
+from accel.data._epoch import Epoch, Request, plan_epoch, requests
 from accel.data._loader import Loader
 from accel.data._plan import Cursor, SampleCount, Shard, check_entry, copies_of
 from accel.data._reading import Asked, RequestedDataset, read_here, seed_base
@@ -88,10 +89,14 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     detail = f"{epoch.cursor}\n{loader.source.plan}\n{loader.world_size} data-parallel ranks"
     if isinstance(epoch.plan, Cuts):
         detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"
-    places = exchange_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
+    arrive = start_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
+    wanted = requests(epoch, loader.rank, loader.world_size)
+    first = list(islice(wanted, 1))  # puts the first samples in order while the message travels
+    places = arrive()
     copies = copies_of(places, loader.world_size)
     duplicate = loader.rank in places[: ctx.rank]
-    for data, part in moved(_read(ctx, loader, epoch), ctx.device, ctx.containers, ahead=loader.num_workers > 0):
+    read = _read(ctx, loader, epoch, chain(first, wanted))
+    for data, part in moved(read, ctx.device, ctx.containers, ahead=loader.num_workers > 0):
         valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
         yield Batch(data, valid, part.rows, part.is_last, part.next, duplicate)
 
@@ -111,12 +116,11 @@ def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
     return plan_epoch(loader.source, cursor)
 
 
-def _read(ctx: DistContext, loader: Loader, epoch: Epoch) -> Generator[tuple[Any, Shard]]:
+def _read(ctx: DistContext, loader: Loader, epoch: Epoch, wanted: Iterator[Request]) -> Generator[tuple[Any, Shard]]:
     """Give what is read for this rank's shards, with them; workers end with this, unless they persist."""
     at = epoch.cursor
     key = Key(at.seed).fold_in("worker", at.epoch, *([] if loader.source.salt is None else [loader.source.salt]))
     base = seed_base(key) if loader.seed_samples else None
-    wanted = requests(epoch, loader.rank, loader.world_size)
     asked = Asked(wanted, base, bare=not (loader.seed_samples or loader.whole))
     is_last = False
     try:

@@ -117,8 +117,12 @@ def bytes_of(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """As `to_bytes`, but a single tensor whose elements lie in order is viewed and not copied."""
     if not packing.nbytes or len(packing.groups) != 1 or len(packing.groups[0].members) != 1:
         return to_bytes(packing, tensors)  # an empty tensor's strides need not allow a view
-    tensor = tensors[packing.groups[0].members[0]].detach()
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return flat_bytes(tensors[packing.groups[0].members[0]])
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bytes of a tensor that is not empty, shape [bytes]; copied if its elements do not lie in order."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:

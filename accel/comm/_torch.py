@@ -151,30 +151,33 @@ def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
         _ = tensor.copy_(plain)
 
 
-def send_flat(comm: Comm, tensors: Mapping[int, torch.Tensor]) -> None:
+def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
     """Send 1-d tensors to other ranks, each of which calls `receive_flat`; return when all have been taken over.
 
     Args:
         comm: an open handle of more than one rank.
         tensors: by receiving rank, contiguous.
     """
-    works = _guarded(lambda: [_send(comm, tensor.to(comm.control), rank) for rank, tensor in tensors.items()], tensors)
-    for rank, work in zip(tensors, works, strict=True):
+    pairs = [(rank, tensor.to(comm.control)) for rank, several in tensors.items() for tensor in several]
+    works = _guarded(lambda: [(rank, _send(comm, tensor, rank)) for rank, tensor in pairs], tensors)
+    for rank, work in works:
         _guarded(work.wait, [rank])
 
 
-def receive_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
-    """Overwrite a 1-d tensor by what another rank sends with `send_flat`.
+def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
+    """Overwrite 1-d tensors by what another rank sends with `send_flat`.
 
     Args:
         comm: an open handle of more than one rank.
-        tensor: of the length and dtype that is sent, contiguous; overwritten.
+        tensors: of the lengths and dtypes that are sent, in that order, contiguous; overwritten.
         source: the sending rank.
     """
-    buffer = tensor.to(comm.control)
-    _guarded(lambda: _receive(comm, buffer, source).wait(), [source])
-    if buffer is not tensor:
-        _ = tensor.copy_(buffer)
+    buffers = [tensor.to(comm.control) for tensor in tensors]
+    works = _guarded(lambda: [_receive(comm, buffer, source) for buffer in buffers], [source])
+    for tensor, buffer, work in zip(tensors, buffers, works, strict=True):
+        _guarded(work.wait, [source])
+        if buffer is not tensor:
+            _ = tensor.copy_(buffer)
 
 
 def peer_error(error: BaseException, name: str) -> PeerError | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -17,7 +18,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.collectives import check_packable, pack, unpack
+from accel.collectives import LARGE_BYTES, check_packable, flat_bytes, pack, unpack
 from accel.errors import TreeError
 
 _LEAVES = (str, bytes, bool, int, float, type(None))
@@ -41,10 +42,13 @@ class Parcel(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         label: length of what comes before the tensors.
         buffer: uint8 on the CPU, shape [length].
+        large: the large tensors, which travel beside the buffer because copying them into it costs more: of each its
+            bytes, uint8 on the CPU, shape [bytes].
     """
 
     label: int
     buffer: torch.Tensor
+    large: list[torch.Tensor] = []
 
 
 class Sender:
@@ -53,12 +57,13 @@ class Sender:
     def __init__(self) -> None:
         self._known: Spec | None = None
 
-    def pack(self, batches: Sequence[object]) -> Parcel:
-        """Return batches as bytes.
+    def pack(self, batches: Sequence[object], *, whole: bool = False) -> Parcel:
+        """Return batches as bytes; large tensors share their memory with the batches.
 
         Args:
             batches: dicts, lists, tuples, namedtuples, dataclasses and Structs of tensors, numbers, text, bytes and
                 None.
+            whole: whether large tensors are copied into the buffer too.
 
         Raises:
             TreeError: something else is inside, named by its path.
@@ -73,7 +78,10 @@ class Sender:
             labels.append(_Label(spec if changed else None, shapes, values))
         text = msgspec.msgpack.encode(labels)
         head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return Parcel(len(text), pack([head, *tensors], torch.device("cpu")))
+        beside = [not whole and _is_large(tensor.dtype, tensor.numel()) for tensor in tensors]
+        small = [tensor for tensor, alone in zip(tensors, beside, strict=True) if not alone]
+        large = [flat_bytes(tensor.cpu()) for tensor, alone in zip(tensors, beside, strict=True) if alone]
+        return Parcel(len(text), pack([head, *small], torch.device("cpu")), large)
 
 
 class Receiver:
@@ -90,10 +98,26 @@ class Receiver:
         for label in labels:
             self._known = self._known if label.spec is None else label.spec
             specs.append(self._known)
-        dtypes = [torch.uint8, *(dtype for spec in specs for dtype in _dtypes(spec))]
-        shapes = [[parcel.label], *(shape for label in labels for shape in label.shapes)]
-        tensors = iter(unpack(parcel.buffer, dtypes, shapes)[1:])
+        kinds = [dtype for spec in specs for dtype in _dtypes(spec)]
+        tensors = _tensors(parcel, kinds, [shape for label in labels for shape in label.shapes])
         return [_build(spec, tensors, iter(label.values)) for spec, label in zip(specs, labels, strict=True)]
+
+
+def _is_large(dtype: torch.dtype, count: int) -> bool:
+    return count * dtype.itemsize >= LARGE_BYTES
+
+
+def _tensors(parcel: Parcel, dtypes: Sequence[torch.dtype], shapes: Sequence[list[int]]) -> Iterator[torch.Tensor]:
+    """View a parcel's tensors: the large ones beside its buffer, if there are any, and the others in it."""
+    apart = bool(parcel.large)
+    beside = [apart and _is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    listed = list(zip(dtypes, shapes, beside, strict=True))
+    inside = [(dtype, shape) for dtype, shape, alone in listed if not alone]
+    packed = unpack(
+        parcel.buffer, [torch.uint8, *(dtype for dtype, _ in inside)], [[parcel.label], *(shape for _, shape in inside)]
+    )
+    small, large = iter(packed[1:]), iter(parcel.large)
+    return (next(large).view(dtype).view(shape) if alone else next(small) for dtype, shape, alone in listed)
 
 
 def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[Any]) -> Spec:

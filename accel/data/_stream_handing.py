@@ -39,13 +39,15 @@ class _Note(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         steps: none at the end of an empty stream.
         labels: bytes of each rank's parcel before the tensors; like the next by rank, 0 for the reader itself.
-        sizes: bytes of its parcel, which holds its batches of all these steps.
+        sizes: bytes of its parcel's buffer, which holds its batches of all these steps.
+        large: bytes of each tensor beside it.
         inline: whether the parcels follow in this message.
     """
 
     steps: list[StepNote]
     labels: list[int]
     sizes: list[int]
+    large: list[list[int]]
     inline: bool
 
 
@@ -113,11 +115,11 @@ class Handing:
         at = [rank for rank, its in enumerate(self._readers) if its == reader].index(ctx.rank)
         if self.reads:
             if not note.inline:
-                send_flat(ctx.comm, {rank: parcel.buffer for rank, parcel in parcels.items()})
+                send_flat(ctx.comm, {rank: [each.buffer, *each.large] for rank, each in parcels.items()})
             batches = self._data(steps, ctx.rank)
         else:
             batches = self._receiver.unpack(self._receive(note, at, messages[reader][end:], reader))
-        self.step_bytes = max(sum(note.sizes) // max(len(note.steps), 1) for note, _ in notes.values())
+        self.step_bytes = max(_bytes_sent(note) // max(len(note.steps), 1) for note, _ in notes.values())
         given = zip(batches, note.steps, strict=True)
         return [(Part(data, step.rows[at]), step) for data, step in given][:count]
 
@@ -132,20 +134,26 @@ class Handing:
         told = [StepNote(step.counts, step.more, own) for step, own in zip(steps, rows, strict=True)]
         labels = [parcels[rank].label if rank in parcels else 0 for rank in self._served]
         sizes = [parcels[rank].buffer.numel() if rank in parcels else 0 for rank in self._served]
-        head = _head(_Note(told, labels, sizes, inline=True))
-        if head.numel() + sum(sizes) > inline_bytes(self._ctx.comm):
-            return _head(_Note(told, labels, sizes, inline=False))
+        large = [[each.numel() for each in parcels[rank].large] if rank in parcels else [] for rank in self._served]
+        head = _head(_Note(told, labels, sizes, large, inline=True))
+        if any(large) or head.numel() + sum(sizes) > inline_bytes(self._ctx.comm):
+            return _head(_Note(told, labels, sizes, large, inline=False))
         return torch.cat([head, *(parcel.buffer for parcel in parcels.values())])
 
     def _receive(self, note: _Note, at: int, inline: torch.Tensor, reader: int) -> Parcel:
         """This rank's parcel; it is number `at` of those that the reader has made."""
-        size = note.sizes[at]
         if note.inline:
             begin = sum(note.sizes[:at])
-            return Parcel(note.labels[at], inline[begin : begin + size].clone())
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._ctx.device.type == "cuda")
-        receive_flat(self._ctx.comm, buffer, source=reader)
-        return Parcel(note.labels[at], buffer)
+            return Parcel(note.labels[at], inline[begin : begin + note.sizes[at]].clone())
+        pinned = self._ctx.device.type == "cuda"
+        sizes = [note.sizes[at], *note.large[at]]
+        buffer, *large = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        receive_flat(self._ctx.comm, [buffer, *large], source=reader)
+        return Parcel(note.labels[at], buffer, large)
+
+
+def _bytes_sent(note: _Note) -> int:
+    return sum(note.sizes) + sum(map(sum, note.large))
 
 
 def _agreed(notes: dict[int, list[StepNote]]) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -88,7 +89,28 @@ def test_batches_arrive_as_they_were(parcels):
     for batches in parcels:
         parcel = sender.pack(batches)
         assert parcel.buffer.dtype == torch.uint8
-        assert _equal(receiver.unpack(Parcel(parcel.label, parcel.buffer.clone())), batches)
+        large = [tensor.clone() for tensor in parcel.large]
+        assert _equal(receiver.unpack(Parcel(parcel.label, parcel.buffer.clone(), large)), batches)
+
+
+@relaxed
+@given(
+    shapes=st.lists(st.sampled_from([(0,), (3,), (40_000,), (150, 200), (16_384,)]), max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bool, torch.complex64]),
+    turned=st.booleans(),
+    whole=st.booleans(),
+)
+def test_large_tensors_travel_beside_the_others_uncopied(shapes, dtype, turned, whole):
+    batch = {f"{at}": torch.arange(math.prod(shape)).view(shape).to(dtype) for at, shape in enumerate(shapes)}
+    batch = {name: tensor.mT if turned and tensor.ndim == 2 else tensor for name, tensor in batch.items()} | {"n": 1}
+    parcel = Sender().pack([batch], whole=whole)
+    tensors = [tensor for tensor in batch.values() if isinstance(tensor, torch.Tensor)]
+    large = [] if whole else [tensor for tensor in tensors if tensor.nbytes >= 65_536]
+    assert [tensor.numel() for tensor in parcel.large] == [tensor.nbytes for tensor in large]
+    for mine, theirs in zip(parcel.large, large, strict=True):
+        assert (mine.data_ptr() == theirs.data_ptr()) == theirs.is_contiguous()
+    arrived = [tensor.clone() for tensor in parcel.large]
+    assert _equal(Receiver().unpack(Parcel(parcel.label, parcel.buffer.clone(), arrived)), [batch])
 
 
 def test_the_structure_travels_when_it_changes_and_only_then():

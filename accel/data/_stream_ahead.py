@@ -14,7 +14,7 @@ from accel.errors import AccelError, DataError, TreeError
 from accel.random import isolated_rng
 from accel.tree import Container, tensors
 
-_MOST_BYTES = 1 << 22
+_MOST_BYTES = 1 << 23
 
 
 class Ahead:

@@ -187,7 +187,7 @@ def test_what_arrives_is_what_was_read_whichever_way_it_travels(ranks, n, world,
 
 def test_large_steps_travel_one_by_one(ranks):
     class Large(Wide):
-        width = 300_000
+        width = 600_000
 
     def rank(ctx):
         log = []

@@ -188,3 +188,25 @@ def test_a_name_that_is_not_known_yet_is_waited_for_aloud(capfd: pytest.CaptureF
     said = capfd.readouterr().err
     assert said.startswith("accel: rank 1 waits for rank 0 at no-such-host.invalid:29500, up to 2 s: ")
     assert said.count("\n") == 1
+
+
+def test_a_socket_that_reached_itself_is_not_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give a caller the very port that it calls, and TCP connects the two."""
+    opened = list[socket.socket]()
+
+    def connect(address: tuple[str, int], timeout: float | None = None) -> socket.socket:
+        calling = socket.socket()
+        calling.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        calling.bind(address)
+        calling.connect(address)
+        opened.append(calling)
+        return calling
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(socket, "create_connection", connect)
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(accel.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}.*refused"):
+        accel.from_env(environ, device="cpu", timeout_s=2)
+    assert opened

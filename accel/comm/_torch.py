@@ -165,7 +165,7 @@ def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None
 
 
 def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-    """Overwrite 1-d tensors by what another rank sends with `send_flat`.
+    """Overwrite 1-d tensors by what another rank sends with `send_flat`, which their order alone matches.
 
     Args:
         comm: an open handle of more than one rank.

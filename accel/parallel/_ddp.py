@@ -23,7 +23,7 @@ _ddp = cast(Any, DistributedDataParallel)
 
 
 class _Running:
-    """While it is entered, torch.compile cuts graphs where the replica's buckets end."""
+    """Makes a replica the one whose forward runs, at the ends of whose buckets torch.compile cuts its graphs."""
 
     __slots__ = ("_before", "_replica")
 
@@ -44,7 +44,8 @@ class Replica(DistributedDataParallel):
     Attributes:
         exchanged, frozen: the parameters that were trainable when it was made and the others, by name.
         uses_all: whether every one of them must take part in every backward.
-        bare: whether DDP has nothing to do in a forward whose gradients are held back, unless buffers are due.
+        bare: whether DDP has nothing to do in a forward whose gradients are held back, unless buffers are due; never
+            where it moves inputs to a device, nor after `join_hook`.
     """
 
     def __init__(self, module: nn.Module, *, find_unused_parameters: bool, static_graph: bool, **options: Any) -> None:
@@ -59,15 +60,17 @@ class Replica(DistributedDataParallel):
         self._has_buffers = any(True for _ in module.buffers())
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module: alone where DDP would do nothing beside it, which takes it as long as a small layer does."""
+        """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""
         buffers_due = self._has_buffers and self.require_forward_param_sync
         if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
             return cast(Any, super()).forward(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            cast(Any, self).reducer._rebuild_buckets()  # raises if the exchange before did not end
         with self._inside_ddp_forward():
             return cast(Any, self).module(*inputs, **kwargs)
 
     def _inside_ddp_forward(self) -> Any:
-        """Let torch.compile see whose forward it is; as torch's own, which takes as long as a small layer as well."""
+        """Let torch.compile see whose forward it is, as torch's own does, whose generator costs as much again."""
         return cast(Any, super())._inside_ddp_forward() if torch.compiler.is_compiling() else _Running(self)
 
     def join_hook(self, **kwargs: Any) -> Any:

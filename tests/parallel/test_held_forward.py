@@ -89,6 +89,34 @@ def test_ddp_does_nothing_in_it(ranks: Simulator, monkeypatch: pytest.MonkeyPatc
     assert ranks.run(rank, 2) == [1, 1]
 
 
+class Either(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, inputs: torch.Tensor, *, which: int) -> torch.Tensor:
+        return self.layers[which](inputs)
+
+
+def test_it_does_not_end_an_exchange_that_another_forward_began(ranks: Simulator) -> None:
+    """What the held backward gives would complete DDP's bucket, and travel to ranks that do not expect it."""
+
+    def rank(ctx: accel.DistContext) -> float:
+        model, scaler = accel.prepare_model(ctx, Either()), accel.loss_scale(ctx)
+        accel.backward(ctx, model(torch.ones(1, 2), which=0).sum(), scaler)
+        if ctx.rank == 0:
+            with (
+                pytest.raises(RuntimeError, match="finished reduction in the prior iteration"),
+                accel.no_sync(ctx, model),
+            ):
+                model(torch.ones(1, 2), which=1).sum().backward()
+        return accel.reduce(ctx, torch.ones(())).item()
+
+    assert ranks.run(rank, 2) == [2.0, 2.0]
+
+
 def test_ranks_without_inputs_answer_windows_of_several(ranks: Simulator) -> None:
     micros = [4, 2]
 

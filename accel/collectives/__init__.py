@@ -7,8 +7,8 @@ from accel.collectives._leaves import check_packable as check_packable
 from accel.collectives._leaves import check_rank as check_rank
 from accel.collectives._objects import broadcast_object_list as broadcast_object_list
 from accel.collectives._objects import gather_object as gather_object
-from accel.collectives._pack import LARGE_BYTES as LARGE_BYTES
 from accel.collectives._pack import flat_bytes as flat_bytes
+from accel.collectives._pack import is_large as is_large
 from accel.collectives._pack import pack as pack
 from accel.collectives._pack import unpack as unpack
 from accel.collectives._pad import pad_across_processes as pad_across_processes

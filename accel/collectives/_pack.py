@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-LARGE_BYTES = 64 * 1024  # a tensor of so many travels by itself, which costs less than to copy it
+_LARGE_BYTES = 64 * 1024  # a tensor of so many travels by itself, which costs less than to copy it
 
 KEPT_PLANS = 64  # training repeats few calls, and plans follow from dtypes and shapes alone
 
@@ -41,6 +41,11 @@ class Packing(NamedTuple):
     nbytes: int
 
 
+def is_large(dtype: torch.dtype, count: int) -> bool:
+    """Return whether a tensor of so many elements travels by itself."""
+    return count * dtype.itemsize >= _LARGE_BYTES
+
+
 def plan_parcels(dtypes: Sequence[torch.dtype], counts: Sequence[int], places: Sequence[str]) -> list[tuple[int, ...]]:
     """Choose what travels together: the small tensors of each kind of device, and each large one alone.
 
@@ -53,7 +58,7 @@ def plan_parcels(dtypes: Sequence[torch.dtype], counts: Sequence[int], places: S
     small: dict[str, list[int]] = {}
     large: list[tuple[int, ...]] = []
     for i, (dtype, count, place) in enumerate(zip(dtypes, counts, places, strict=True)):
-        if count * dtype.itemsize >= LARGE_BYTES:
+        if is_large(dtype, count):
             large.append((i,))
         else:
             small.setdefault(place, []).append(i)

@@ -68,7 +68,7 @@ def _choose_xla(device: torch.device, env: LaunchEnv, where: str) -> torch.devic
 def _check_present(device: torch.device, where: str) -> torch.device:
     try:
         _ = torch.zeros(1, device=device).item()
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise DeviceError(
             "nothing can be computed there", expected="a device of this machine", got=str(device), where=where
         ) from error

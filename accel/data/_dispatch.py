@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.collectives import LARGE_BYTES, check_packable, flat_bytes, pack, unpack
+from accel.collectives import check_packable, flat_bytes, is_large, pack, unpack
 from accel.errors import TreeError
 
 _LEAVES = (str, bytes, bool, int, float, type(None))
@@ -78,7 +78,7 @@ class Sender:
             labels.append(_Label(spec if changed else None, shapes, values))
         text = msgspec.msgpack.encode(labels)
         head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        beside = [not whole and _is_large(tensor.dtype, tensor.numel()) for tensor in tensors]
+        beside = [not whole and is_large(tensor.dtype, tensor.numel()) for tensor in tensors]
         small = [tensor for tensor, alone in zip(tensors, beside, strict=True) if not alone]
         large = [flat_bytes(tensor.cpu()) for tensor, alone in zip(tensors, beside, strict=True) if alone]
         return Parcel(len(text), pack([head, *small], torch.device("cpu")), large)
@@ -103,14 +103,10 @@ class Receiver:
         return [_build(spec, tensors, iter(label.values)) for spec, label in zip(specs, labels, strict=True)]
 
 
-def _is_large(dtype: torch.dtype, count: int) -> bool:
-    return count * dtype.itemsize >= LARGE_BYTES
-
-
 def _tensors(parcel: Parcel, dtypes: Sequence[torch.dtype], shapes: Sequence[list[int]]) -> Iterator[torch.Tensor]:
     """View a parcel's tensors: the large ones beside its buffer, if there are any, and the others in it."""
     apart = bool(parcel.large)
-    beside = [apart and _is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    beside = [apart and is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
     listed = list(zip(dtypes, shapes, beside, strict=True))
     inside = [(dtype, shape) for dtype, shape, alone in listed if not alone]
     packed = unpack(

@@ -66,7 +66,7 @@ class Replica(DistributedDataParallel):
             return cast(Any, super()).forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
             cast(Any, self).reducer._rebuild_buckets()  # raises if the exchange before did not end
-        with self._inside_ddp_forward():
+        with _Running(self):
             return cast(Any, self).module(*inputs, **kwargs)
 
     def _inside_ddp_forward(self) -> Any:

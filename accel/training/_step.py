@@ -284,9 +284,8 @@ def _clear(optimizers: list[Optimizer]) -> None:
 
 def _listed(objects: T | Sequence[T], kind: type[T], where: str) -> list[T]:
     """List what one step is taken of: each of a kind that can be stepped without more, and once."""
-    if isinstance(objects, kind) and not isinstance(objects, _NEED_MORE):
-        return [cast(T, objects)]
-    listed = list(cast("Sequence[T]", objects)) if isinstance(objects, Sequence) else [objects]
+    alone = isinstance(objects, kind) or not isinstance(objects, Sequence)
+    listed = [cast(T, objects)] if alone else list(cast("Sequence[T]", objects))
     for each in listed:
         if not isinstance(each, kind) or isinstance(each, _NEED_MORE):
             raise _cannot_step(each, kind, where)

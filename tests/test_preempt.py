@@ -79,7 +79,8 @@ ready, begun = os.pipe()
 with accel.stop_requests(accel.single()) as requests:
     if (child := os.fork()) == 0:
         os.write(begun, b".")  # python forgets signals that come while it forks
-        time.sleep(60)
+        for _ in range(600):  # and sees one that comes just before a sleep after it
+            time.sleep(0.1)
     os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM

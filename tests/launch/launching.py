@@ -60,6 +60,9 @@ class Workspace:
         return [int(path.read_text()) for path in self.folder.glob("pid-*")]
 
 
+# What a test script waits with: in short pieces, since python sees a signal that comes just before a sleep after it.
+REST = "for _ in range(600): time.sleep(0.1)"
+
 # What a test script begins with: `here(name)` tells the test that this process has come so far.
 HERE = """
 import os, signal, sys, time

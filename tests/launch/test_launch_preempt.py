@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HERE, Workspace, alive, wait_for
+from launching import HERE, REST, Workspace, alive, wait_for
 
 import accel
 
@@ -106,7 +106,7 @@ def test_at_any_moment(workspace: Workspace, n: int, trial: int) -> None:
 
 def test_a_second_signal_ends_at_once(workspace: Workspace) -> None:
     """The ranks would take 60 s to the end of their step."""
-    script = workspace.write(TRAINING.replace("here()\n", "here()\n                time.sleep(60)\n"))
+    script = workspace.write(TRAINING.replace("here()\n", f"here()\n                {REST}\n"))
     launcher, _ = training(workspace, 2, script)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.5)
@@ -119,7 +119,7 @@ def test_a_second_signal_ends_at_once(workspace: Workspace) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_at_a_rank_ends_it_without_the_launchers_help(workspace: Workspace) -> None:
-    script = workspace.write(TRAINING.replace("here()\n", "here()\n                time.sleep(60)\n"))
+    script = workspace.write(TRAINING.replace("here()\n", f"here()\n                {REST}\n"))
     launcher, (pid,) = training(workspace, 1, script)
     for _ in range(2):
         os.kill(pid, signal.SIGTERM)

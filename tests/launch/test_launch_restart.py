@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from launching import HERE, Workspace, wait_for
+from launching import HERE, REST, Workspace, wait_for
 
 pytestmark = pytest.mark.multiprocess
 
@@ -43,7 +43,7 @@ def test_nothing_starts_again_after_a_wish_to_stop(workspace: Workspace) -> None
     script = workspace.write(f"""{HERE}
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 here(os.environ["TORCHELASTIC_RESTART_COUNT"])
-time.sleep(60)
+{REST}
 """)
     launcher = workspace.start("launch", "--max-restarts", "9", script)
     wait_for(lambda: (workspace.folder / "pid-0").exists())

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HERE, Workspace, alive, wait_for
+from launching import HERE, REST, Workspace, alive, wait_for
 
 pytestmark = pytest.mark.multiprocess
 
-SLEEPING = f"{HERE}\nhere()\ntime.sleep(60)\n"
+SLEEPING = f"{HERE}\nhere()\n{REST}\n"
 SAVING = f"""{HERE}
 def save(number, frame):
     print("saved", number, flush=True)
@@ -20,7 +20,7 @@ def save(number, frame):
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGINT, save)
 here()
-time.sleep(60)
+{REST}
 """
 
 
@@ -54,14 +54,14 @@ def test_a_stop_leaves_a_ranks_own_processes_to_the_rank_while_it_ends(workspace
     script = workspace.write(f"""{HERE}
 if os.fork() == 0:
     here(f"child-{{rank}}")
-    time.sleep(60)
+    {REST}
 def save(number, frame):
     time.sleep(0.5)
     print("child ended early" if os.waitpid(-1, os.WNOHANG)[0] else "child still there", flush=True)
     os._exit(0)
 signal.signal(signal.SIGTERM, save)
 here()
-time.sleep(60)
+{REST}
 """)
     launcher = workspace.start("launch", "--nproc-per-node", "2", script)
     pids = workspace.pids(4)
@@ -69,21 +69,19 @@ time.sleep(60)
     out, _ = launcher.communicate(timeout=5)
     assert launcher.returncode == 143
     assert out.count("child still there") == 2
-    wait_for(lambda: not any(map(alive, pids)), seconds=2)
+    wait_for(lambda: not any(map(alive, pids)), seconds=5)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_second_signal_kills_at_once(workspace: Workspace, n: int) -> None:
-    script = workspace.write(
-        f"{HERE}\nsignal.signal(signal.SIGTERM, lambda *_: print('no'))\nhere()\n" + "time.sleep(9)\n" * 9
-    )
+    script = workspace.write(f"{HERE}\nsignal.signal(signal.SIGTERM, lambda *_: print('no'))\nhere()\n{REST}\n")
     launcher = workspace.start("launch", "--nproc-per-node", str(n), script)
     pids = workspace.pids(n)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=2)
+    _, err = launcher.communicate(timeout=5)
     assert launcher.returncode == 143
     assert err.endswith(f"accel: killed because still running: rank {', '.join(map(str, range(n)))}\n")
     assert not any(map(alive, pids))
@@ -97,7 +95,7 @@ def save(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 here()
-time.sleep(60)
+{REST}
 """)
     launcher = workspace.start("launch", "--nproc-per-node", "2", script)
     workspace.pids(2)
@@ -111,7 +109,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_killed_launcher_leaves_no_rank(workspace: Workspace, n: int) -> None:
-    script = workspace.write(f"{HERE}\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nhere()\ntime.sleep(60)\n")
+    script = workspace.write(f"{HERE}\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nhere()\n{REST}\n")
     launcher = workspace.start("launch", "--nproc-per-node", str(n), script)
     pids = workspace.pids(n)
     assert all(map(alive, pids))

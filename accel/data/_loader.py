@@ -159,8 +159,8 @@ def prepare_loader(
             context's mesh says, `ctx.data_parallel`: without a mesh its rank among all. Ranks with the same index read
             the same.
         seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position, so
-            that augmentation does not depend on workers and ranks; by default if the loader has workers. Streams are
-            always read so.
+            that augmentation does not depend on workers and ranks; by default if the loader has workers. A dataset that
+            surely draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always read so.
         replay: for a stream only: resume by reading again from the beginning, even if it has a state; for a state that
             does not hold everything, such as that of a Hugging Face dataset with a shuffle buffer.
         steps_per_message: for a stream only: the most steps that ranks agree on, and hand on, in one message, if they

@@ -8,16 +8,17 @@ import random as python_random
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from accel.data._epoch import Request
 from accel.data._plan import Shard
 from accel.random import Key, isolated_rng
 
 _WORD = 2**64 - 1
+_STORED = frozenset({list, tuple, range, torch.Tensor})
 
 
 class Workers:
@@ -111,10 +112,13 @@ class RequestedDataset(Dataset[Any]):
             if base is not None:
                 seed_streams(base, start)
             return dataset[samples] if whole else dataset.__getitems__(samples)
+        if base is None or _draws_nothing(dataset):
+            if base is not None:  # for the collate function, which draws where the last sample would leave off
+                seed_streams(base, min(start + len(samples), stop) - 1)
+            return [dataset[sample] for sample in samples]
         items: list[Any] = []
         for position, sample in enumerate(samples, start):
-            if base is not None:
-                seed_streams(base, min(position, stop - 1))
+            seed_streams(base, min(position, stop - 1))
             items.append(dataset[sample])
         return items
 
@@ -152,9 +156,23 @@ def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any])
 
 def _reads_batches(dataset: Any) -> bool:
     """Whether a dataset has its own way to read several samples at once."""
-    while type(dataset) is Subset:  # which only passes on what its own dataset can
-        dataset = dataset.dataset  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return callable(getattr(dataset, "__getitems__", None))  # pyright: ignore[reportUnknownArgumentType]
+    return callable(getattr(_undivided(dataset), "__getitems__", None))
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Whether reading a sample surely runs no code but python's, numpy's and torch's, which draws no numbers there."""
+    dataset = _undivided(dataset)
+    if type(dataset) is TensorDataset:
+        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+    numpy = sys.modules.get("numpy")
+    return type(dataset) in _STORED or (numpy is not None and type(dataset) in (numpy.ndarray, numpy.memmap))
+
+
+def _undivided(dataset: Any) -> Any:
+    """What subsets, which only pass on what their dataset can, are of."""
+    while type(dataset) is Subset:
+        dataset = cast(Any, dataset).dataset
+    return dataset
 
 
 def seed_base(key: Key) -> int:

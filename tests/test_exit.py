@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
+from accel.comm import _idle
+
 ROUNDS = """
 import os, socket, sys
 import torch, accel, accel.training
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,10 +38,16 @@ def rank(number, port, mesh):
             accel.backward(ctx, model(torch.ones(2, 4)).sum(), scaler)
             accel.optimizer_step(ctx, optimizer, scaler)
             accel.gather(ctx, torch.ones(3))
+        if starved:  # then only what nobody else wants to compute with is theirs: they come late to what follows
+            for thread in os.listdir("/proc/self/task"):
+                if "pt_gloo" in open(f"/proc/self/task/{thread}/comm").read():
+                    os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+            accel.gather(ctx, torch.ones(3))
+            dist.all_reduce(torch.ones(100_000))
     kept.append((ctx, model, optimizer))  # alive until the interpreter ends
 
 torch.set_num_threads(1)
-kept, statuses = [], []
+kept, statuses, starved = [], [], "starved" in sys.argv
 for at in range(int(sys.argv[1])):
     port, children = free_port(), []
     for number in range(2):
@@ -49,10 +61,28 @@ print(len(statuses), "exits")
 """
 
 
-def run_rounds(tmp_path: Path, rounds: int) -> str:
+ENDS = """
+import gc
+import torch, accel, accel.training
+from accel.comm._idle import thread_states
+
+def train():
+    with accel.session(device="cpu", mesh="dp=1") as ctx:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=ctx.comm.group)
+        model(torch.ones(2, 4)).sum().backward()
+        assert thread_states(), "gloo's threads have another name now"
+
+train()
+gc.collect()
+assert not thread_states(), "something holds the group"
+"""
+
+
+def run_rounds(tmp_path: Path, rounds: int, *words: str) -> str:
     script = tmp_path / "rounds.py"
     script.write_text(ROUNDS)
-    done = subprocess.run([sys.executable, str(script), str(rounds)], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, str(script), str(rounds), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -68,3 +98,46 @@ def test_exits_with_a_wrapped_model_and_a_mesh_alive(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_a_hundred_exits_with_a_wrapped_model_and_a_mesh_alive(tmp_path: Path) -> None:
     assert "100 exits" in run_rounds(tmp_path, 50)
+
+
+@contextlib.contextmanager
+def busy_machine(processes: int) -> Generator[None]:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+def test_exits_while_gloo_s_threads_have_something_to_drop(tmp_path: Path) -> None:
+    with busy_machine(1 + (os.cpu_count() or 1)):
+        assert "20 exits" in run_rounds(tmp_path, 10, "starved")
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+def test_a_group_ends_when_nothing_of_the_user_s_holds_it() -> None:
+    subprocess.run([sys.executable, "-c", ENDS], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("seen", "looks"),
+    [([[]], 1), ([["S"], ["S"]], 2), ([["S", "R"], ["S", "S"], ["D", "S"], ["S", "S"], ["S", "S"]], 5)],
+)
+def test_closing_waits_until_threads_look_idle_twice(
+    monkeypatch: pytest.MonkeyPatch, seen: list[list[str]], looks: int
+) -> None:
+    states = iter(seen)
+    monkeypatch.setattr(_idle, "thread_states", lambda: next(states))
+    _idle.await_idle_threads()
+    assert len(seen) - len([*states]) == looks
+
+
+def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_idle, "_LONGEST_S", 0.05)
+    monkeypatch.setattr(_idle, "thread_states", lambda: ["R"])
+    _idle.await_idle_threads()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -14,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPr
 
 from accel import xla
 from accel.comm._absent import RollCall
+from accel.comm._idle import await_idle_threads
 from accel.comm._rendezvous import open_store
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, ContextClosedError, PeerError
@@ -143,14 +145,16 @@ class Comm:
             self.roll.leave()
         opened = self.opened
         self._closed, self._group, self.roll, self.beside, self.opened = True, None, None, None, []
-        if owned or opened:
-            gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
+        if not owned and not opened:
+            return
+        gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
         if owned:
             dist.destroy_process_group()
-            return
-        for group in reversed(opened):
-            with contextlib.suppress(ValueError):  # somebody has destroyed it already
-                dist.destroy_process_group(group)
+        else:
+            for group in reversed(opened):
+                with contextlib.suppress(ValueError):  # somebody has destroyed it already
+                    dist.destroy_process_group(group)
+        await_idle_threads()
 
 
 def alone() -> Comm:
@@ -183,6 +187,8 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         raise ConfigError("XLA tensors travel by XLA alone", expected="xla, or none", got=backend, where=where)
     chosen = backend or {"cuda": "nccl", "xla": xla.BACKEND}.get(device.type, "gloo")
     both = chosen if device.type in ("cpu", "xla") else f"cpu:gloo,{device.type}:{chosen}"
+    # whose functions hold, for ever, the group that is open when DDP imports them: it is the default of an argument
+    _ = importlib.import_module("torch.distributed.nn.functional")
     store = open_store(env, timeout_s) if env.world_size > 1 else HashStore()
     rank = xla.join(env.local_rank, env.local_world_size, env.world_size) if device.type == "xla" else env.rank
     try:

@@ -246,6 +246,8 @@ def run(order: Order) -> int:
         agent = Agent(spec, meeting, signals, plan)
         try:
             with _interrupting(agent):
+                if (number := signals.wait(0)) in STOPPING:  # it came before there was anything to interrupt
+                    raise _Asked(number)
                 cast(Any, agent).run()
         except _Asked as asked:
             _ = signals.wait(0)  # the signal itself

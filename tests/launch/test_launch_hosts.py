@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -11,9 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from launching import ACCEL, Workspace, wait_for
 from simulated_hosts import Hosts, require_hosts
+
+from accel.config import LaunchConfig
+from accel.launch._hosts import Order
+from accel.launch._target import Target
 
 pytestmark = pytest.mark.multiprocess
 
@@ -168,6 +174,27 @@ def test_a_signal_while_hosts_are_awaited_ends_the_launch(workspace: Workspace) 
     assert (status, err.splitlines()[-1]) == (143, "accel: stopped by SIGTERM")
 
 
+EARLY = """
+import signal, sys
+from accel.launch import _agent
+
+def stopped_before(*words, meet=_agent.meet):
+    signal.raise_signal(signal.SIGTERM)
+    return meet(*words)
+
+_agent.meet = stopped_before
+_agent.main(sys.argv[1:])
+"""
+
+
+def test_a_signal_that_comes_before_the_agent_waits_for_hosts_is_not_lost(workspace: Workspace) -> None:
+    config = LaunchConfig(nproc_per_node=1, nnodes=2, device="cpu", rdzv_endpoint=here())
+    order = Order(target=Target(name=str(workspace.write(""))), config=config, parent=os.getpid(), added=())
+    command = [sys.executable, "-c", EARLY, msgspec.json.encode(order).decode()]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (143, "accel: stopped by SIGTERM\n")
+
+
 @pytest.mark.slow
 def test_the_example_trains_across_two_hosts(hosts: Hosts, workspace: Workspace) -> None:
     command = words("--nnodes", 2, "--nproc-per-node", 1, DIGITS, "--epochs", 1, "--out", "run")
@@ -196,6 +223,7 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     hosts: Hosts, workspace: Workspace
 ) -> None:
@@ -204,7 +232,7 @@ def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
     wait_for(lambda: len(list((workspace.folder / "run").glob("step-*"))) > 1, 90)
     hosts.cut_off(1)
-    status, out, err = ended(launchers[0], 200)
+    status, out, err = ended(launchers[0], 500)
     assert status == 0, err
     assert "accel: rank 0 on h0, restart 1 of 3" in err
     assert "going on from run/step-" in out
@@ -212,6 +240,7 @@ def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_host_that_comes_back_is_taken_in_again(hosts: Hosts, workspace: Workspace) -> None:
     command = words("--nnodes", "1:2", "--max-restarts", 3, workspace.write(STEPPING), 10)
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]

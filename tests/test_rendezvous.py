@@ -184,9 +184,9 @@ def test_what_can_be_no_name_is_refused_at_once() -> None:
 def test_a_name_that_is_not_known_yet_is_waited_for_aloud(capfd: pytest.CaptureFixture[str]) -> None:
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"}
     with pytest.raises(accel.PeerError, match=r"rank 1 cannot reach .* no-such-host\.invalid:29500"):
-        accel.from_env({**environ, "MASTER_PORT": "29500"}, device="cpu", timeout_s=2)
+        accel.from_env({**environ, "MASTER_PORT": "29500"}, device="cpu", timeout_s=4)
     said = capfd.readouterr().err
-    assert said.startswith("accel: rank 1 waits for rank 0 at no-such-host.invalid:29500, up to 2 s: ")
+    assert said.startswith("accel: rank 1 waits for rank 0 at no-such-host.invalid:29500, up to 4 s: ")
     assert said.count("\n") == 1
 
 

@@ -197,13 +197,13 @@ def test_a_note_that_gets_its_name_while_it_is_looked_for_is_found(
 def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path) -> None:
     def write() -> None:
         for size in range(1, 8):
-            time.sleep(0.1)
+            time.sleep(0.4)
             (tmp_path / "tensors").write_bytes(bytes(size))
         leave_note(Stage(tmp_path, None, ""), 1, Note(share=Share("x", None)))
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=0.5, given_up=threading.Event()).keys() == {1}
+    assert collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=2, given_up=threading.Event()).keys() == {1}
     thread.join()
 
 

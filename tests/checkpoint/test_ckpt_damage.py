@@ -273,7 +273,7 @@ def mutate(value: Any, rng: random.Random) -> Any:
     return value
 
 
-@pytest.mark.parametrize("trials", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [300, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_mutated_manifests_with_valid_digests_raise_or_load_but_never_in_part(trials: int, tmp_path: Path) -> None:
     run, rng = Run(), random.Random(trials)
     run.step(1)

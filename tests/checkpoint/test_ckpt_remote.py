@@ -182,7 +182,7 @@ def test_a_second_writer_is_refused_and_named_while_the_first_is_alive(monkeypat
             start = time.monotonic()
             with pytest.raises(CheckpointError) as caught:
                 accel.save_state(CPU, URL, items, step=9)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < 10
             refused[0], Store.fault = str(caught.value), mine
         return work()
 

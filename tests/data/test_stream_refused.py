@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
@@ -72,18 +73,19 @@ def test_alone_the_readers_own_error_is_the_cause():
 
 @pytest.mark.parametrize("how", ["an error", "a break"])
 def test_a_loop_that_is_left_leaves_no_worker_behind(how):
+    gc.collect()  # what tests before this one left
     ctx, before = accel.single(), multiprocessing.active_children()
     batches = accel.batches(ctx, make_loader(ctx, Broken(99), "own", 2, num_workers=2), Cursor())
     for _ in range(3):
         _ = next(batches)
-    assert len(multiprocessing.active_children()) == len(before) + 2
+    assert len(set(multiprocessing.active_children()) - set(before)) == 2
     if how == "a break":
         batches.close()
     else:
         with pytest.raises(DataError, match="the disk is gone") as caught:
             list(batches)
         assert caught.value.__cause__ is not None
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 class Dying(IterableDataset):
@@ -97,7 +99,7 @@ class Dying(IterableDataset):
 def test_a_worker_that_dies(ranks, mode):
     def make(ctx):
         dies = ctx.rank == 0
-        return make_loader(ctx, Dying() if dies else Stream(100), mode, 1, num_workers=int(dies), timeout=int(dies))
+        return make_loader(ctx, Dying() if dies else Stream(100), mode, 1, num_workers=int(dies), timeout=5 * dies)
 
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises in the main thread, which is no rank's here
     try:

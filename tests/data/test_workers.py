@@ -231,7 +231,7 @@ def test_what_fails_while_reading_is_a_data_error_that_says_where(how, workers, 
     with pytest.raises(DataError, match=f"(?s)could not be read: got {said}") as caught:
         seen.extend(batch.data.tolist() for batch in accel.batches(ctx, loader, Cursor(epoch=2)))
     assert seen == [[0, 1], [2, 3]]
-    assert persistent or {child.pid for child in multiprocessing.active_children()} == before
+    assert persistent or {child.pid for child in multiprocessing.active_children()} <= before
     assert how == "stop" or caught.value.__cause__ is not None
     rest = next(accel.batches(ctx, loader, Cursor(epoch=2, consumed=6)))  # the loader can still be used
     assert rest.data.tolist() == [6, 7]

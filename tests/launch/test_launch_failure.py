@@ -123,7 +123,7 @@ time.sleep(60)
 """)
     began = time.monotonic()
     done = workspace.accel("launch", "--nproc-per-node", "2", script)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10  # 3 where nothing else computes
     assert done.returncode == 1
     assert done.stderr.startswith("accel: rank 0 failed: ValueError: first")
     wait_for(lambda: not any(map(alive, workspace.pids(3))), seconds=2)

@@ -43,6 +43,7 @@ def test_an_interrupt_tells_where_the_ranks_were_without_tracebacks(workspace: W
     line = SLEEPING.count("\n")
     launcher = workspace.start("launch", "--nproc-per-node", str(n), script)
     workspace.pids(n)
+    time.sleep(0.2)  # for what tells the test to return
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=5)
     assert launcher.returncode == 130
@@ -74,11 +75,13 @@ here()
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_second_signal_kills_at_once(workspace: Workspace, n: int) -> None:
-    script = workspace.write(f"{HERE}\nsignal.signal(signal.SIGTERM, lambda *_: print('no'))\nhere()\n{REST}\n")
+    script = workspace.write(
+        f"{HERE}\nsignal.signal(signal.SIGTERM, lambda *_: here(f'no-{{rank}}'))\nhere()\n{REST}\n"
+    )
     launcher = workspace.start("launch", "--nproc-per-node", str(n), script)
     pids = workspace.pids(n)
     launcher.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    workspace.pids(2 * n)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=5)

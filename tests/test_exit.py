@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
@@ -141,3 +142,15 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_idle, "_LONGEST_S", 0.05)
     monkeypatch.setattr(_idle, "thread_states", lambda: ["R"])
     _idle.await_idle_threads()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+def test_a_thread_may_have_a_name_that_is_no_text() -> None:
+    """The system cuts names after 15 bytes, in the middle of a letter if need be."""
+    name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+    before, known = name.read_bytes(), len(_idle.thread_states())
+    try:
+        name.write_bytes("ä".encode()[:1])
+        assert len(_idle.thread_states()) == known
+    finally:
+        name.write_bytes(before)

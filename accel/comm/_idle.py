@@ -31,9 +31,9 @@ def await_idle_threads() -> None:
 def thread_states() -> list[str]:
     """Return the kernel's letter for the state of each of gloo's threads: S sleeps, R runs or would like to."""
     states: list[str] = []
-    for path in Path("/proc/self/task").glob("*/stat"):
+    for path in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # a thread that has just ended
-            head, _, tail = path.read_text().rpartition(")")
+            head, _, tail = (path / "stat").read_text(errors="replace").rpartition(")")
             if head.endswith(f"({_NAME}"):
                 states.append(tail.split()[0])
     return states

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from accel.comm import Call, call_site, exchange, fail
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError
 from accel.random import capture_rng, restore_rng
 
@@ -30,6 +30,7 @@ _SIGNS = (  # what back-ends say that have no exception of their own for it
 )
 
 
+@context_first
 def find_executable_batch_size(
     ctx: DistContext,
     function: Callable[[int], R],
@@ -85,6 +86,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+@context_first
 def free_memory(ctx: DistContext) -> None:
     """Collect what nothing refers to, and give the device's cached memory back to it. No communication.
 

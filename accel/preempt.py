@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from accel.comm import Call, call_site, exchange, fail
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
 _SAME_REQUEST_S = 0.3  # a scheduler may signal the launcher, which hands on, and the ranks as well
@@ -88,6 +88,7 @@ class StopRequests:
         signal.raise_signal(number)
 
 
+@context_first
 @contextlib.contextmanager
 def stop_requests(
     ctx: DistContext, signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
@@ -122,6 +123,7 @@ def stop_requests(
         requests.give_back()
 
 
+@context_first
 def stop_agreed(ctx: DistContext, requests: StopRequests) -> Stop | None:
     """Tell whether any rank was asked to stop; the same answer on every rank. A collective, of one small message.
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 import torch
 
 from accel.comm import Call, as_bytes, as_tensor, exchange, fail, shared_failure, start
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError
 from accel.tree import leaves, map_leaves
 
@@ -28,6 +28,7 @@ class _Sliceable(Protocol):
     def __getitem__(self, index: slice, /) -> object: ...
 
 
+@context_first
 def wait_for_everyone(ctx: DistContext) -> None:
     """Return once every rank has called this. A collective.
 
@@ -37,6 +38,7 @@ def wait_for_everyone(ctx: DistContext) -> None:
     _meet(ctx, "wait_for_everyone")
 
 
+@context_first
 def any_rank(ctx: DistContext, flag: bool) -> bool:
     """Return whether the flag is set on any rank. A collective of one small message.
 
@@ -89,6 +91,7 @@ def agreed(ctx: DistContext, name: str) -> Generator[None]:
         agree(ctx, None, name)
 
 
+@context_first
 @contextlib.contextmanager
 def main_process_first(ctx: DistContext) -> Generator[None]:
     """Run the block on rank 0 first, on the others when it has finished. A collective.
@@ -100,6 +103,7 @@ def main_process_first(ctx: DistContext) -> Generator[None]:
         yield
 
 
+@context_first
 @contextlib.contextmanager
 def local_main_process_first(ctx: DistContext) -> Generator[None]:
     """Run the block on the first rank of each node, then on the others. A collective of all ranks.
@@ -111,6 +115,7 @@ def local_main_process_first(ctx: DistContext) -> Generator[None]:
         yield
 
 
+@context_first
 def on_main_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
     """Return the function as one that runs on rank 0 and gives None elsewhere. No communication.
 
@@ -121,16 +126,19 @@ def on_main_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R
     return _only(ctx.is_main_process, function)
 
 
+@context_first
 def on_local_main_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
     """Return the function as one that runs on the first rank of each node and gives None elsewhere."""
     return _only(ctx.is_local_main_process, function)
 
 
+@context_first
 def on_last_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
     """Return the function as one that runs on the highest rank and gives None elsewhere."""
     return _only(ctx.is_last_process, function)
 
 
+@context_first
 def on_process(ctx: DistContext, function: Callable[P, R], rank: int) -> Callable[P, R | None]:
     """Return the function as one that runs on one rank and gives None elsewhere.
 
@@ -141,6 +149,7 @@ def on_process(ctx: DistContext, function: Callable[P, R], rank: int) -> Callabl
     return _only(ctx.rank == rank, function)
 
 
+@context_first
 def on_local_process(ctx: DistContext, function: Callable[P, R], local_rank: int) -> Callable[P, R | None]:
     """Return the function as one that runs on one local rank of each node and gives None elsewhere.
 
@@ -151,12 +160,14 @@ def on_local_process(ctx: DistContext, function: Callable[P, R], local_rank: int
     return _only(ctx.local_rank == local_rank, function)
 
 
+@context_first
 def print(ctx: DistContext, *values: object, **options: Any) -> None:
     """Print on rank 0 only; arguments are the built-in's. No communication."""
     if ctx.is_main_process:
         builtins.print(*values, **options)
 
 
+@context_first
 def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -> T:
     """Return this rank's part of the inputs: contiguous, in order, lengths differing by at most one.
 

@@ -16,11 +16,12 @@ import msgspec
 import torch
 
 from accel.comm import Call, call_site, exchange, fail
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
 
 
+@context_first
 def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key:
     """Return the key of this rank's own draws: equal on ranks that share samples, unrelated on others.
 
@@ -44,6 +45,7 @@ def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key
     return key.fold_in("rank", share)
 
 
+@context_first
 def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: int | None = None) -> Key:
     """Seed the global streams of python, numpy, torch and this rank's device. Mutates them. No communication.
 
@@ -72,6 +74,7 @@ def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: i
     return key
 
 
+@context_first
 def seeded(ctx: DistContext, key: Key | int) -> AbstractContextManager[None]:
     """Let the block draw from a key, the same on every rank: for the first weights of a model. No communication.
 
@@ -85,6 +88,7 @@ def seeded(ctx: DistContext, key: Key | int) -> AbstractContextManager[None]:
     return rng_scope(start, ctx.device)
 
 
+@context_first
 def synchronize_rng(ctx: DistContext) -> None:
     """Let every rank's global streams go on from rank 0's state. A collective. Mutates the streams.
 

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+from collections.abc import Callable
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,3 +71,39 @@ def test_kinds_are_caught_as_what_they_are():
 def test_did_you_mean_names_the_closest_or_all():
     assert did_you_mean("fp61", ("fp32", "fp16", "bf16")) == "Did you mean `fp16`?"
     assert did_you_mean("zzz", ("b", "a")) == "Choose one of a, b."
+
+
+FUNCTIONS = [name for name in accel.__all__ if inspect.isfunction(getattr(accel, name))]
+OF_A_CONTEXT = [name for name in FUNCTIONS if [*inspect.signature(getattr(accel, name)).parameters][:1] == ["ctx"]]
+METHODS_OF_A_CONTEXT = [
+    (name, method)
+    for name in accel.__all__
+    if inspect.isclass(found := getattr(accel, name))
+    for method, function in inspect.getmembers(found, inspect.isfunction)
+    if not method.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["ctx"]
+]
+
+
+@pytest.mark.parametrize("name", OF_A_CONTEXT)
+def test_a_call_without_the_context_says_to_pass_it_first(name: str) -> None:
+    function: Callable[..., object] = getattr(accel, name)
+    for arguments, got in [((), "no context"), ((torch.nn.Linear(1, 1),), "Linear"), ((1, 2, 3), "int")]:
+        with pytest.raises(accel.ConfigError, match="pass the context first") as caught:
+            function(*arguments)
+        assert caught.value.got == got
+        assert caught.value.expected.startswith(f"`accel.{name}(ctx")
+        assert "accel.session()" in caught.value.fix
+
+
+@pytest.mark.parametrize(("kind", "method"), METHODS_OF_A_CONTEXT)
+def test_a_method_without_the_context_says_to_pass_it_first(kind: str, method: str) -> None:
+    with pytest.raises(accel.ConfigError, match="pass the context first") as caught:
+        getattr(getattr(accel, kind)(), method)(torch.zeros(1))
+    assert caught.value.got == "Tensor"
+    assert f".{method}(ctx" in caught.value.expected
+
+
+def test_the_context_may_be_named() -> None:
+    accel.wait_for_everyone(ctx=accel.single("cpu"))
+    with pytest.raises(accel.ConfigError, match="got Tensor"):
+        accel.gather(torch.zeros(1), ctx=accel.single("cpu"))

@@ -11,11 +11,12 @@ from accel import tree as trees
 from accel.collectives._leaves import Leaves, check_rank, make_call, read_leaves
 from accel.collectives._pack import Packing, bytes_of, plan_packing, plan_parcels, sections, split, write
 from accel.comm import HEADER_BYTES, Call, blank, broadcast_flat, inline_bytes, shared_failure, start
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 
 T = TypeVar("T")
 
 
+@context_first
 def broadcast(ctx: DistContext, tree: T, *, src: int = 0) -> T:
     """Return the tree with each tensor replaced by that of one rank. A collective.
 

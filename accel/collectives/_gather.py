@@ -9,7 +9,7 @@ from accel import tree as trees
 from accel.collectives._leaves import check_rank, make_call, read_leaves
 from accel.collectives._rows import gather_rows
 from accel.comm import shared_failure
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
 T = TypeVar("T")
@@ -23,6 +23,7 @@ def gather(ctx: DistContext, tree: T, *, dst: None = None, to: Literal["cpu"] | 
 def gather(ctx: DistContext, tree: T, *, dst: int, to: Literal["cpu"] | None = None) -> T | None: ...
 
 
+@context_first
 def gather(ctx: DistContext, tree: T, *, dst: int | None = None, to: Literal["cpu"] | None = None) -> T | None:
     """Return the tree with each tensor replaced by all ranks' tensors, joined in rank order. A collective.
 

@@ -15,7 +15,7 @@ import torch
 
 from accel.collectives._leaves import check_rank
 from accel.comm import Call, as_bytes, as_tensor, exchange, shared_failure
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import not_pickled, not_unpickled
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ def gather_object(ctx: DistContext, obj: T, *, dst: None = None) -> list[T]: ...
 def gather_object(ctx: DistContext, obj: T, *, dst: int) -> list[T] | None: ...
 
 
+@context_first
 def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None) -> list[T] | None:
     """Return the objects of all ranks, one for each, in rank order. A collective.
 
@@ -56,6 +57,7 @@ def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None) -> list[T
     return objects if dst in (None, ctx.rank) else None
 
 
+@context_first
 def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 0) -> list[T]:
     """Return the objects of one rank, on all. A collective.
 

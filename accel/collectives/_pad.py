@@ -11,12 +11,13 @@ import torch
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, make_call, read_leaves
 from accel.comm import exchange_values, shared_failure
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError, TreeError
 
 T = TypeVar("T")
 
 
+@context_first
 def pad_across_processes(
     ctx: DistContext,
     tree: T,

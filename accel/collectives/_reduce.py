@@ -11,7 +11,7 @@ from accel import tree as trees
 from accel.collectives._leaves import Leaves, make_call, read_leaves
 from accel.collectives._pack import plan_packing, plan_parcels, sections, split, to_bytes, write
 from accel.comm import HEADER_BYTES, Call, ReduceOp, all_reduce_flat, blank, inline_bytes, shared_failure, start
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import TreeError, check_choice
 
 T = TypeVar("T")
@@ -21,6 +21,7 @@ _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.
            torch.float64, torch.complex64, torch.complex128)  # fmt: skip
 
 
+@context_first
 def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
     """Return the tree with each tensor replaced by its combination over all ranks. A collective.
 

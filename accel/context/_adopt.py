@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel.comm import adopt, mesh_group, open_mesh, place_on_mesh
 from accel.context._checks import DEFAULT_TIMEOUT_S, check_accumulation, check_containers, check_strategy, check_timeout
 from accel.context._device import choose_device
+from accel.context._first import context_first
 from accel.context._record import DistContext, build
 from accel.env import LaunchEnv
 from accel.errors import ConfigError
@@ -120,6 +121,7 @@ def from_mesh(
     return replace(ctx, mesh=mesh, data_dims=data_dims)
 
 
+@context_first
 def replace(
     ctx: DistContext,
     *,

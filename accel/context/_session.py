@@ -14,6 +14,7 @@ from accel.comm import alone, connect
 from accel.context._adopt import replace
 from accel.context._checks import DEFAULT_TIMEOUT_S, check_accumulation, check_backend, check_strategy, check_timeout
 from accel.context._device import choose_device
+from accel.context._first import context_first
 from accel.context._record import DistContext, build
 from accel.env import LaunchEnv, read_env
 from accel.formats import Precision, PrecisionName, StrategyName
@@ -117,6 +118,7 @@ def session(
         close(ctx)
 
 
+@context_first
 def close(ctx: DistContext) -> None:
     """Destroy the process group if this context opened it; adopted groups stay. Closing twice does nothing."""
     ctx.comm.close()

@@ -11,7 +11,7 @@ import torch
 
 from accel.collectives import reduce
 from accel.comm import Call, call_site, fail
-from accel.context import DistContext
+from accel.context import DistContext, check_context
 from accel.data._batches import Batch
 from accel.errors import ConfigError, DataError, TreeError
 from accel.tree import leaves, map_leaves, replace_tensors, tensors
@@ -54,6 +54,7 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
         Raises:
             CollectiveMismatch: ranks have added other structures or shapes; on every rank.
         """
+        check_context(ctx, "sums.sync(ctx)")
         summed = reduce(ctx, self.own)
         return Sum(total=summed if self.total is None else _added(self.total, summed))
 
@@ -64,6 +65,7 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
             DataError: nothing was added; on every rank.
             CollectiveMismatch: as `sync`.
         """
+        check_context(ctx, "sums.value(ctx)")
         total = self.sync(ctx).total
         if total is None:
             _nothing(ctx)
@@ -111,6 +113,7 @@ class Mean(msgspec.Struct, frozen=True, eq=False):
 
     def sync(self, ctx: DistContext) -> Mean:
         """Return the means with what ranks added since the last time made common to all. A collective; see `Sum`."""
+        check_context(ctx, "mean.sync(ctx)")
         return Mean(self.sums.sync(ctx))
 
     def value(self, ctx: DistContext) -> Any:
@@ -120,6 +123,7 @@ class Mean(msgspec.Struct, frozen=True, eq=False):
             DataError: nothing was added, or only weights of 0; on every rank.
             CollectiveMismatch: as `Sum.sync`.
         """
+        check_context(ctx, "mean.value(ctx)")
         total = self.sums.value(ctx)
         if not float(total["weight"]):
             _nothing(ctx)

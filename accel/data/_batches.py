@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.comm import Call, call_site, fail, start_values
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, Request, plan_epoch, requests
 from accel.data._loader import Loader
@@ -52,6 +52,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return torch.arange(self.rows) < int(self.valid)
 
 
+@context_first
 def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> Generator[Batch]:
     """Give this rank's batches from the cursor to the end of its epoch. A collective at the first.
 

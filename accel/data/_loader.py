@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast, overload
 
 from torch.utils.data import DataLoader
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.data._epoch import Source, plan_epoch, skip_steps
 from accel.data._given import Lengths, read_source
 from accel.data._plan import Cursor, Place, Plan, Tail
@@ -123,6 +123,7 @@ def prepare_loader(
 ) -> StreamLoader: ...
 
 
+@context_first
 def prepare_loader(
     ctx: DistContext,
     loader: Iterable[Any],

@@ -9,7 +9,7 @@ import torch
 
 from accel.collectives import gather
 from accel.comm import shared_failure
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.data._batches import Batch
 from accel.errors import DataError
 from accel.tree import map_tensors, tensors
@@ -17,6 +17,7 @@ from accel.tree import map_tensors, tensors
 T = TypeVar("T")
 
 
+@context_first
 def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
     """Gather per-sample tensors of all ranks, real samples only. A collective.
 

@@ -9,12 +9,13 @@ import time
 from collections.abc import Generator, Iterable
 from typing import TextIO
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.data._batches import Batch
 
 _BAR = 24
 
 
+@context_first
 def progress(
     ctx: DistContext,
     batches: Iterable[Batch],

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._ddp import replica_of
 
 
+@context_first
 @contextlib.contextmanager
 def join_uneven_inputs(
     ctx: DistContext, *models: nn.Module, divide_by_initial_world_size: bool = True

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from accel.collectives import reduce
 from accel.comm import broadcast_flat
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters
@@ -56,6 +56,7 @@ class LocalSgd(msgspec.Struct, frozen=True):
             )
 
 
+@context_first
 def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
     """Move the model to the context's device and start it from rank 0's values, for local SGD. A collective.
 
@@ -83,6 +84,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
     return model
 
 
+@context_first
 def local_sgd_step(
     ctx: DistContext,
     model: nn.Module,

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import DeviceError, PrepareError
 from accel.formats import StrategyName
 from accel.parallel._ddp import DDP, Replica, replica_of
@@ -22,6 +22,7 @@ from accel.parallel._strategy import Strategy
 _STRATEGIES: dict[StrategyName, Strategy] = {"ddp": DDP, "fsdp": FSDP}
 
 
+@context_first
 def prepare_model(
     ctx: DistContext,
     model: nn.Module,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm import peer_error
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._labels import unused_parameters
@@ -24,6 +24,7 @@ from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_
 Exchanger = DistributedDataParallel | Sharded
 
 
+@context_first
 def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None]:
     """Keep the gradients of backward passes in this block on their rank; forward belongs into the block too.
 
@@ -78,6 +79,7 @@ def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[N
     return _Exchanging(_exchangers(ctx, models), ctx.rank)
 
 
+@context_first
 @contextlib.contextmanager
 def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Tensor | None = None) -> Generator[None]:
     """Let the backward in this block exchange gradients, though its forward passes ran under `no_sync`.

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.formats import Precision, PrecisionName
 from accel.formats import precision as precision_of
 from accel.precision._fp8 import fp8_scope
@@ -19,6 +19,7 @@ from accel.precision._support import DTYPES, check_compute
 _AS_IT_IS = contextlib.nullcontext()
 
 
+@context_first
 def autocast(
     ctx: DistContext, precision: Precision | PrecisionName | None = None, *, cache: bool = True
 ) -> AbstractContextManager[object]:

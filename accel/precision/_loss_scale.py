@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.precision._support import check_compute
 
@@ -67,6 +67,7 @@ class LossScale(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, scale=grown, good_steps=0, overflows=0)
 
 
+@context_first
 def loss_scale(ctx: DistContext, *, initial: float = 2.0**16, growth_interval: int = 2000) -> LossScale:
     """Return the loss scale to start with: dynamic for fp16, 1 and fixed otherwise.
 

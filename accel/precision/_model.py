@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
 
 from accel import tree as trees
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.formats import Precision
 from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
@@ -46,6 +46,7 @@ class WithOutputs(nn.Module):
         return _cast(cast(Any, super()).forward(*args, **kwargs), self._accel_outputs, self._accel_containers)
 
 
+@context_first
 def apply_precision(ctx: DistContext, model: M) -> M:
     """Give a model's parts the formats of the context's precision, in place. `prepare` calls it. No communication.
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accel.comm import start_all_reduce
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
@@ -26,6 +26,7 @@ from accel.precision import LossScale, matmul_precision
 from accel.training._window import check_records
 
 
+@context_first
 def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
     """Hold back the exchange of gradients in this block's forward and backward until `accum.sync`.
 
@@ -75,6 +76,7 @@ def backward(
 ) -> Accumulation: ...
 
 
+@context_first
 def backward(
     ctx: DistContext,
     loss: torch.Tensor,

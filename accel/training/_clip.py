@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.optim import Accumulation, clamp_, local_parts, parameters_of, scale_, total_norm
 from accel.precision import LossScale
 from accel.training._window import (
@@ -28,6 +28,7 @@ from accel.training._window import (
 )
 
 
+@context_first
 def clip_grad_norm_(
     ctx: DistContext,
     parameters: Iterable[torch.Tensor],
@@ -72,6 +73,7 @@ def clip_grad_norm_(
     return as_tensor(norm, grads)
 
 
+@context_first
 def clip_grad_value_(
     ctx: DistContext,
     parameters: Iterable[torch.Tensor],
@@ -108,6 +110,7 @@ def clip_grad_value_(
         clamp_(grads, bound)
 
 
+@context_first
 def unscale_gradients(
     ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], scaler: LossScale, accum: Accumulation
 ) -> Accumulation:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim import Optimizer
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import first_nonfinite, gradients, is_whole, parameters_of
 from accel.parallel import name_of
@@ -19,6 +19,7 @@ from accel.training._backward import backward
 _POLICIES = Literal["raise", "ignore"]
 
 
+@context_first
 def fused_step(
     ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, nonfinite: Literal["raise", "ignore"] = "raise"
 ) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.checkpoint import check_tensor, checksum, is_sharded, settle, tied
 from accel.comm import Call, call_site
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import (
     encode_index,
@@ -45,6 +45,7 @@ class _Weights:
     local: int
 
 
+@context_first
 def save_model(
     ctx: DistContext, model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
 ) -> Path:
@@ -102,6 +103,7 @@ def save_model(
     return target
 
 
+@context_first
 def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str | os.PathLike[str]) -> Path:
     """Write rank 0's tensors as one safetensors file, which appears by a rename. A collective.
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
 from accel.parallel import check_model, heir_of, prepare_model, replaces_parameters, unwrap_model
@@ -24,6 +24,7 @@ O_ = TypeVar("O_", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)
 
 
+@context_first
 def prepare(ctx: DistContext, *objects: Any) -> Any:
     """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
 
@@ -63,6 +64,7 @@ def prepare(ctx: DistContext, *objects: Any) -> Any:
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 
+@context_first
 def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     """Return the optimizer, after a check that its parameters are where the context computes. No communication.
 
@@ -93,6 +95,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     return optimizer
 
 
+@context_first
 def prepare_scheduler(ctx: DistContext, scheduler: S) -> S:
     """Return the scheduler, after a check of its optimizer. `optimizer_step(scheduler=)` steps it.
 

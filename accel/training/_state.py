@@ -25,7 +25,7 @@ from accel.checkpoint import (
     settle,
 )
 from accel.comm import Call, call_site
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, check_choice
 from accel.storage import Place, RemotePath, Span, as_place
 from accel.training._finite import check_finite
@@ -87,6 +87,7 @@ def save_state(
 ) -> Saving: ...
 
 
+@context_first
 def save_state(
     ctx: DistContext,
     out: str | os.PathLike[str] | RemotePath,
@@ -161,6 +162,7 @@ def save_state(
     return save_async(ctx, place, content, step=step, keep=rule, metrics=rated, check=check)
 
 
+@context_first
 def load_state(
     ctx: DistContext,
     path: str | os.PathLike[str] | RemotePath,

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel import xla
 from accel.comm import all_reduce_flat
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import Accumulation, clamp_, first_nonfinite, is_whole, parameters_of, scale_, total_norm
 from accel.parallel import name_of
@@ -86,6 +86,7 @@ def optimizer_step(
 ) -> StepResult[Accumulation]: ...
 
 
+@context_first
 def optimizer_step(
     ctx: DistContext,
     optimizer: Optimizer | Sequence[Optimizer],

@@ -13,7 +13,7 @@ from torch import nn
 from accel.checkpoint import check_tensor, is_sharded, settle
 from accel.collectives import check_rank
 from accel.comm import Call, call_site
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.storage import dtype_name
 from accel.training._modules import clean_name
 
@@ -28,6 +28,7 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: None) -> dict[str
 def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int = 0) -> dict[str, torch.Tensor] | None: ...
 
 
+@context_first
 def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -> dict[str, torch.Tensor] | None:
     """Return a model's parameters and persistent buffers whole, on the CPU. A collective.
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel.checkpoint import is_sharded, settle
 from accel.comm import Call, call_site
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.precision import LossScale
 from accel.storage import open_directory, read_tensors
@@ -39,6 +39,7 @@ _NOT_TAKEN = {
 }
 
 
+@context_first
 def load_accelerate_state(
     ctx: DistContext, folder: str | os.PathLike[str], items: Mapping[str, object]
 ) -> dict[str, object]:

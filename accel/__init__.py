@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from accel.parallel import LocalSgd as LocalSgd
     from accel.parallel import PowerSgd as PowerSgd
     from accel.parallel import checkpoint_activations as checkpoint_activations
+    from accel.parallel import clear_gradients as clear_gradients
     from accel.parallel import compile_model as compile_model
     from accel.parallel import join_uneven_inputs as join_uneven_inputs
     from accel.parallel import local_sgd_step as local_sgd_step
@@ -185,6 +186,7 @@ _HOMES = {
         "LocalSgd",
         "PowerSgd",
         "checkpoint_activations",
+        "clear_gradients",
         "compile_model",
         "join_uneven_inputs",
         "local_sgd_step",

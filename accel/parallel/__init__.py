@@ -9,6 +9,9 @@ from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
 from accel.parallel._labels import check_exchanged as check_exchanged
 from accel.parallel._labels import heir_of as heir_of
 from accel.parallel._labels import name_of as name_of
+from accel.parallel._leftovers import clear_gradients as clear_gradients
+from accel.parallel._leftovers import found_gradient as found_gradient
+from accel.parallel._leftovers import note_gradients as note_gradients
 from accel.parallel._local_sgd import LocalSgd as LocalSgd
 from accel.parallel._local_sgd import local_sgd_step as local_sgd_step
 from accel.parallel._local_sgd import prepare_local_model as prepare_local_model

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that knows where `fully_shard` keeps gradients that ranks have not exchanged yet.
+
+They lie in no `.grad` that users reach: `optimizer.zero_grad()` leaves them, and the next exchange adds them. torch has
+no public name for them; a test compares the private ones with what they are taken for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+
+def holds_unsharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was called on a module."""
+    return hasattr(type(module), "_get_fsdp_state")
+
+
+def unsharded_gradients(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parameters of a module, as an optimizer has them, with the gradients held for them.
+
+    Args:
+        module: that `fully_shard` was called on; modules below it are not looked at.
+    """
+    for group in _groups(module):
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)  # missing until the first forward
+            for held in (None if whole is None else whole.grad, each.unsharded_accumulated_grad):
+                if held is not None:
+                    yield each.sharded_param, held
+
+
+def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
+    """Drop the gradients held for a module, and return its parameters as an optimizer has them. No communication.
+
+    Args:
+        module: that `fully_shard` was called on; modules below it are not looked at.
+    """
+    parameters: list[torch.Tensor] = []
+    for group in _groups(module):
+        group._partial_reduce_output = None  # of replicas that wait for set_requires_all_reduce
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            parameters.append(each.sharded_param)
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+    return parameters
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    state = cast(Any, module)._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # older torch has at most one
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

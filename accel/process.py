@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
-from accel.comm import Call, as_bytes, as_tensor, exchange, fail, shared_failure, start
+from accel.comm import Call, as_bytes, as_tensor, check_tag, exchange, fail, shared_failure, start, tagged
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError
 from accel.tree import leaves, map_leaves
@@ -39,20 +39,24 @@ def wait_for_everyone(ctx: DistContext) -> None:
 
 
 @context_first
-def any_rank(ctx: DistContext, flag: bool) -> bool:
+def any_rank(ctx: DistContext, flag: bool, *, tag: str | None = None) -> bool:
     """Return whether the flag is set on any rank. A collective of one small message.
 
     Args:
         ctx: the context.
         flag: this rank's, such as "my loss is below the target" or "my clock says stop".
+        tag: name of the call, compared between ranks if any rank gives one; see `gather`.
 
     Raises:
         CollectiveMismatch: another rank called something else; on every rank.
-        AccelError: a flag that is neither true nor false, such as a tensor of two elements; on every rank.
+        AccelError: a flag that is neither true nor false, such as a tensor of two elements, or a tag that is no text;
+            on every rank.
     """
     with shared_failure(ctx.comm, "any_rank"):
+        check_tag(tag, "any_rank")
         mine = as_tensor(bytes([bool(flag)]))
-    return any(as_bytes(theirs) != b"\0" for theirs in exchange(ctx.comm, Call("any_rank"), mine))
+    call = Call("any_rank", tagged("", tag), ordered=tag is None)
+    return any(as_bytes(theirs) != b"\0" for theirs in exchange(ctx.comm, call, mine))
 
 
 def agree(ctx: DistContext, error: BaseException | None, name: str) -> None:
@@ -262,7 +266,7 @@ def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
 def _meet(ctx: DistContext, name: str) -> None:
     ctx.comm.check_open()
     if ctx.comm.size > 1:
-        _ = start(ctx.comm, Call(name))()
+        _ = start(ctx.comm, Call(name, ordered=False))()
 
 
 def _only(here: bool, function: Callable[P, R]) -> Callable[P, R | None]:

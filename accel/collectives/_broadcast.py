@@ -10,14 +10,14 @@ import torch
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, check_rank, make_call, read_leaves
 from accel.collectives._pack import Packing, bytes_of, plan_packing, plan_parcels, sections, split, write
-from accel.comm import HEADER_BYTES, Call, blank, broadcast_flat, inline_bytes, shared_failure, start
+from accel.comm import HEADER_BYTES, Call, blank, broadcast_flat, check_tag, inline_bytes, shared_failure, start
 from accel.context import DistContext, context_first
 
 T = TypeVar("T")
 
 
 @context_first
-def broadcast(ctx: DistContext, tree: T, *, src: int = 0) -> T:
+def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None) -> T:
     """Return the tree with each tensor replaced by that of one rank. A collective.
 
     Args:
@@ -25,25 +25,28 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0) -> T:
         tree: nested containers; each tensor has the same shape and dtype on every rank, whatever it holds there; and
             None.
         src: the rank whose tensors all get.
+        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
+            whose order may differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         The same containers with new tensors, which belong to no autograd graph, each on the kind of device where this
         rank's was.
 
     Raises:
-        CollectiveMismatch: ranks differ in `src`, structure, dtype or shape; on every rank.
-        ConfigError: no such rank; on every rank.
+        CollectiveMismatch: ranks differ in `src`, `tag`, structure, dtype or shape; on every rank.
+        ConfigError: no such rank, or a tag that is no text; on every rank.
         TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
             its path, on every rank.
     """
     with shared_failure(ctx.comm, "broadcast"):
+        check_tag(tag, "broadcast")
         check_rank(ctx, src, "broadcast, src=")
         leaves = read_leaves(ctx, tree)
     if ctx.world_size == 1:
         ctx.comm.check_open()
         received = [leaf.detach().clone() for leaf in leaves.tensors]
     else:
-        received = _broadcast(ctx, leaves, make_call(ctx, "broadcast", tree, leaves, f"src={src}"), src)
+        received = _broadcast(ctx, leaves, make_call(ctx, "broadcast", tree, leaves, f"src={src}", tag=tag), src)
     return trees.replace_tensors(tree, received, ctx.containers)
 
 

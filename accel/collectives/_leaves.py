@@ -11,7 +11,7 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._pack import KEPT_PLANS
-from accel.comm import Call
+from accel.comm import Call, tagged
 from accel.context import DistContext
 from accel.errors import ConfigError, TreeError
 
@@ -60,7 +60,14 @@ def read_leaves(ctx: DistContext, tree: object) -> Leaves:
 
 
 def make_call(
-    ctx: DistContext, name: str, tree: object, leaves: Leaves, options: str = "", *, open_dim: int | None = None
+    ctx: DistContext,
+    name: str,
+    tree: object,
+    leaves: Leaves,
+    options: str,
+    *,
+    tag: str | None,
+    open_dim: int | None = None,
 ) -> Call:
     """Describe a call on a tree, so that ranks can compare theirs.
 
@@ -70,8 +77,11 @@ def make_call(
         tree: its argument.
         leaves: the tree's.
         options: what else must agree.
+        tag: the user's name for the call, which must agree as well; None for none.
         open_dim: the dimension whose size may differ between ranks; None for none.
     """
+
+    options = tagged(options, tag)
 
     def explain() -> str:
         lines = [
@@ -81,7 +91,7 @@ def make_call(
         return "\n".join([options, *lines])
 
     detail = _detail(options, leaves.structure, leaves.dtypes, leaves.places, leaves.shapes, open_dim)
-    return Call(name, detail, explain=explain)
+    return Call(name, detail, explain=explain, ordered=tag is None)
 
 
 @functools.lru_cache(maxsize=KEPT_PLANS)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from accel.collectives._leaves import check_rank
-from accel.comm import Call, as_bytes, as_tensor, exchange, shared_failure
+from accel.comm import Call, as_bytes, as_tensor, check_tag, exchange, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import not_pickled, not_unpickled
 
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 
 @overload
-def gather_object(ctx: DistContext, obj: T, *, dst: None = None) -> list[T]: ...
+def gather_object(ctx: DistContext, obj: T, *, dst: None = None, tag: str | None = None) -> list[T]: ...
 
 
 @overload
-def gather_object(ctx: DistContext, obj: T, *, dst: int) -> list[T] | None: ...
+def gather_object(ctx: DistContext, obj: T, *, dst: int, tag: str | None = None) -> list[T] | None: ...
 
 
 @context_first
-def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None) -> list[T] | None:
+def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None, tag: str | None = None) -> list[T] | None:
     """Return the objects of all ranks, one for each, in rank order. A collective.
 
     Objects are pickled: for ranks of one job, which trust each other. Tensors go faster through `gather`, and on a
@@ -40,25 +40,29 @@ def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None) -> list[T
         ctx: the context.
         obj: anything that pickle takes.
         dst: the only rank that gets them; None for all.
+        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
+            whose order may differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         A list as long as there are ranks, its elements copies; None on ranks other than `dst`.
 
     Raises:
-        ConfigError: an object that cannot be pickled or, on a rank that gets it, unpickled; no such rank; on every
-            rank.
+        ConfigError: an object that cannot be pickled or, on a rank that gets it, unpickled; no such rank; a tag that is
+            no text; on every rank.
         CollectiveMismatch: ranks made different calls; on every rank.
     """
     with shared_failure(ctx.comm, "gather_object"):
+        check_tag(tag, "gather_object")
         check_rank(ctx, dst, "gather_object, dst=")
         payload = _pickled(obj, "gather_object")
-    parts = exchange(ctx.comm, Call("gather_object", f"dst={dst}"), payload, dst=dst)
+    call = Call("gather_object", tagged(f"dst={dst}", tag), ordered=tag is None)
+    parts = exchange(ctx.comm, call, payload, dst=dst)
     objects = _all_unpickled(ctx, parts, "gather_object")
     return objects if dst in (None, ctx.rank) else None
 
 
 @context_first
-def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 0) -> list[T]:
+def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 0, tag: str | None = None) -> list[T]:
     """Return the objects of one rank, on all. A collective.
 
     Objects are pickled: for ranks of one job, which trust each other.
@@ -67,19 +71,24 @@ def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 
         ctx: the context.
         objects: on rank `src` anything that pickle takes; elsewhere as many of anything, such as None.
         src: the rank whose objects all get.
+        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
+            whose order may differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         A new list; its elements are copies, and on rank `src` copies as well.
 
     Raises:
-        ConfigError: an object that cannot be pickled or, on another rank, unpickled; no such rank; on every rank.
+        ConfigError: an object that cannot be pickled or, on another rank, unpickled; no such rank; a tag that is no
+            text; on every rank.
         CollectiveMismatch: ranks made different calls, or lists of different lengths; on every rank.
     """
     with shared_failure(ctx.comm, "broadcast_object_list"):
+        check_tag(tag, "broadcast_object_list")
         check_rank(ctx, src, "broadcast_object_list, src=")
         count = len(objects)
         payload = _pickled(list(objects), "broadcast_object_list") if ctx.rank == src else as_tensor(b"")
-    parts = exchange(ctx.comm, Call("broadcast_object_list", f"src={src}\n{count} objects"), payload)
+    detail = tagged(f"src={src}, {count} objects", tag)
+    parts = exchange(ctx.comm, Call("broadcast_object_list", detail, ordered=tag is None), payload)
     (received,) = _all_unpickled(ctx, [parts[src]], "broadcast_object_list")
     return received
 
@@ -98,5 +107,5 @@ def _all_unpickled(ctx: DistContext, parts: Sequence[torch.Tensor], name: str) -
             objects = [pickle.loads(as_bytes(part)) for part in parts]
         except Exception as error:
             raise not_unpickled(error, name) from error
-    _ = exchange(ctx.comm, Call(name, "unpickled"), as_tensor(b""))
+    _ = exchange(ctx.comm, Call(name, "unpickled", ordered=False), as_tensor(b""))
     return objects

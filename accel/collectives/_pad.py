@@ -10,7 +10,7 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, make_call, read_leaves
-from accel.comm import exchange_values, shared_failure
+from accel.comm import check_tag, exchange_values, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, TreeError
 
@@ -25,6 +25,7 @@ def pad_across_processes(
     dim: int = 0,
     pad_index: complex = 0,
     pad_first: bool = False,
+    tag: str | None = None,
 ) -> T:
     """Return the tree with each tensor filled up to the largest size that it has on any rank. A collective.
 
@@ -36,6 +37,8 @@ def pad_across_processes(
         dim: the dimension to fill up; negative to count from the last.
         pad_index: what to fill with; a number that every tensor's dtype can hold.
         pad_first: whether to fill at the beginning instead of the end.
+        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
+            whose order may differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         The same containers with new tensors of the same dtypes and devices. Padding is local arithmetic, so they belong
@@ -43,11 +46,12 @@ def pad_across_processes(
 
     Raises:
         CollectiveMismatch: ranks differ in structure, dtype, another dimension or the options; on every rank.
-        ConfigError: `pad_index` is no number, or `dim` no int; on every rank.
+        ConfigError: `pad_index` is no number, `dim` no int, or `tag` no text; on every rank.
         TreeError: a tensor without that dimension, or whose dtype cannot hold `pad_index`; what `gather` refuses; by
             its path, on every rank.
     """
     with shared_failure(ctx.comm, "pad_across_processes"):
+        check_tag(tag, "pad_across_processes")
         if not isinstance(pad_index, int | float | complex):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 "not a number", expected="a number", got=repr(pad_index), where="pad_across_processes, pad_index="
@@ -58,7 +62,7 @@ def pad_across_processes(
         for path, leaf in trees.tensors(tree, ctx.containers):
             _check(path, leaf, dim, pad_index)
     options = f"dim={dim}, pad_index={pad_index!r}, pad_first={pad_first}"
-    call = make_call(ctx, "pad_across_processes", tree, leaves, options, open_dim=dim)
+    call = make_call(ctx, "pad_across_processes", tree, leaves, options, tag=tag, open_dim=dim)
     sizes = exchange_values(ctx.comm, call, [shape[dim] for shape in leaves.shapes], list[int])
     most = [max(same) for same in zip(*sizes, strict=True)]
     return trees.replace_tensors(tree, _padded(leaves, dim, most, pad_index, pad_first=pad_first), ctx.containers)

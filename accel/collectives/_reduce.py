@@ -10,7 +10,17 @@ import torch
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, make_call, read_leaves
 from accel.collectives._pack import plan_packing, plan_parcels, sections, split, to_bytes, write
-from accel.comm import HEADER_BYTES, Call, ReduceOp, all_reduce_flat, blank, inline_bytes, shared_failure, start
+from accel.comm import (
+    HEADER_BYTES,
+    Call,
+    ReduceOp,
+    all_reduce_flat,
+    blank,
+    check_tag,
+    inline_bytes,
+    shared_failure,
+    start,
+)
 from accel.context import DistContext, context_first
 from accel.errors import TreeError, check_choice
 
@@ -22,7 +32,7 @@ _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.
 
 
 @context_first
-def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
+def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None = None) -> T:
     """Return the tree with each tensor replaced by its combination over all ranks. A collective.
 
     All ranks get the same bits. How floating-point sums round depends on the size of the tree, because small ones are
@@ -33,17 +43,20 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
         tree: nested containers; each tensor has the same shape and dtype on every rank; and None.
         op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so are arithmetic on bool and
             anything but sum and mean of complex numbers.
+        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
+            whose order may differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         The same containers with new tensors of the same shape, dtype and device, which belong to no autograd graph.
 
     Raises:
-        CollectiveMismatch: ranks differ in operation, structure, dtype or shape; on every rank.
-        ConfigError: an unknown operation; on every rank.
+        CollectiveMismatch: ranks differ in operation, `tag`, structure, dtype or shape; on every rank.
+        ConfigError: an unknown operation, or a tag that is no text; on every rank.
         TreeError: an operation that a tensor's dtype cannot carry out, or a tensor that cannot be sent; by its path, on
             every rank.
     """
     with shared_failure(ctx.comm, "reduce"):
+        check_tag(tag, "reduce")
         check_choice(op, get_args(Reduction), "unknown operation", where="reduce(op=)")
         leaves = read_leaves(ctx, tree)
         if any(_refusal(dtype, op) for dtype in set(leaves.dtypes)):
@@ -52,7 +65,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum") -> T:
         ctx.comm.check_open()
         reduced = [leaf.detach().clone() for leaf in leaves.tensors]
     else:
-        reduced = _reduce(ctx, leaves, make_call(ctx, "reduce", tree, leaves, f"op={op}"), op)
+        reduced = _reduce(ctx, leaves, make_call(ctx, "reduce", tree, leaves, f"op={op}", tag=tag), op)
     return trees.replace_tensors(tree, reduced, ctx.containers)
 
 

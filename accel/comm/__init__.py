@@ -3,6 +3,8 @@
 
 from accel.comm._call import Call as Call
 from accel.comm._call import call_site as call_site
+from accel.comm._call import check_tag as check_tag
+from accel.comm._call import tagged as tagged
 from accel.comm._exchange import exchange as exchange
 from accel.comm._exchange import exchange_values as exchange_values
 from accel.comm._exchange import shared_failure as shared_failure

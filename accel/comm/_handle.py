@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPr
 from accel import xla
 from accel.comm._absent import RollCall
 from accel.comm._idle import await_idle_threads
+from accel.comm._order import Met
 from accel.comm._rendezvous import open_store
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, ContextClosedError, PeerError
@@ -46,6 +47,7 @@ class Comm:
         opened: further groups that were opened for this handle's user, and that `close` destroys.
         unfinished: what goes on in the background; None if nothing does.
         spare: host memory that such work leaves to the next, by name.
+        met: the last checked call, if ranks made it from different places.
     """
 
     __slots__ = (
@@ -55,6 +57,7 @@ class Comm:
         "backend",
         "beside",
         "control",
+        "met",
         "opened",
         "owned",
         "rank",
@@ -89,6 +92,7 @@ class Comm:
         self.opened: list[dist.ProcessGroup] = []
         self.unfinished: Unfinished | None = None
         self.spare: dict[str, torch.Tensor] = {}
+        self.met: Met | None = None
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"

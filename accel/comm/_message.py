@@ -11,15 +11,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
 import msgspec
 import torch
 
-from accel.comm._call import Call
+from accel.comm._call import Call, call_place, call_trace
 from accel.comm._handle import Comm
+from accel.comm._order import Met, Step, are_branches, crossed, steps
 from accel.comm._torch import all_gather_flat, gather_bytes, start_all_gather
 from accel.errors import CollectiveMismatch, ErrorRecord, describe, rebuild
 
@@ -27,7 +28,7 @@ _MOST_BYTES = 8192
 _LEAST_BYTES = 512
 _RECEIVED_BYTES = 64 * 1024  # by a rank from all, between these limits
 
-_HEADER = struct.Struct("<16s16sQ?23x")  # the fields of _Head
+_HEADER = struct.Struct("<16s16sQ?8s15x")  # the fields of _Head
 HEADER_BYTES = _HEADER.size  # a multiple of 16
 
 
@@ -36,6 +37,7 @@ class _Head(NamedTuple):
     variant: bytes
     payload_bytes: int
     failed: bool
+    place: bytes
 
 
 class Answers(NamedTuple):
@@ -111,7 +113,8 @@ def start(
         cause: the error itself, to be the cause of what is raised here.
 
     Raises:
-        CollectiveMismatch: ranks made different calls; on every rank, by the function returned.
+        CollectiveMismatch: ranks made different calls, or this one and the one before in another order; on every rank,
+            by the function returned.
         AccelError: a rank failed; the same error on every rank, by the function returned.
     """
     sent = blank(comm) if message is None else message
@@ -119,7 +122,11 @@ def start(
         fill(sent, failure)
         payload_bytes, variant = len(failure), failure
     fingerprint = _digest(f"{call.name}\n{call.detail}".encode())
-    _HEADER.pack_into(sent, 0, fingerprint, _digest(variant), payload_bytes, bool(failure))
+    place = call_place() if call.ordered else b""
+    _HEADER.pack_into(sent, 0, fingerprint, _digest(variant), payload_bytes, bool(failure), place)
+    earlier = comm.met
+    if call.ordered:
+        comm.met = None
     received = bytearray(len(sent) * comm.size)
     arrive = _start_exchange(comm, sent, received)
 
@@ -134,7 +141,9 @@ def start(
             _raise_failure(comm, heads, answers, failure, cause)
         if any(head.fingerprint != heads[0].fingerprint for head in heads):
             _raise_mismatch(comm, call, heads)
-        return answers
+        if call.ordered:
+            _check_order(comm, call, earlier, heads)
+        return Answers(all(head[:-1] == heads[0][:-1] for head in heads), answers.sizes, received)
 
     return wait
 
@@ -200,23 +209,16 @@ def _raise_failure(
         assert gathered is not None  # all ranks want it
         data = gathered
     record = msgspec.json.decode(as_bytes(data), type=ErrorRecord)
-    if any(head[1:] != heads[rank][1:] for head in heads):
+    if any(head[1:-1] != heads[rank][1:-1] for head in heads):
         record = msgspec.structs.replace(record, problem=f"rank {rank}: {record.problem}")
     raise rebuild(record) from cause
 
 
 def _raise_mismatch(comm: Comm, call: Call, heads: list[_Head]) -> NoReturn:
     other = next(i for i, head in enumerate(heads) if head.fingerprint != heads[0].fingerprint)
-    text = b""
-    if comm.rank in (0, other):
-        detail = call.explain() if call.explain is not None else call.detail
-        text = f"{call.label}\n{call.name}\n{detail}".encode(errors="backslashreplace")
-    mine = torch.tensor([len(text)], dtype=torch.int64, device=comm.control)
-    sizes = [int(length) for length in all_gather_flat(comm, mine).flatten()]
-    gathered = gather_bytes(comm, as_tensor(text), sizes)
-    assert gathered is not None  # all ranks want it
-    texts = torch.split(gathered, sizes)
-    (label, *left), (other_label, *right) = (as_bytes(texts[i]).decode().split("\n") for i in (0, other))
+    detail = call.explain() if call.explain is not None else call.detail
+    texts = _texts(comm, f"{call.label}\n{call.name}\n{detail}".encode(errors="backslashreplace"), (0, other))
+    (label, *left), (other_label, *right) = (text.decode().split("\n") for text in texts)
     differing = ((a, b) for a, b in zip_longest(left, right, fillvalue="nothing") if a != b)
     ours, theirs = next(differing, ("", "")) if left[0] == right[0] else ("", "")
     raise CollectiveMismatch(
@@ -225,6 +227,45 @@ def _raise_mismatch(comm: Comm, call: Call, heads: list[_Head]) -> NoReturn:
         got=f"rank {other}: {other_label}" + f" ({theirs})" * bool(theirs),
         fix="Let every rank make the same calls, in the same order, with the same structure.",
     )
+
+
+def _check_order(comm: Comm, call: Call, earlier: Met | None, heads: list[_Head]) -> None:
+    """Raise `CollectiveMismatch` if ranks made this call and the one before in opposite orders. A collective then."""
+    places = [head.place for head in heads]
+    if places.count(places[0]) == len(places):
+        return
+    now = Met(heads[0].fingerprint, places, call_trace())
+    comm.met = now
+    ranks = crossed(earlier, now)
+    if earlier is None or ranks is None:
+        return
+    mine = (steps(earlier.trace), steps(now.trace))
+    texts = _texts(comm, msgspec.json.encode(mine), ranks)
+    left, right = (msgspec.json.decode(text, type=tuple[list[Step], list[Step]]) for text in texts)
+    if are_branches(left, right):
+        return
+    expected, got = (
+        f"rank {rank}: {call.name} at {before[-1].text}, then at {after[-1].text}"
+        for rank, (before, after) in zip(ranks, (left, right), strict=True)
+    )
+    raise CollectiveMismatch(
+        "two calls of one kind were made in opposite orders, and each met the other",
+        expected=expected,
+        got=got,
+        fix="Make them in the same order on every rank, or send all values as one dict in one call. Calls that belong "
+        'together from different lines say so by the same `tag="..."`.',
+    )
+
+
+def _texts(comm: Comm, mine: bytes, ranks: Sequence[int]) -> list[bytes]:
+    """Give every rank what some ranks have to say. A collective."""
+    text = as_tensor(mine if comm.rank in ranks else b"")
+    length = torch.tensor([text.numel()], dtype=torch.int64, device=comm.control)
+    sizes = [int(size) for size in all_gather_flat(comm, length).flatten()]
+    gathered = gather_bytes(comm, text, sizes)
+    assert gathered is not None  # all ranks want it
+    parts = torch.split(gathered, sizes)
+    return [as_bytes(parts[rank]) for rank in ranks]
 
 
 def _message_bytes(comm: Comm) -> int:

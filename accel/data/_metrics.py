@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @context_first
-def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
+def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch, *, tag: str | None = None) -> T:
     """Gather per-sample tensors of all ranks, real samples only. A collective.
 
     Over an epoch the gathered samples are the dataset's, each once, for every world size and tail policy.
@@ -28,6 +28,7 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
         tree: nested containers of tensors of shape [batch.rows, ...]; a tensor of shape [] counts as one value of
             this rank, and is left out where the rank's batch holds no real sample.
         batch: what the tensors were computed on.
+        tag: name of the call, compared between ranks if any rank gives one; see `gather`.
 
     Returns:
         The same containers, tensors of shape [real samples of all ranks, ...].
@@ -38,7 +39,7 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch) -> T:
     """
     with shared_failure(ctx.comm, "gather_for_metrics"):
         _check_rows(ctx, tree, batch)
-    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree, ctx.containers))
+    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree, ctx.containers), tag=tag)
 
 
 def _check_rows(ctx: DistContext, tree: object, batch: Batch) -> None:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of one kind that ranks made in opposite orders, found from the places in the code where they were made.
+
+Ranks may make one call from different places, as a branch for rank 0 does. If one rank called from X and then from Y
+while another called from Y and then from X, each got the other's data. Branches of one function are the exception: a
+loop that makes one call an iteration, from either branch, looks the same and is right.
+"""
+
+from __future__ import annotations
+
+import os.path
+import struct
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from types import CodeType
+from typing import NamedTuple
+
+import msgspec
+
+_PLACE = struct.Struct("<II")
+_TOLD_APART = 64  # bytes of a function's table of lines and columns, enough for lambdas of one line
+
+Trace = Sequence[tuple[CodeType, int]]
+_Point = tuple[int, int]  # a function and an instruction in it
+
+
+class Met(NamedTuple):
+    """A call that ranks made from different places.
+
+    Attributes:
+        fingerprint: its kind, structure and shapes.
+        places: by rank, from `place_of`.
+        trace: functions and instructions that led to it on this rank, outermost first.
+    """
+
+    fingerprint: bytes
+    places: list[bytes]
+    trace: Trace
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """One level of a trace: its function, the instruction in it, and both as text; comparable between ranks."""
+
+    function: int
+    instruction: int
+    text: str
+
+
+def place_of(code: CodeType, instruction: int) -> bytes:
+    """Return 8 bytes for an instruction, alike on all ranks and wherever the program is installed."""
+    return _PLACE.pack(_function(code), instruction)
+
+
+def steps(trace: Trace) -> list[Step]:
+    """Describe a trace for other ranks."""
+    return [Step(_function(code), instruction, _text(code, instruction)) for code, instruction in trace]
+
+
+def crossed(earlier: Met | None, now: Met) -> tuple[int, int] | None:
+    """Find the lowest ranks that made this call and the one before from the same two places, in opposite orders."""
+    if earlier is None or earlier.fingerprint != now.fingerprint:
+        return None
+    first: dict[tuple[bytes, bytes], int] = {}
+    for rank, (before, after) in enumerate(zip(earlier.places, now.places, strict=True)):
+        if before != after and (after, before) in first:
+            return first[after, before], rank
+        _ = first.setdefault((before, after), rank)
+    return None
+
+
+def are_branches(left: tuple[Sequence[Step], Sequence[Step]], right: tuple[Sequence[Step], Sequence[Step]]) -> bool:
+    """Whether two crossed calls are branches of one function, which ranks may take in any order.
+
+    Args:
+        left: the traces of both calls on one rank.
+        right: those on the other.
+    """
+    before, after = _parting(*left)
+    other_before, other_after = _parting(*right)
+    one_function = before is not None and after is not None and before[0] == after[0]
+    return one_function and (before, after) == (other_after, other_before)
+
+
+def _parting(before: Sequence[Step], after: Sequence[Step]) -> tuple[_Point | None, _Point | None]:
+    """Find the outermost level at which two traces differ; None for one that has ended."""
+    points = [[(step.function, step.instruction) for step in trace] for trace in (before, after)]
+    return next(((a, b) for a, b in zip_longest(*points) if a != b), (None, None))
+
+
+def _function(code: CodeType) -> int:
+    return zlib.crc32(code.co_linetable[:_TOLD_APART], code.co_firstlineno)
+
+
+def _text(code: CodeType, instruction: int) -> str:
+    line = next((line for begin, end, line in code.co_lines() if begin <= instruction < end), None)
+    return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"

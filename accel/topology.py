@@ -40,6 +40,10 @@ SHARED_DIMS = (
     "pipeline_parallel",
 )
 
+# along these, ranks hold layers or experts of their own, not replicas or shards of one model
+PIPELINE_DIMS = ("pp", "pipeline", "pipeline_parallel")
+EXPERT_DIMS = ("ep", "expert", "expert_parallel")
+
 MESH_TEXT = r"^([a-z_]+=(-1|[1-9][0-9]{0,6})(,[a-z_]+=(-1|[1-9][0-9]{0,6}))*)?$"
 
 

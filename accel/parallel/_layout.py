@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from accel.errors import PrepareError
-from accel.topology import SHARED_DIMS
+from accel.topology import EXPERT_DIMS, PIPELINE_DIMS, SHARED_DIMS
 
 _SHARDS = ("dp_shard", "shard", "fsdp")
 _REPLICAS = ("dp_replicate", "replicate", "ddp")
@@ -23,6 +23,31 @@ class Layout(NamedTuple):
 
     replicas: tuple[int, ...]
     shards: tuple[int, ...]
+
+
+def check_dims(names: Sequence[str] | None, sizes: Sequence[int]) -> None:
+    """Refuse a mesh along which ranks hold layers or experts of their own.
+
+    Stages and experts often have equal names and shapes, so every one of them would begin with rank 0's values and
+    would be averaged with the others.
+
+    Args:
+        names: of the dimensions; None for a mesh of one.
+        sizes: of the dimensions.
+
+    Raises:
+        PrepareError: a pipeline or expert dimension of more than one rank.
+    """
+    for name, size in zip(names or (), sizes, strict=False):
+        if size > 1 and name in PIPELINE_DIMS + EXPERT_DIMS:
+            held = "stage" if name in PIPELINE_DIMS else "experts"
+            raise PrepareError(
+                f"every rank would begin with rank 0's {held}, and average gradients with all others",
+                expected="a mesh without pipeline and expert dimensions of more than one rank",
+                got=f"{name}={size}",
+                where="prepare_model, ctx.mesh",
+                fix=f"Leave {name} out of the mesh, or keep the model out of prepare and exchange its gradients.",
+            )
 
 
 def layout(names: Sequence[str] | None, sizes: Sequence[int], taken: Sequence[str] = ()) -> Layout:

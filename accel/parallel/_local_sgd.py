@@ -20,7 +20,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
-from accel.parallel._prepare_model import check_devices
+from accel.parallel._prepare_model import check_devices, check_mesh
 from accel.parallel._sharded import is_sharded
 from accel.parallel._unwrap import unwrap_model
 
@@ -71,11 +71,14 @@ def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
 
     Raises:
         DeviceError: a parameter or buffer on another device; named.
-        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged.
+        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged; or a mesh with a pipeline or
+            expert dimension.
     """
     ctx.comm.check_open()
     _check_local(model, "prepare_local_model")
     check_devices(ctx, model)
+    if ctx.world_size > 1:
+        check_mesh(ctx)
     move_model(model, ctx.device)
     label_parameters(model)
     if ctx.world_size > 1:

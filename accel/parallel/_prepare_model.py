@@ -15,6 +15,7 @@ from accel.parallel._ddp import DDP, Replica, replica_of
 from accel.parallel._fsdp import FSDP
 from accel.parallel._hooks import CommHook, DdpOptions
 from accel.parallel._labels import label_parameters, name_of
+from accel.parallel._layout import check_dims
 from accel.parallel._move import move_model
 from accel.parallel._sharded import check_sharded
 from accel.parallel._strategy import Strategy
@@ -63,8 +64,8 @@ def prepare_model(
     Raises:
         DeviceError: a parameter or buffer on another device; named. Or a GPU that is not the current one, for `fsdp`.
         PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
-            wrapped with, or a sharded one whose gradients would not reach every rank. Under `fsdp` also a parameter,
-            module or mesh that `fully_shard` cannot take.
+            wrapped with, or a sharded one whose gradients would not reach every rank; a mesh with a pipeline or expert
+            dimension. Under `fsdp` also a parameter, module or mesh that `fully_shard` cannot take.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.
@@ -105,7 +106,14 @@ def check_model(ctx: DistContext, model: nn.Module) -> None:
     check_devices(ctx, model)
     strategy = _STRATEGIES[ctx.strategy]
     if ctx.world_size > 1 and not strategy.is_done(ctx, model):
+        check_mesh(ctx)
         strategy.check(ctx, model)
+
+
+def check_mesh(ctx: DistContext) -> None:
+    """Raise `PrepareError` for a mesh along which no strategy spreads a model. No communication."""
+    if ctx.mesh is not None:
+        check_dims(ctx.mesh.mesh_dim_names, ctx.mesh.shape)
 
 
 def check_devices(ctx: DistContext, model: nn.Module) -> None:

@@ -187,10 +187,11 @@ def _averaged(tensor: torch.Tensor) -> bool:
 def _by_kind(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Group pairs so that one kernel can take a group: it wants one device and one dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    """Group pairs so that one kernel can take a group: it wants one device, one dtype and one mesh."""
+    groups: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for average, live in pairs:
-        averages, lives = groups.setdefault((average.device, average.dtype), ([], []))
+        kind = average.device, average.dtype, getattr(average, "device_mesh", None)  # of a plain tensor None
+        averages, lives = groups.setdefault(kind, ([], []))
         averages.append(average)
         lives.append(live)
     return list(groups.values())

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accel
 from accel import ConfigError, Ema, PrepareError
@@ -231,6 +233,34 @@ def test_sharded_weights_have_sharded_averages_equal_to_whole_ones():
     for outputs, averages in simulate(rank, 2, default_group=True):
         for mine, theirs in zip([*outputs, *averages], [*expected[0], *expected[1]], strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+def test_a_model_that_is_sharded_in_part_has_the_averages_of_a_whole_one():
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def average(live: nn.Module) -> list[torch.Tensor]:
+        ema = Ema(live, decay=0.7)
+        for _ in range(3):
+            with torch.no_grad():
+                for each in live.parameters():
+                    each += 1
+            ema.update_(live, STEPPED)
+        with torch.no_grad(), ema.applied_to(live):
+            applied = [each.full_tensor() if isinstance(each, DTensor) else each for each in live.parameters()]
+            return [each.clone() for each in applied]
+
+    def rank(ctx):
+        live = model()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(live, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(live[2], mesh=mesh["dp"])
+        return average(live)
+
+    expected = average(model())
+    for averages in simulate(rank, 4, default_group=True):
+        torch.testing.assert_close(averages, expected)
 
 
 def test_wrappers_leave_no_trace_in_names(ranks):

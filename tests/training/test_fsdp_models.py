@@ -95,7 +95,7 @@ MESHES = {
     "dp_replicate=2,fsdp=2": (Replicate(), Shard(0)),
     "fsdp=2,dp_replicate=2": (Replicate(), Shard(0)),
     "dp=2,tp=2": (Replicate(), Shard(0)),
-    "dp=2,ep=2": (Shard(0),),
+    "dp=2,data=2": (Shard(0),),
 }
 
 
@@ -294,7 +294,7 @@ def test_meshes_that_leave_nothing_to_shard_along_are_refused(ranks):
         assert not any(isinstance(each, DTensor) for each in model.parameters())
 
     _under(ranks, lambda ctx: rank(ctx, "got ddp=2"), mesh="ddp=2")
-    _under(ranks, lambda ctx: rank(ctx, "replicas along tp, shards along dp, ep"), 8, mesh="dp=2,ep=2,tp=2")
+    _under(ranks, lambda ctx: rank(ctx, "replicas along tp, shards along dp, data"), 8, mesh="dp=2,data=2,tp=2")
 
 
 def test_tensor_parallelism_that_would_leave_gradients_behind_is_refused(ranks):

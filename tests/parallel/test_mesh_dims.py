@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mesh along which ranks hold layers or experts of their own is refused before a model changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import accel
+from accel import PrepareError
+from accel.testing import Simulator
+from accel.topology import EXPERT_DIMS, PIPELINE_DIMS
+
+
+def _stage(ctx: accel.DistContext) -> nn.Module:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(float(ctx.rank))
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "dp=2,ep=2", "ep=4"])
+def test_stages_and_experts_keep_their_values(ranks: Simulator, mesh: str, strategy: str) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        model = _stage(ctx)
+        for prepare in (
+            lambda: accel.prepare(ctx, model, SGD(model.parameters(), lr=0.1)),
+            lambda: accel.prepare_model(ctx, model),
+            lambda: accel.prepare_local_model(ctx, model),
+        ):
+            with pytest.raises(PrepareError, match="rank 0's") as caught:
+                prepare()
+            assert model.weight.eq(ctx.rank).all()
+        return f"{caught.value.got}; {caught.value.fix}"
+
+    for said in ranks.run(rank, 4, default_group=True):
+        assert said.split(";")[0] in mesh
+        assert "out of the mesh" in said
+
+
+@pytest.mark.parametrize("name", PIPELINE_DIMS + EXPERT_DIMS)
+def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        model = accel.unwrap_model(accel.prepare(accel.replace(ctx, mesh=f"{name}=1,dp=2"), _stage(ctx)))
+        return bool(model.weight.eq(0).all())
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from processes import children, patience
 
 from accel.testing import Simulator
 
@@ -15,6 +18,27 @@ settings.load_profile("accel")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and then children ignore Ctrl-C too
     _ = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Give each test the time that it has on a quiet machine, longer where others compute too."""
+    marker = item.get_closest_marker("timeout")
+    if item.config.getoption("timeout") is None:
+        seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(patience(seconds)), append=False)
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """A test that leaves a process behind fails itself, instead of one that comes later."""
+    before = children()
+    yield
+    if children().keys() - before:
+        gc.collect()  # workers of loaders end with what holds them, such as an error's traceback
+    left = {pid: line for pid, line in children().items() if pid not in before and "resource_tracker" not in line}
+    assert not left, f"processes that the test has started and not waited for: {left}"
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 ROOT = Path(__file__).parent.parent / "accel"
 
@@ -191,7 +192,7 @@ def test_importing_is_silent_and_torch_free() -> None:
         "import accel.training, accel.testing\n"
         "assert world() == before, (world(), before)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
 
 
 def test_every_public_name_resolves_and_is_documented() -> None:

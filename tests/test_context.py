@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import patience
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -315,7 +316,7 @@ def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path):
         [*torchrun, str(script), str(tmp_path / "store"), str(tmp_path / "said")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import patience, same_path
 from torch.utils.data import TensorDataset
 
 import accel
@@ -93,7 +94,7 @@ def test_readme_script_runs_verbatim(tmp_path: Path, command: str) -> None:
     program, *options = command.split()
     modules = {"python": [], "accel": ["-m", "accel.cli"], "torchrun": ["-m", "torch.distributed.run"]}
     command_line = [sys.executable, *modules[program], *options, str(script)]
-    subprocess.run(command_line, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run(command_line, cwd=tmp_path, env=same_path(), check=True, timeout=patience(120))
     found = accel.latest_checkpoint(tmp_path / "runs" / "demo")
     assert found is not None
     assert found.name == "step-00000003"

@@ -12,20 +12,17 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from processes import ending, patience, same_path
 
 from accel.comm import _idle
 
 ROUNDS = """
-import os, socket, sys
+import os, sys
 import torch, accel, accel.training
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from processes import free_port
 
 def rank(number, port, mesh):
     environ = dict(RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -83,7 +80,7 @@ def run_rounds(tmp_path: Path, rounds: int, *words: str) -> str:
     script = tmp_path / "rounds.py"
     script.write_text(ROUNDS)
     command = [sys.executable, str(script), str(rounds), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=same_path(), capture_output=True, text=True, timeout=patience(600))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -104,12 +101,8 @@ def test_a_hundred_exits_with_a_wrapped_model_and_a_mesh_alive(tmp_path: Path) -
 @contextlib.contextmanager
 def busy_machine(processes: int) -> Generator[None]:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
+    with ending(others):
         yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 @pytest.mark.slow
@@ -122,7 +115,7 @@ def test_exits_while_gloo_s_threads_have_something_to_drop(tmp_path: Path) -> No
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
 def test_a_group_ends_when_nothing_of_the_user_s_holds_it() -> None:
-    subprocess.run([sys.executable, "-c", ENDS], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", ENDS], check=True, timeout=patience(120))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import patience
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import accel
@@ -217,7 +218,7 @@ def test_two_processes_over_gloo_follow_their_mesh(tmp_path: Path):
     script, said = tmp_path / "program.py", tmp_path / "said.json"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", script, said]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(said.read_text()) == {
         "(1, 2)": [[0, 1], True, True, 3, True],

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import patience
 from torch.distributed.device_mesh import init_device_mesh
 
 import accel
@@ -165,7 +166,7 @@ def test_two_processes_train_on_the_mesh_that_the_launcher_names(tmp_path: Path)
     script.write_text(PROGRAM)
     flags = ["--nproc-per-node", "2", "--cpu", "--accumulation", "2", "--timeout-s", "77", "--mesh", "fsdp=2,tp=-1"]
     command = [sys.executable, "-m", "accel.cli", "launch", *flags, str(script), str(said)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(said.read_text()) == {
         "launched": [[0, 2], [2, 1], True],

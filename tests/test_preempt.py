@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import patience
 
 import accel
 from accel import preempt
@@ -93,7 +94,9 @@ with accel.stop_requests(accel.single()) as requests:
 
 
 def test_a_second_signal_kills_and_a_forked_process_ends_at_the_first() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], timeout=60, check=False, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING], timeout=patience(60), check=False, env=os.environ
+    )
     assert done.returncode == -signal.SIGUSR1
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ending, free_port, patience
 
 import accel
 
@@ -64,14 +65,14 @@ def test_one_session_after_another(tmp_path: Path, launcher: list[str]) -> None:
     script = tmp_path / "sessions.py"
     script.write_text(SESSIONS)
     command = [sys.executable, "-m", *launcher, "--nproc-per-node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=patience(120))
 
 
 def test_a_rank_that_does_not_come_is_told_of(tmp_path: Path) -> None:
     script = tmp_path / "absent.py"
     script.write_text(ABSENT)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
-    assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 7
+    assert subprocess.run(command, capture_output=True, timeout=patience(120), check=False).returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -89,9 +90,7 @@ def test_a_rank_that_does_not_come_is_told_of(tmp_path: Path) -> None:
 def test_a_missing_rank_is_named_by_all_others(tmp_path: Path, how: str, who: int, said: str) -> None:
     script = tmp_path / "missing.py"
     script.write_text(MISSING)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
@@ -102,15 +101,11 @@ def test_a_missing_rank_is_named_by_all_others(tmp_path: Path, how: str, who: in
         )
         for rank in range(3)
     ]
-    try:
+    with ending(ranks):
         for rank, process in enumerate(ranks):
             if rank != who:
-                out, _ = process.communicate(timeout=60)
+                out, _ = process.communicate(timeout=patience(60))
                 assert f"SAID {said}" in out
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
 
 
 DISAGREEING = """
@@ -149,14 +144,13 @@ def test_ranks_that_cannot_belong_together_say_so_on_every_rank(
 ) -> None:
     script = tmp_path / "disagreeing.py"
     script.write_text(DISAGREEING)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [common | own for own in ({"RANK": "0"}, one, other)]
     command = [sys.executable, str(script)]
     ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for environ in environs]
-    told = [(process.communicate(timeout=120)[0], process.returncode) for process in ranks]
+    with ending(ranks):
+        told = [(process.communicate(timeout=patience(120))[0], process.returncode) for process in ranks]
     assert [status for _, status in told] == [7, 7, 7], told
     assert len({text for text, _ in told}) == 1
     assert all(words in told[0][0] for words in said), told
@@ -202,9 +196,7 @@ def test_a_socket_that_reached_itself_is_not_rank_0(monkeypatch: pytest.MonkeyPa
         opened.append(calling)
         return calling
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setattr(socket, "create_connection", connect)
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(accel.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}.*refused"):

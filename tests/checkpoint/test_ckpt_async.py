@@ -3,7 +3,6 @@
 
 import errno
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from ckpt_helpers import CPU, Run, equal
+from processes import free_port
 
 from accel.checkpoint import latest_checkpoint
 from accel.checkpoint._commit import Share, Stage
@@ -296,18 +296,11 @@ def worker(rank: int, out: str, port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_save_in_the_background_and_end_with_all_of_it(tmp_path: Path, free_port: int) -> None:
-    mp.spawn(worker, (str(tmp_path), free_port), nprocs=2)  # type: ignore[no-untyped-call]
+def test_two_processes_save_in_the_background_and_end_with_all_of_it(tmp_path: Path) -> None:
+    mp.spawn(worker, (str(tmp_path), free_port()), nprocs=2)  # type: ignore[no-untyped-call]
     assert sorted(os.listdir(tmp_path)) == ["state-0.pt", "state-1.pt", "step-00000003"]
     state = Run(seed=4, width=200).load(CPU, tmp_path / "step-00000003").state()
     assert equal(state[0], torch.load(tmp_path / "state-0.pt", weights_only=False)[0])
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_simulation_waits_for_its_saves_and_raises_what_went_wrong(

@@ -5,7 +5,6 @@ import faulthandler
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal
+from processes import free_port
 
 from accel.checkpoint import latest_checkpoint
 from accel.context import DistContext, session
@@ -173,9 +173,7 @@ def test_random_kills_of_two_processes_lose_nothing(trials: int, tmp_path: Path)
     save_state(CPU, tmp_path, run.items() | {"step": last}, step=last, keep=1)
     expected = run.state()
     for _ in range(trials):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = list[int]()
         for rank in (0, 1):
             if (pid := os.fork()) == 0:

@@ -17,6 +17,7 @@ from ckpt_helpers import CPU, Cursor, Run, equal
 from ckpt_store import Breaking, Crash, Store, register
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import patience
 
 import accel
 from accel.cli import main
@@ -363,4 +364,4 @@ def test_files_need_no_package_of_stores(tmp_path: Path) -> None:
         f"accel.latest_checkpoint({str(tmp_path)!r})\n"
         "assert 'fsspec' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from ckpt_helpers import CPU, Cursor, Run, equal, network
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import free_port
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.checkpoint import latest_checkpoint
@@ -276,21 +277,10 @@ def worker(rank: int, out: str, port: int) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_real_processes_resume_the_same_bits_and_one_loads_what_they_saved(
-    tmp_path: Path, unused_port: int
-) -> None:
-    mp.spawn(worker, (str(tmp_path), unused_port), nprocs=2)  # type: ignore[no-untyped-call]
+def test_two_real_processes_resume_the_same_bits_and_one_loads_what_they_saved(tmp_path: Path) -> None:
+    mp.spawn(worker, (str(tmp_path), free_port()), nprocs=2)  # type: ignore[no-untyped-call]
     assert {"done-0", "done-1"} <= set(os.listdir(tmp_path))
     path = latest_checkpoint(tmp_path)
     assert path is not None
     assert msgspec.json.decode((path / "manifest.json").read_bytes())["world_size"] == 2
     Run(seed=2).load(CPU, path)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from ckpt_helpers import CPU, equal
+from processes import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -206,20 +207,11 @@ def worker(rank: int, out: str, port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_real_processes_go_on_bit_for_bit_and_one_takes_over(tmp_path: Path, unused_port: int) -> None:
-    mp.spawn(worker, (str(tmp_path), unused_port), nprocs=2)  # type: ignore[no-untyped-call]
+def test_two_real_processes_go_on_bit_for_bit_and_one_takes_over(tmp_path: Path) -> None:
+    mp.spawn(worker, (str(tmp_path), free_port()), nprocs=2)  # type: ignore[no-untyped-call]
     plain = build("adamw", 1, seed=3)
     accel.load_state(CPU, tmp_path / "step-00000002", plain)
     train(plain, 0, 1, 2, 2, None)
     for rank, (name, parameter) in itertools.product((0, 1), enumerate(plain["model"].parameters())):
         end = torch.load(tmp_path / f"end-{rank}.pt", weights_only=True)[name]
         torch.testing.assert_close(end, parameter.detach(), rtol=1e-10, atol=1e-12)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

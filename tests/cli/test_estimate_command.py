@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from processes import patience
 from torch import nn
 
 import accel
@@ -59,7 +60,7 @@ def test_headers_need_no_torch(folder: Path) -> None:
     write_tensors(folder, "model.safetensors", {"w": torch.zeros(3, 3)})
     words = "['estimate', 'model.safetensors']"
     code = f"import sys; from accel.cli import main; main({words}); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60), stdout=subprocess.DEVNULL)
 
 
 def test_a_function_tells_activations_and_programs_can_read_the_answer(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 from accel.cli import main
 
@@ -16,7 +17,13 @@ from accel.cli import main
 def accel_test(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accel.cli", "test", *words]
     return subprocess.run(
-        command, cwd=folder, env=os.environ | environ, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=folder,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=False,
     )
 
 

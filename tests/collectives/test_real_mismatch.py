@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ending, free_port, patience
 
 SCRIPT = """
 import collections, json, sys, time
@@ -107,18 +107,12 @@ SAID = {
 def test_every_mismatch_is_told_on_both_ranks_within_a_second(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, str(script), str(tmp_path / "said")]
     processes = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(2)]
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with ending(processes):
+        assert [process.wait(timeout=patience(120)) for process in processes] == [0, 0]
     ranks = [json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2)]
     for name, (left, right) in SAID.items():
         for said in ranks:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from processes import patience
 
 from accel.cli import main
 from accel.cli._questions import describe_machine, interview, suggest
@@ -70,7 +71,7 @@ class Terminal:
             while chunk := os.read(self.fd, 1 << 16):
                 self.shown += chunk.decode()
         os.close(self.fd)
-        return self.popen.wait(timeout=10)
+        return self.popen.wait(timeout=patience(10))
 
 
 def test_arrow_keys_choose_and_the_result_is_shown_before_it_is_written() -> None:

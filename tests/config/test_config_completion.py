@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 from accel.cli import main
 from accel.cli._completion import complete
@@ -73,7 +74,13 @@ def test_a_shell_takes_the_script_and_gets_the_words(shell: str, tmp_path: Path)
     }
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     done = subprocess.run(
-        [program, "-c", asks[shell]], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+        [program, "-c", asks[shell]],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience(30),
+        check=False,
     )
     assert (done.stdout, done.stderr) == ("--precision\n", "")
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
@@ -16,7 +17,7 @@ HERE = Path(__file__).parent
 
 def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(120))
 
 
 def test_what_goes_wrong_in_the_field(tmp_path: Path) -> None:

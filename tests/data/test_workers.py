@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import patience
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import accel
@@ -190,7 +191,7 @@ def test_a_process_that_ends_leaves_no_persistent_worker_behind(tmp_path):
         next(batches)
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=patience(60), check=True)
     assert done.stderr == ""
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2

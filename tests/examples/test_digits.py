@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from processes import patience
 
 import accel
 from accel.testing import simulate
@@ -62,7 +63,7 @@ def launch(script: Path, world: int, *words: object) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> str:
     """Wait for a launch to end well, and return what it printed."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=patience(120))
     assert process.returncode == 0, err
     return out
 
@@ -77,7 +78,7 @@ def kill_once(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None
             time.sleep(0.005)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)  # returns when the ranks, which hold the pipes, are gone too
+        process.communicate(timeout=patience(30))  # returns when the ranks, which hold the pipes, are gone too
 
 
 def newest(out: Path) -> int:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from launching import Workspace
+from processes import ending
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Iterator[Workspace]:
     space = Workspace(tmp_path)
-    yield space
-    for popen in space.started:
-        popen.kill()
-        popen.communicate()
+    with ending(space.started):
+        yield space

@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from processes import patience, wait_for
 
 ACCEL = (sys.executable, "-m", "accel.cli")
 
@@ -36,7 +36,7 @@ class Workspace:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=patience(60),
             check=False,
             errors="surrogateescape",
         )
@@ -72,13 +72,6 @@ def here(name=rank):
         file.write(str(os.getpid()))
     os.replace(f"partial-{name}", f"pid-{name}")
 """
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

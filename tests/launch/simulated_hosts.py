@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from processes import end
 
 
 def require_hosts() -> None:
@@ -48,8 +49,7 @@ class Hosts:
 
     def close(self) -> None:
         for popen in self._started:
-            popen.kill()
-            popen.communicate()
+            end(popen)
         for at in range(self.count):
             _ip("netns", "del", f"{self._tag}-h{at}")
         _ip("link", "del", f"b{self._tag}")

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import wait_for
+from processes import end, free_ports, patience, wait_for
 
 
 def require_slurm() -> None:
@@ -60,7 +60,7 @@ class Slurm:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience(120),
             check=False,
         )
 
@@ -68,10 +68,9 @@ class Slurm:
         for daemon in reversed(self._daemons):  # munged last: the others need it
             daemon.terminate()
             try:
-                daemon.wait(10)
+                daemon.wait(patience(10))
             except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+                end(daemon)
 
     def _start(self, *words: str) -> None:
         environ = os.environ | self.environ
@@ -80,7 +79,7 @@ class Slurm:
 
 def _configuration(folder: Path, munge_socket: Path, nodes: int) -> str:
     host = socket.gethostname().partition(".")[0]
-    ports = _free_ports(nodes + 1)
+    ports = free_ports(nodes + 1)
     lines = [
         "ClusterName=tests",
         f"SlurmctldHost={host}(127.0.0.1)",
@@ -113,13 +112,3 @@ def _configuration(folder: Path, munge_socket: Path, nodes: int) -> str:
         lines.append(f"NodeName=n{at + 1} {place} CPUs=4 RealMemory=2000 State=UNKNOWN")
     lines.append("PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4")
     return "\n".join(lines) + "\n"
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from launching import HERE, Workspace, alive, wait_for
+from launching import HERE, Workspace, alive
+from processes import wait_for
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from launching import Workspace, alive, wait_for
+from launching import Workspace, alive
+from processes import patience, wait_for
 
 import accel
 from accel.config import LaunchConfig
@@ -109,7 +110,7 @@ def test_what_a_script_defines_goes_by_value_and_needs_no_guard(workspace: Works
         assert values == [Out(0), Out(2)], values
         print("done")
         """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=patience(60), check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
@@ -134,7 +135,7 @@ def test_no_rank_outlives_its_parent(workspace: Workspace, number: int, status: 
     wait_for(lambda: len(list(workspace.folder.glob("pid-*"))) == 2, seconds=60)
     pids = workspace.pids(2)
     popen.send_signal(number)
-    assert popen.wait(timeout=15) == status
+    assert popen.wait(timeout=patience(15)) == status
     wait_for(lambda: not any(map(alive, pids)), seconds=5)
 
 
@@ -149,7 +150,7 @@ assert accel.launch.plan_launch is plan_launch
 assert "torch" not in sys.modules
 """
     for first in ("accel", "accel.launch"):
-        subprocess.run([sys.executable, "-c", code.format(first=first)], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code.format(first=first)], check=True, timeout=patience(60))
 
 
 @pytest.mark.parametrize("settings", [{"nnodes": 2, "rdzv_endpoint": "a:1"}, {"max_restarts": 1}])

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launching import ACCEL, Workspace, wait_for
+from launching import ACCEL, Workspace
+from processes import free_port, patience, wait_for
 from simulated_hosts import Hosts, require_hosts
 
 from accel.config import LaunchConfig
@@ -60,9 +61,7 @@ def ended(popen: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str,
 
 
 def here() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def leaving_s() -> float:
@@ -191,7 +190,7 @@ def test_a_signal_that_comes_before_the_agent_waits_for_hosts_is_not_lost(worksp
     config = LaunchConfig(nproc_per_node=1, nnodes=2, device="cpu", rdzv_endpoint=here())
     order = Order(target=Target(name=str(workspace.write(""))), config=config, parent=os.getpid(), added=())
     command = [sys.executable, "-c", EARLY, msgspec.json.encode(order).decode()]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=patience(60), check=False)
     assert (done.returncode, done.stderr) == (143, "accel: stopped by SIGTERM\n")
 
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from launching import HERE, Workspace, wait_for
+from launching import HERE, Workspace
+from processes import patience, wait_for
 
 from accel.cli._launch import parser, split_words
 from accel.config import FIELDS
@@ -145,7 +146,7 @@ def test_the_time_to_stop_is_a_setting(workspace: Workspace) -> None:
     launcher = workspace.start("launch", "--stop-grace-s", "0.2", workspace.write(HERE + stubborn))
     workspace.pids(1)
     launcher.terminate()
-    _, err = launcher.communicate(timeout=8)  # the default would take 10 s
+    _, err = launcher.communicate(timeout=patience(8))  # the default would take 10 s
     assert launcher.returncode == 143
     assert "killed because still running: rank 0" in err
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from launching import ACCEL, Workspace
+from processes import free_port, patience
 
 from accel.config import LaunchConfig
 from accel.launch import _hosts
@@ -76,9 +77,7 @@ def test_the_name_of_the_first_pod_may_be_known_later(
 @pytest.mark.multiprocess
 def test_pods_need_no_flags_and_their_ranks_get_no_variables_of_the_launcher(workspace: Workspace) -> None:
     script = workspace.write(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
     job |= {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_TEE": "3"}
     job |= {"ACCEL_DEVICE": "cpu", "ACCEL_MESH": "dp=-1,tp=2", "ACCEL_ACCUMULATION": "3"}
@@ -88,7 +87,7 @@ def test_pods_need_no_flags_and_their_ranks_get_no_variables_of_the_launcher(wor
         pod = subprocess.Popen([*ACCEL, "launch", str(script)], env=environ, text=True, cwd=workspace.folder, **piped)
         workspace.started.append(pod)
     for at, pod in enumerate(workspace.started):
-        out, err = pod.communicate(timeout=240)
+        out, err = pod.communicate(timeout=patience(240))
         assert pod.returncode == 0, err
         expected = [f"[rank {rank}] {rank} 4 {at} (2, 2) 3 []" for rank in (2 * at, 2 * at + 1)]
         assert sorted(out.splitlines()) == expected

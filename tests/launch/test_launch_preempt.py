@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HERE, REST, Workspace, alive, wait_for
+from launching import HERE, REST, Workspace, alive
+from processes import patience, wait_for
 
 import accel
 
@@ -112,7 +113,7 @@ def test_a_second_signal_ends_at_once(workspace: Workspace) -> None:
     time.sleep(1.5)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=5)
+    _, err = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 143
     assert "killed because still running: rank 0, 1" in err
 
@@ -124,6 +125,6 @@ def test_a_second_signal_at_a_rank_ends_it_without_the_launchers_help(workspace:
     for _ in range(2):
         os.kill(pid, signal.SIGTERM)
         time.sleep(2)
-    _, err = launcher.communicate(timeout=5)
+    _, err = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 143
     assert err == "accel: rank 0 was killed by SIGTERM\n"

@@ -6,7 +6,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-from launching import HERE, REST, Workspace, wait_for
+from launching import HERE, REST, Workspace
+from processes import patience, wait_for
 
 pytestmark = pytest.mark.multiprocess
 
@@ -48,6 +49,6 @@ here(os.environ["TORCHELASTIC_RESTART_COUNT"])
     launcher = workspace.start("launch", "--max-restarts", "9", script)
     wait_for(lambda: (workspace.folder / "pid-0").exists())
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=8)
+    launcher.communicate(timeout=patience(8))
     assert launcher.returncode == 143
     assert not (workspace.folder / "pid-1").exists()

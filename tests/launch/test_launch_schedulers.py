@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import Workspace
+from processes import patience
 from simulated_hosts import Hosts, require_hosts
 from simulated_slurm import Slurm, require_slurm
 
@@ -50,7 +51,7 @@ def test_mpirun_gives_every_rank_its_place(workspace: Workspace) -> None:
         env=os.environ | allowed,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
     )
     assert sorted(done.stdout.splitlines()) == lines((0, 0, 1), (1, 0, 1)), done.stderr
@@ -64,7 +65,7 @@ def hydra() -> str:
 
 def test_mpich_gives_every_rank_its_place(workspace: Workspace) -> None:
     words = [hydra(), "-n", "2", sys.executable, str(workspace.write(SCRIPT))]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=patience(120), check=False)
     assert sorted(done.stdout.splitlines()) == lines((0, 0, 1), (1, 0, 1)), done.stderr
 
 
@@ -76,7 +77,7 @@ def test_mpich_over_two_hosts(workspace: Workspace) -> None:
         places = ("-launcher-exec", hosts.remote_shell(), "-hosts", "h0,h1", "-ppn", 2, "-n", 4)
         words = (launcher, *places, "-genv", "MASTER_ADDR", "h0", sys.executable, workspace.write(SCRIPT))
         started = hosts.start(0, words, folder=workspace.folder)
-        out, err = started.communicate(timeout=240)
+        out, err = started.communicate(timeout=patience(240))
     finally:
         hosts.close()
     assert sorted(out.splitlines()) == lines((0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)), err

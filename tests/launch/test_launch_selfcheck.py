@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import ACCEL, Workspace
+from processes import patience
 from simulated_hosts import Hosts, require_hosts
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -33,7 +34,7 @@ def test_two_hosts_check_themselves_together(
 ) -> None:
     words = [*ACCEL, "test", "--cpu", "--nnodes", 2, "--rdzv-endpoint", "h0:29400", *flags]
     launchers = [hosts.start(at, words, folder=workspace.folder) for at in range(2)]
-    (out, err), (second, other_err) = (launcher.communicate(timeout=300) for launcher in launchers)
+    (out, err), (second, other_err) = (launcher.communicate(timeout=patience(300)) for launcher in launchers)
     assert [launcher.returncode for launcher in launchers] == [0, 0], out + second + err + other_err
     report = (out or second).splitlines()
     assert "" in (out, second)  # the host of rank 0 alone reports

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HERE, REST, Workspace, alive, wait_for
+from launching import HERE, REST, Workspace, alive
+from processes import patience, wait_for
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,7 +31,7 @@ def test_a_signal_reaches_every_rank_and_is_the_exit_status(workspace: Workspace
     launcher = workspace.start("launch", "--nproc-per-node", str(n), workspace.write(SAVING))
     pids = workspace.pids(n)
     launcher.send_signal(number)
-    out, err = launcher.communicate(timeout=5)
+    out, err = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 128 + number
     assert out.count(f"saved {number}") == n
     assert err == f"accel: stopped by {signal.Signals(number).name}\n"
@@ -45,7 +46,7 @@ def test_an_interrupt_tells_where_the_ranks_were_without_tracebacks(workspace: W
     workspace.pids(n)
     time.sleep(0.2)  # for what tells the test to return
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=5)
+    _, err = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 130
     places = ", ".join(f"rank {rank} was at {script}:{line}" for rank in range(n))
     assert err == f"accel: stopped by SIGINT; {places}\n"
@@ -67,7 +68,7 @@ here()
     launcher = workspace.start("launch", "--nproc-per-node", "2", script)
     pids = workspace.pids(4)
     launcher.send_signal(signal.SIGTERM)
-    out, _ = launcher.communicate(timeout=5)
+    out, _ = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 143
     assert out.count("child still there") == 2
     wait_for(lambda: not any(map(alive, pids)), seconds=5)
@@ -84,7 +85,7 @@ def test_a_second_signal_kills_at_once(workspace: Workspace, n: int) -> None:
     workspace.pids(2 * n)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=5)
+    _, err = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 143
     assert err.endswith(f"accel: killed because still running: rank {', '.join(map(str, range(n)))}\n")
     assert not any(map(alive, pids))
@@ -103,7 +104,7 @@ here()
     launcher = workspace.start("launch", "--nproc-per-node", "2", script)
     workspace.pids(2)
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=5)
+    _, err = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 143
     assert err.splitlines()[0] == "accel: stopped by SIGTERM; rank 1 was at " + f"{script}:{line_of(script, 'raise')}"
     assert err.splitlines()[1].startswith("accel: rank 1 failed: OSError: [Errno 28] No space left on device")

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from collections.abc import Iterator
 
 import pytest
 from launching import ACCEL, Workspace
+from processes import free_port, patience
 from simulated_hosts import Hosts, require_hosts
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -52,16 +52,14 @@ def test_a_first_host_that_cannot_be_reached_is_told_in_a_line(
 ) -> None:
     words = [*ACCEL, "launch", "--nnodes", 2, "--rdzv-endpoint", endpoint, *flags, workspace.write("")]
     launcher = hosts.start(1, words, folder=workspace.folder)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=patience(60))
     assert launcher.returncode == 2, err
     for line, pattern in zip(err.splitlines(), said, strict=True):
         assert re.match(f"accel: {pattern}", line), err
 
 
 def test_hosts_that_do_not_come_are_waited_for_aloud_and_in_vain(workspace: Workspace) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-timeout-s", "4")
     done = workspace.accel("launch", "--cpu", *flags, workspace.write(""))
     assert done.returncode == 2
@@ -75,7 +73,7 @@ def test_a_rank_that_finds_no_way_to_rank_0_gives_up_at_once(hosts: Hosts, works
     script = workspace.write(JOINING.replace("timeout_s=3", "timeout_s=600"))
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.7", "MASTER_PORT": "29500"}
     rank = hosts.start(1, [sys.executable, script], folder=workspace.folder, **environ)
-    _, err = rank.communicate(timeout=60)
+    _, err = rank.communicate(timeout=patience(60))
     assert "rank 1 cannot reach the address where ranks meet: expected 203.0.113.7:29500" in err
     assert "Network is unreachable" in err
 
@@ -84,6 +82,6 @@ def test_a_rank_says_whom_it_waits_for(hosts: Hosts, workspace: Workspace) -> No
     script = workspace.write(JOINING.replace("timeout_s=3", "timeout_s=7"))
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"}
     rank = hosts.start(1, [sys.executable, script], folder=workspace.folder, **environ)
-    _, err = rank.communicate(timeout=60)
+    _, err = rank.communicate(timeout=patience(60))
     assert err.startswith("accel: rank 1 waits for rank 0 at h0:29500, up to 7 s: "), err
     assert "PeerError: rank 1 cannot reach the address where ranks meet" in err

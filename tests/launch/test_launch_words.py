@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import Workspace
+from processes import patience
 
 from accel.cli import main
 from accel.cli._launch import split_words
@@ -156,7 +157,7 @@ def test_too_many_processes_are_one_line_and_leave_none(workspace: Workspace) ->
         [sys.executable, "-c", code, "launch", "--nproc-per-node", "50", str(script)],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=patience(20),
         check=False,
     )
     assert done.returncode == 2

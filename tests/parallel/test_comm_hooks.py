@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import patience, same_path
 from torch import nn
 
 import accel
@@ -221,4 +222,4 @@ def test_hooks_in_real_processes(tmp_path: Path) -> None:
     script = tmp_path / "real.py"
     script.write_text(REAL)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*command, str(Path(__file__).parent)], check=True, timeout=120)
+    subprocess.run([*command, str(Path(__file__).parent)], env=same_path(), check=True, timeout=patience(120))

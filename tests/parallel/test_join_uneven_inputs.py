@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import patience, same_path
 from torch import nn
 
 import accel
@@ -114,4 +115,4 @@ def test_uneven_inputs_over_gloo(tmp_path: Path) -> None:
     script = tmp_path / "real.py"
     script.write_text(REAL)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*command, str(Path(__file__).parent)], check=True, timeout=120)
+    subprocess.run([*command, str(Path(__file__).parent)], env=same_path(), check=True, timeout=patience(120))

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from processes import end
 
 from accel.errors import CheckpointError
 from accel.storage import LOCK, take_lock
@@ -34,11 +35,6 @@ def holder_process(folder: Path) -> subprocess.Popen[bytes]:
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     return process
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 def rewrite(folder: Path, **changes: Any) -> None:

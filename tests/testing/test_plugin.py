@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import patience
 
 from accel.testing import Simulator
 
@@ -49,7 +50,9 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> str:
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "error"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False).stdout
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=patience(120), check=False
+    ).stdout
 
 
 def without_sizes(text: str) -> str:
@@ -95,7 +98,7 @@ def test_the_fixture_serves_a_module_and_ends_with_it(suite):
 def test_the_plugin_is_installed_and_light():
     [plugin] = importlib.metadata.entry_points(group="pytest11", name="accel")
     code = f"import sys, {plugin.module}\nassert not sys.modules.keys() & {{'torch', 'numpy', 'hypothesis'}}\n"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60))
 
 
 def test_the_fixture_is_a_simulator(simulator):

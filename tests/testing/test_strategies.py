@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from processes import patience
 
 import accel
 from accel.errors import ConfigError
@@ -174,4 +175,4 @@ def test_without_hypothesis_the_error_names_the_extra():
         "else:\n"
         "    raise AssertionError('no error')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))

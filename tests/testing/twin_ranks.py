@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from processes import ending, free_port, patience, same_path
 
 from accel.testing import simulate_groups
 
@@ -99,23 +100,19 @@ def differences(
 
 
 def _real(script: str, arguments: Sequence[str]) -> Outcomes:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
-    port = str(store.port)
-    del store
+    port = str(free_port())
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", script, str(rank), port, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=same_path(),
         )
         for rank in range(2)
     ]
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with ending(processes):
+        outputs = [process.communicate(timeout=patience(240)) for process in processes]
     assert not any(process.returncode for process in processes), [errors[-2000:] for _, errors in outputs]
     return [json.loads(output) for output, _ in outputs]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import patience
 
 import accel
 
@@ -78,7 +79,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     script, both, alone = tmp_path / "train_shared.py", str(tmp_path / "both"), str(tmp_path / "alone")
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", "--strategy", "fsdp"]
-    done = subprocess.run([*command, script, both], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([*command, script, both], capture_output=True, text=True, timeout=patience(200), check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # not a warning either
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 import accel
 from accel.comm import peer_error
@@ -59,7 +60,7 @@ def test_a_rank_that_left_is_told_of_in_forward_and_backward(tmp_path: Path, lay
     script = tmp_path / "leaves.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script), layout, moment]
-    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, timeout=patience(120), capture_output=True, text=True)
     assert "told: 1" in done.stdout
     assert "did not complete" in done.stdout
     assert "Another rank has left or hangs" in done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import patience
 from safetensors.torch import load_file
 from torch import nn
 
@@ -181,7 +182,7 @@ def test_resume_on_three_ranks_keeps_every_bit(tmp_path: Path) -> None:
 
     def run(out: str, stop: int) -> None:
         command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "3"]
-        subprocess.run([*command, str(script), str(tmp_path / out), str(stop)], check=True, timeout=120)
+        subprocess.run([*command, str(script), str(tmp_path / out), str(stop)], check=True, timeout=patience(120))
 
     run("straight", 0)
     run("stopped", 3)

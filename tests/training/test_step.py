@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import patience, same_path
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
@@ -160,7 +161,9 @@ def test_real_processes_train_the_same_model(tmp_path: Path, world_size: int) ->
     script = tmp_path / "real.py"
     script.write_text(REAL)
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(world_size), str(script)]
-    subprocess.run([*command, str(Path(__file__).parent), str(world_size)], check=True, timeout=120)
+    subprocess.run(
+        [*command, str(Path(__file__).parent), str(world_size)], env=same_path(), check=True, timeout=patience(120)
+    )
 
 
 @settings(max_examples=25, deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import fake_xla
 import pytest
 import torch
+from processes import ending, free_port, patience
 
 import accel
 from accel import xla
@@ -96,9 +96,7 @@ def test_steps_end_where_they_are_told_to(torch_xla: Any) -> None:
 
 @pytest.mark.multiprocess
 def test_two_ranks_in_xlas_order_talk_through_the_host() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", fake_xla.DEVICES: "2"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(HERE)}
     ranks = [
@@ -111,7 +109,8 @@ def test_two_ranks_in_xlas_order_talk_through_the_host() -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=200) for rank in ranks]
+    with ending(ranks):
+        said = [rank.communicate(timeout=patience(200)) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert [out.splitlines()[-1] for out, _ in said] == [
         "launcher's local rank 0 is rank 1",

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 HERE = Path(__file__).parent
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PJRT_DEVICE": "CPU"}
-    done = subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, timeout=patience(280))
     assert done.returncode == 0, done.stderr
     return done
 
@@ -38,6 +39,6 @@ def test_processes_on_xlas_cpu_are_told_that_it_does_not_connect_them(tmp_path: 
     launch = ["-m", "accel.cli", "launch", "--nproc-per-node", "2", "--device", "xla"]
     words = [sys.executable, *launch, str(HERE / "trains.py"), "xla", str(tmp_path)]
     environ = {**os.environ, "PJRT_DEVICE": "CPU"}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=patience(280))
     assert done.returncode != 0
     assert "XLA does not connect the job's processes, one device each" in done.stderr

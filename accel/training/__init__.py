@@ -13,9 +13,9 @@ from accel.training._fused import fused_step as fused_step
 from accel.training._models import save as save
 from accel.training._models import save_model as save_model
 from accel.training._parts import Part as Part
-from accel.training._prepare import prepare as prepare
 from accel.training._prepare import prepare_optimizer as prepare_optimizer
 from accel.training._prepare import prepare_scheduler as prepare_scheduler
+from accel.training._prepare_typed import prepare as prepare
 from accel.training._renaming import Stored as Stored
 from accel.training._state import Loaded as Loaded
 from accel.training._state import load_state as load_state

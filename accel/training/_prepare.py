@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare`: everything a loop needs, in one call, checked against each other."""
+"""What `prepare` does: everything a loop needs is checked against each other, then prepared."""
 
 from __future__ import annotations
 
@@ -24,28 +24,8 @@ O_ = TypeVar("O_", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)
 
 
-@context_first
-def prepare(ctx: DistContext, *objects: Any) -> Any:
-    """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
-
-    Under the strategy `fsdp` the optimizers go on with the shards that took the place of the models' parameters.
-
-    Args:
-        ctx: the context.
-        objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number; and loaders that
-            `prepare_loader` has prepared, which stay as they are.
-
-    Returns:
-        One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,
-        optimizers and schedulers themselves.
-
-    Raises:
-        PrepareError: an object of another kind; an optimizer whose parameters belong to none of the models, or that has
-            state of parameters that are to be sharded; a scheduler of none of the optimizers. Nothing has been changed
-            then.
-        DeviceError, PrepareError, DataError: as `prepare_model` and `prepare_loader`.
-        ContextClosedError: the context is closed.
-    """
+def prepare_objects(ctx: DistContext, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Carry out `prepare`, which documents it. A collective."""
     with agreed(ctx, "prepare"):  # a rank that refuses must not leave the others waiting for its model
         _check_kinds(objects)
         _check_optimizers(objects)
@@ -61,7 +41,7 @@ def prepare(ctx: DistContext, *objects: Any) -> Any:
     prepared = list(objects)
     for kinds in ((DataLoader,), (nn.Module,), (Optimizer, LRScheduler)):  # what is refused before what mutates
         prepared = [_prepare(ctx, each) if isinstance(each, kinds) else each for each in prepared]
-    return prepared[0] if len(prepared) == 1 else tuple(prepared)
+    return tuple(prepared)
 
 
 @context_first

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
-from typing import Literal, get_args, overload
+from pathlib import Path
+from typing import Any, Literal, get_args, overload
 
 import msgspec
 
@@ -39,7 +40,7 @@ SaveMode = Literal["sync", "async"]
 _LARGEST_STEP = 10**18
 
 
-class Loaded(dict[str, object]):
+class Loaded(dict[str, Any]):
     """The items that `load_state` returns, by name.
 
     Attributes:
@@ -55,6 +56,21 @@ class _Wish(msgspec.Struct, frozen=True):
     digest: str
     bytes_of_files: list[int]
     left: set[str]
+
+
+@overload
+def save_state(
+    ctx: DistContext,
+    out: os.PathLike[str],
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    mode: Literal["sync"] = "sync",
+    allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
+) -> Path: ...
 
 
 @overload

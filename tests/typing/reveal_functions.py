@@ -1,0 +1,81 @@
+# pyright: strict
+"""What public functions return, as a type checker sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+import accel
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+
+
+def prepared(ctx: accel.DistContext, dataset: Dataset[Sample], net: nn.Sequential, warmup: LRScheduler | None) -> None:
+    adam, data = AdamW(net.parameters()), DataLoader(dataset)
+    cosine = CosineAnnealingLR(adam, T_max=10)
+    assert_type(accel.prepare(ctx, net, adam, cosine), tuple[nn.Module, AdamW, CosineAnnealingLR])
+    assert_type(accel.prepare(ctx, net, adam, data, cosine), tuple[nn.Module, AdamW, accel.Loader, CosineAnnealingLR])
+    assert_type(accel.prepare(ctx, net, adam, warmup), tuple[nn.Module, AdamW, LRScheduler | None])
+    assert_type(accel.prepare(ctx, adam, net), Any)  # models come first where types count
+    assert_type(accel.prepare(ctx, net, adam, adam, adam, adam, adam), Any)
+    assert_type(accel.prepare_model(ctx, net), nn.Module)
+    assert_type(accel.prepare_optimizer(ctx, adam), AdamW)
+    assert_type(accel.prepare_scheduler(ctx, cosine), CosineAnnealingLR)
+    assert_type(accel.prepare_loader(ctx, data), accel.Loader)
+    assert_type(accel.prepare_loader(ctx, data, stream="shards"), accel.StreamLoader)
+    assert_type(accel.compile_model(net), nn.Sequential)
+    assert_type(accel.checkpoint_activations(net, nn.Linear), nn.Sequential)
+
+
+def refused(ctx: accel.DistContext, net: nn.Module) -> None:
+    accel.prepare(ctx, net, "adam")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    accel.prepare(net)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    accel.backward(ctx, 1.0, accel.loss_scale(ctx))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    accel.optimizer_step(ctx, net, accel.loss_scale(ctx))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def looped(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, optimizer: Optimizer) -> None:
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation(steps=2).next()
+    for batch in accel.batches(ctx, loader, accel.Cursor()):
+        assert_type(batch, accel.Batch)
+        assert_type(batch.next, accel.Cursor)
+    with accel.accumulate(ctx, accum):
+        assert_type(accel.backward(ctx, loss, scaler), None)
+        assert_type(accel.backward(ctx, loss, scaler, accum, weight=2), accel.Accumulation)
+    assert_type(accel.optimizer_step(ctx, optimizer, scaler), accel.StepResult[None])
+    assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum), accel.StepResult[accel.Accumulation])
+    assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum).scaler, accel.LossScale)
+
+
+def stored(ctx: accel.DistContext, net: nn.Module) -> None:
+    assert_type(accel.save_state(ctx, Path("run"), {"net": net}, step=1), Path)
+    assert_type(accel.save_state(ctx, "run", {"net": net}, step=1), Path | accel.RemotePath)
+    assert_type(accel.save_state(ctx, "run", {"net": net}, step=1, mode="async"), accel.Saving)
+    assert_type(accel.latest_checkpoint(Path("run")), Path | None)
+    assert_type(accel.load_state(ctx, "run", {"net": net})["cursor"], Any)
+
+
+def communicated(ctx: accel.DistContext, values: dict[str, torch.Tensor], batch: accel.Batch) -> None:
+    assert_type(accel.gather(ctx, values), dict[str, torch.Tensor])
+    assert_type(accel.reduce(ctx, values), dict[str, torch.Tensor])
+    assert_type(accel.gather_for_metrics(ctx, values, batch), dict[str, torch.Tensor])
+    assert_type(accel.gather_object(ctx, 1.5), list[float])
+    assert_type(accel.split_between_processes(ctx, ["a", "b"]), list[str])
+    assert_type(accel.any_rank(ctx, True), bool)
+    with accel.session() as opened:
+        assert_type(opened, accel.DistContext)
+
+
+def decorated(ctx: accel.DistContext) -> None:
+    def report(epoch: int) -> str:
+        return str(epoch)
+
+    assert_type(accel.on_main_process(ctx, report)(3), str | None)
+    assert_type(accel.find_executable_batch_size(ctx, lambda size: size * 1.5, starting_batch_size=64), float)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door to torch_xla, which the extra `xla` installs: its device, this process's place among its devices, steps.
+"""The one door to torch_xla: its device, this process's place among its devices, steps.
 
 torch_xla is lazy: operations are noted down, and compiled and run as one graph when a value is needed or a step ends.
 https://docs.pytorch.org/xla has what is called here.
@@ -84,5 +84,5 @@ def _package(name: str) -> Any:
             expected="torch_xla of the same minor version as torch",
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}",
             where="device=xla",
-            fix="Run `pip install 'accel[xla]'`, which takes a torch that torch_xla is built for.",
+            fix="Run `pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'`, then `pip install --no-deps accel`.",
         ) from error

@@ -87,7 +87,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
                     "auto": "GPUs where there are any, else the CPU",
                     "cpu": "the CPU, even where there are GPUs",
                     "cuda": "GPUs, and an error where there are none",
-                    "xla": "TPUs, through the extra `xla`",
+                    "xla": "TPUs, through torch_xla",
                 },
             },
         ),

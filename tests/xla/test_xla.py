@@ -34,12 +34,12 @@ def torch_xla(monkeypatch: pytest.MonkeyPatch) -> Any:
     return sys.modules["torch_xla"]
 
 
-def test_without_torch_xla_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_xla_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     for device in ("xla", "xla:0", torch.device("xla")):
-        with pytest.raises(MissingExtraError, match=r"accel\[xla\]"):
+        with pytest.raises(MissingExtraError, match=r"torch_xla\[tpu\]==2\.9"):
             accel.single(device)
-    with pytest.raises(MissingExtraError, match=r"accel\[xla\]"):
+    with pytest.raises(MissingExtraError, match=r"torch_xla\[tpu\]==2\.9"):
         accel.from_env({"ACCEL_DEVICE": "xla"})
 
 

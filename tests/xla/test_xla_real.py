@@ -14,9 +14,7 @@ from processes import patience
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed: pip install 'accel[xla]'"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

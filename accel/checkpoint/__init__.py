@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import tensors_in as tensors_in
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
+    from accel.checkpoint._newest import Held as Held
+    from accel.checkpoint._newest import Skipped as Skipped
+    from accel.checkpoint._newest import hold_newest as hold_newest
     from accel.checkpoint._plan import checksum as checksum
     from accel.checkpoint._plan import plan_checks as plan_checks
     from accel.checkpoint._plan import plan_writes as plan_writes
@@ -59,6 +62,7 @@ _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
     "_codec": ("check_tensor", "decode", "encode", "tensors_in"),
     "_merge": ("differing_values", "merge"),
+    "_newest": ("Held", "Skipped", "hold_newest"),
     "_plan": ("checksum", "plan_checks", "plan_writes", "tied"),
     "_read": ("Saved", "open_checkpoint"),
     "_save": ("save",),

@@ -10,7 +10,7 @@ from accel.checkpoint._directory import committed, is_committed, is_exactly_ours
 from accel.checkpoint._keep import Keep, plan_keep
 from accel.checkpoint._objects import discard_objects, sweep_objects, wasteful_steps
 from accel.errors import AccelError, CheckpointError
-from accel.storage import Place, RemotePath, leftovers, remove_flat, set_aside
+from accel.storage import Place, RemotePath, leftovers, open_directory, remove_flat, set_aside
 
 
 def sweep(out: Place) -> None:
@@ -60,12 +60,19 @@ def retain(newest: Place, keep: Keep) -> None:
 
 
 def discard(path: Place) -> None:
-    """Delete a checkpoint; first it loses its name, so that no reader ever finds half of one."""
+    """Delete a checkpoint unless it is being read; it loses its name first, so no reader ever finds half of one."""
     if not is_exactly_ours(path):
         warn("%s stays: it holds what accel did not write, or is no valid checkpoint", path)
         return
     try:
-        discard_objects(path) if isinstance(path, RemotePath) else remove_flat(set_aside(path))
+        if isinstance(path, RemotePath):
+            discard_objects(path)
+            return
+        with open_directory(path, follow=False) as folder, folder.unread() as unread:
+            if unread:
+                remove_flat(set_aside(path))
+            else:
+                logging.getLogger("accel.checkpoint").info("%s is being read, and stays until the next save", path)
     except CheckpointError as error:
         warn("%s could not be deleted: %s", path, error)
 

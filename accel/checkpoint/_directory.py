@@ -54,8 +54,8 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
     if isinstance(folder, Path) and not os.path.lexists(folder):
         return None
     seen = None
-    while (candidates := _candidates(folder)) != seen:  # a writer may replace all of them while they are looked at
-        for step, _, path, _ in candidates:
+    while (found := candidates(folder)) != seen:  # a writer may replace all of them while they are looked at
+        for step, _, path, _ in found:
             try:
                 manifest = manifest_of(path, step)
                 if verify:
@@ -64,8 +64,37 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
                 logging.getLogger("accel.checkpoint").warning("%s is not a checkpoint and is skipped: %s", path, error)
             else:
                 return path
-        seen = candidates
+        seen = found
     return None
+
+
+def candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
+    """List what may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
+    found = [(step_of(name), True, folder / name) for name in list_names(folder)]
+    if isinstance(folder, Path):  # a writer that died between two renames left the former checkpoint of its step aside
+        found += [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
+    known = [(step, final, path, identity_of(path)) for step, final, path in found if step is not None]
+    return sorted(known, key=lambda each: each[:2], reverse=True)
+
+
+def is_there(path: Place) -> bool:
+    """Whether anything is at a path, or under a URL."""
+    return bool(list_names(path)) if isinstance(path, RemotePath) else os.path.lexists(path)
+
+
+def deleted(path: Place) -> CheckpointError:
+    """Make the error of a step's folder that is no longer there."""
+    try:
+        left = [name for name in sorted(list_names(path.parent)) if step_of(name) is not None]
+    except CheckpointError:
+        left = []
+    return CheckpointError(
+        "this checkpoint has been deleted, or never was",
+        expected="a committed checkpoint",
+        got=f"{path.parent} holds {', '.join(left) or 'no checkpoint'}",
+        where=str(path),
+        fix="Pass the run's folder: load_state takes its newest checkpoint. save_state's keep= says how many stay.",
+    )
 
 
 def committed(out: Place) -> list[tuple[int, Place]]:
@@ -105,10 +134,20 @@ def manifest_of(path: Place, step: int | None = None) -> Manifest:
     """
     with open_directory(path, follow=False) as folder:
         manifest, _ = read_manifest(folder)
-        if step is not None and manifest.step != step:
-            raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
+        if step is not None:
+            check_step(folder, manifest, step)
         check_sizes(folder, manifest.files)
     return manifest
+
+
+def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
+    """Compare the step of a manifest with the one that its folder is named after.
+
+    Raises:
+        CheckpointError: it is of another step.
+    """
+    if manifest.step != step:
+        raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
 
 
 def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
@@ -143,22 +182,13 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
             expected=f"a folder with {MANIFEST}",
             got=f"a folder of {len(folder.names())} entries without it",
             where=str(folder.path),
-            fix="Pass the folder of one step, such as latest_checkpoint(out) returns.",
+            fix="Pass the folder that was given to save_state, or that of one of its steps.",
         )
     return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))
 
 
-def _candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
-    """What may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
-    found = [(step_of(name), True, folder / name) for name in list_names(folder)]
-    if isinstance(folder, Path):  # a writer that died between two renames left the former checkpoint of its step aside
-        found += [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
-    known = [(step, final, path, _identity(path)) for step, final, path in found if step is not None]
-    return sorted(known, key=lambda each: each[:2], reverse=True)
-
-
-def _identity(path: Place) -> tuple[int, int]:
-    """What tells a folder from another that has its name later."""
+def identity_of(path: Place) -> tuple[int, int]:
+    """Return numbers that tell a folder from another that has its name later; zeros for one of a store, or none."""
     if isinstance(path, RemotePath):
         return 0, 0
     try:

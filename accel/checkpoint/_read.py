@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from accel.checkpoint._boxes import Box, intersect, whole, within
-from accel.checkpoint._directory import check_sizes, read_manifest
+from accel.checkpoint._directory import check_sizes, check_step, deleted, is_there, read_manifest, step_of
 from accel.checkpoint._manifest import Manifest, Piece, TensorEntry
 from accel.errors import CheckpointError
 from accel.storage import (
@@ -201,14 +201,26 @@ def _is_one_run(part: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def open_checkpoint(path: Place) -> Generator[Saved]:
+def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None) -> Generator[Saved]:
     """Hold a checkpoint open for the block; its tensors are read when they are asked for.
 
+    Retention on the same host leaves the checkpoint alone during the block.
+
+    Args:
+        path: the checkpoint's folder or place.
+        follow: whether the last part of the path may be a symbolic link.
+        step: the step that the checkpoint must be of; None for any.
+
     Raises:
-        CheckpointError: the folder is no checkpoint, or a file is missing or of another size; the file is named.
+        CheckpointError: the folder is no checkpoint, has been deleted, or a file is missing or of another size; the
+            file is named.
     """
-    with open_directory(path) as folder, ThreadPoolExecutor(_READERS) as readers:
+    with _opened(path, follow) as folder, folder.kept() as kept, ThreadPoolExecutor(_READERS) as readers:
+        if not kept:
+            raise deleted(path)
         manifest, digest = read_manifest(folder)
+        if step is not None:
+            check_step(folder, manifest, step)
         check_sizes(folder, manifest.files)
         entries = manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
         listed: dict[str, dict[str, Piece]] = {name: {} for name in manifest.files}
@@ -224,3 +236,16 @@ def open_checkpoint(path: Place) -> Generator[Saved]:
             _listed=listed,
             _readers=readers,
         )
+
+
+@contextlib.contextmanager
+def _opened(path: Place, follow: bool) -> Generator[OpenDirectory]:
+    """Open a folder; if it is a step's and gone, the error says so."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(open_directory(path, follow=follow))
+        except CheckpointError:
+            if step_of(path.name.partition(".")[0]) is not None and not is_there(path):
+                raise deleted(path) from None
+            raise
+        yield folder

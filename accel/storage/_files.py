@@ -17,6 +17,7 @@ from pathlib import Path
 
 from accel.errors import CheckpointError
 from accel.storage._digests import HASHERS, Bytes, FileEntry, Span, hashed_beside
+from accel.storage._flock import try_flock, unlock
 from accel.storage._place import Place
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
@@ -183,6 +184,44 @@ class OpenDirectory:
     def names(self) -> list[str]:
         """List what is in the folder, sorted."""
         return sorted(os.listdir(self._file))
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[bool]:
+        """Keep retention from deleting the folder during the block, among the processes of one host.
+
+        Gives False if the folder has been deleted or has lost its name already.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        with disk_errors(self.path):
+            locked = try_flock(self._file, shared=True)
+        try:
+            yield locked is not False and self._is_in_place()
+        finally:
+            if locked:
+                unlock(self._file)
+
+    @contextlib.contextmanager
+    def unread(self) -> Generator[bool]:
+        """Keep readers out of the folder during the block; gives False if one holds it by `kept`.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        with disk_errors(self.path):
+            locked = try_flock(self._file)
+        try:
+            yield locked is not False
+        finally:
+            if locked:
+                unlock(self._file)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(str(self.path)))
+        except FileNotFoundError:
+            return False
 
     def refusal(self, name: str, problem: str, *, expected: str = "", got: str = "") -> CheckpointError:
         """Make the error that blames one file."""

@@ -9,8 +9,6 @@ system has no `flock`, the process's number and its start tell the same. Of a ho
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import time
 from datetime import UTC, datetime
@@ -20,6 +18,7 @@ import msgspec
 
 from accel.errors import CheckpointError
 from accel.storage._files import disk_errors
+from accel.storage._flock import try_flock, unlock
 from accel.storage._place import Place
 from accel.storage._stage import host_name, is_alive
 
@@ -64,8 +63,7 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if _is_at(self._file, self._path):  # else somebody has removed ours, and this is another's
                 os.unlink(self._path)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked process may hold the file open, too
+        unlock(self._file)
         with contextlib.suppress(OSError):
             os.close(self._file)
         self._file = -1
@@ -129,7 +127,7 @@ def _make(path: Path) -> FolderLock | None:
         return None
     lock = FolderLock(file, path)
     try:
-        _ = _flock(file)
+        _ = try_flock(file)
         _ = os.write(file, msgspec.json.encode(me()))
         os.fsync(file)  # so that other hosts can read it
     except BaseException:
@@ -153,7 +151,7 @@ def _clear(path: Path, *, late: bool) -> Holder | None:
         holder = _read(file)
         if holder is not None and holder.host != host_name():
             return holder
-        locked = _flock(file)
+        locked = try_flock(file)
         if locked is False or (locked is None and holder is not None and not is_gone(holder)):
             return holder
         # only who has the file locked, and sees it in its place, removes it: never one that another has just made
@@ -169,19 +167,6 @@ def _read(file: int) -> Holder | None:
         return msgspec.json.decode(os.pread(file, _LONGEST, 0), type=Holder)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-
-
-def _flock(file: int) -> bool | None:
-    """Lock a file unless another holds it; None where the file system cannot tell."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
-            return None
-        raise
-    return True
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -108,6 +108,11 @@ class RemoteDirectory(OpenDirectory):
         """List what is in the folder, sorted."""
         return sorted(self._found)
 
+    @contextlib.contextmanager
+    def kept(self) -> Generator[bool]:
+        """Give True: a store has no locks, and readers notice what is deleted meanwhile."""
+        yield True
+
     def _at(self, name: str) -> RemotePath:
         assert isinstance(self.path, RemotePath)
         return self.path / name

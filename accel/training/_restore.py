@@ -91,7 +91,6 @@ class Matching:
             raise self.problems.error(self._saved.path)
         if (part := row_part(self._ctx, self._saved)) is not None:
             self.changes.wanted.append(part)
-        self._saved.open_files(self.changes.wanted)
 
     def read(self) -> RngState | None:
         """Read what is wanted, make of it the values and changes; return this rank's streams. Changes nothing.

@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
-
-import msgspec
+from typing import Literal, get_args, overload
 
 from accel.checkpoint import (
     Content,
     Keep,
-    Saved,
+    Manifest,
     Saving,
+    Skipped,
     check_keep,
     check_metrics,
-    open_checkpoint,
-    plan_checks,
+    hold_newest,
     save,
     save_async,
     settle,
@@ -28,34 +24,18 @@ from accel.checkpoint import (
 from accel.comm import Call, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, check_choice
-from accel.storage import Place, RemotePath, Span, as_place
+from accel.storage import Place, RemotePath, as_place
 from accel.training._finite import check_finite
 from accel.training._items import capture, check_items
-from accel.training._parts import check_taken, join_values, own_values
+from accel.training._loaded import Loaded as Loaded
+from accel.training._loaded import Loading
+from accel.training._parts import join_values, own_values
 from accel.training._renaming import LoadTransform, SaveTransform
-from accel.training._restore import LoadOptions, Matching, finish, rollback, try_risky
+from accel.training._restore import LoadOptions
 
 SaveMode = Literal["sync", "async"]
 
 _LARGEST_STEP = 10**18
-
-
-class Loaded(dict[str, Any]):
-    """The items that `load_state` returns, by name.
-
-    Attributes:
-        skipped: what did not fit, a line each; empty unless `strict=False`.
-    """
-
-    skipped: tuple[str, ...] = ()
-
-
-class _Wish(msgspec.Struct, frozen=True):
-    """What a rank is about to load: of which manifest, how much of each file, and what it leaves of `Part`s."""
-
-    digest: str
-    bytes_of_files: list[int]
-    left: set[str]
 
 
 @overload
@@ -198,7 +178,9 @@ def load_state(
 
     Args:
         ctx: the context.
-        path: a checkpoint's folder or URL, such as `latest_checkpoint` returns.
+        path: the folder or URL that was given to `save_state`, for its newest checkpoint; or a checkpoint's own. In the
+            first case rank 0 chooses, damaged checkpoints are skipped with a warning of the logger
+            `accel.checkpoint`, and a writer may go on beside.
         items: what was saved, by the same names: live objects to load into, and records and plain values of the types
             to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
         verify: whether to compare every byte of the files that are read with their digests. The ranks divide that, so
@@ -211,96 +193,72 @@ def load_state(
             of optimizers, the parameters follow.
 
     Returns:
-        Every item: the live objects that were passed, and new records and values; with `skipped`.
+        Every item: the live objects that were passed, and new records and values; with `path` and `skipped`.
 
     Raises:
-        CheckpointError: damaged, half-written, of a newer format, or it does not fit: every difference is listed. The
-            same on every rank; nothing has been changed, unless the disk fails after all has been checked, which the
-            error says.
+        CheckpointError: there is none, it has been deleted, is damaged, half-written, of a newer format, or it does not
+            fit: every difference is listed. The same on every rank; nothing has been changed, unless the disk fails
+            after all has been checked, which the error says.
         ConfigError: no items, a name that is no identifier, or a transform that returned what it may not.
     """
     options = LoadOptions(strict, cast, transform)
-    folder, site = as_place(path), call_site()
-    with contextlib.ExitStack() as stack:
-        error, saved, matching, wish = None, None, None, _Wish("", [], set())
-        try:
-            check_items(items, "load_state")
-            saved = stack.enter_context(open_checkpoint(folder))
-            matching = Matching(ctx, saved, items, options)
-            matching.compare()
-            wish = _Wish(saved.digest, saved.bytes_of_files(matching.changes.wanted), matching.left)
-        except Exception as failure:
-            error = failure
-        wishes = settle(
-            ctx, Call("load_state", f"{folder.name}\nverify {verify}\nstrict {strict}", site), error, wish, _Wish
+    loaded = load_newest(ctx, path, lambda _: items, verify=verify, options=options, site=call_site())
+    if loaded is None:
+        raise CheckpointError(
+            "no checkpoint in this folder",
+            expected="a folder that save_state has written to, or a checkpoint's own",
+            where=str(path),
+            fix="See whether the path is right, and on a file system that every node shares.",
         )
-        assert saved is not None and matching is not None  # noqa: PT018 - settle raised otherwise
-        try:
-            _check_same(wishes, folder)
-            if strict:
-                check_taken([wish.left for wish in wishes])
-            if verify:
-                saved.verify(_spans_to_verify(ctx, saved, wishes))
-        except CheckpointError as failure:
-            error = failure
-        settle(ctx, Call("load_state: checking", site=site), error, b"", bytes)
-        error, undo, rng = None, [], None
-        try:
-            rng = matching.read()
-            undo = try_risky(matching.changes)
-        except Exception as failure:
-            error = failure
-        try:
-            settle(ctx, Call("load_state: applying", site=site), error, b"", bytes)
-        except BaseException:
-            rollback(undo)
-            raise
-        try:
-            finish(ctx, saved, matching.changes, rng)
-        except CheckpointError as failure:
-            error = _half_loaded(failure)
-        settle(ctx, Call("load_state: copying", site=site), error, b"", bytes)
-        loaded = Loaded(matching.changes.values)
-        loaded.skipped = matching.skipped.lines()
-        if loaded.skipped and ctx.is_main_process:
-            text = "%s was not loaded in full, as strict=False:%s"
-            logging.getLogger("accel.checkpoint").warning(
-                text, folder, "".join(f"\n  {line}" for line in loaded.skipped)
-            )
-        return loaded
+    return loaded
 
 
-def _spans_to_verify(ctx: DistContext, saved: Saved, wishes: list[_Wish]) -> list[tuple[str, Span]]:
-    """Divide the files that are read among the ranks, each among those that read most of it."""
-    spans, readers = dict[str, list[Span]](), dict[str, list[int]]()
-    for at, name in enumerate(sorted(saved.manifest.files)):
-        if most := max(wish.bytes_of_files[at] for wish in wishes):
-            spans[name] = saved.manifest.files[name].spans()
-            readers[name] = [rank for rank, wish in enumerate(wishes) if 2 * wish.bytes_of_files[at] >= most]
-    mine = plan_checks({name: len(parts) for name, parts in spans.items()}, readers, ctx.rank)
-    return [(name, span) for name, share in mine.items() for span in spans[name][share.start : share.stop]]
+def load_newest(
+    ctx: DistContext,
+    path: str | os.PathLike[str] | RemotePath,
+    items_for: Callable[[Manifest], Mapping[str, object]],
+    *,
+    verify: bool = True,
+    options: LoadOptions,
+    site: str,
+    verb: str = "load_state",
+) -> Loaded | None:
+    """Load the checkpoint at a path, or the newest of a run's folder, into items that may depend on what it holds.
 
+    A collective; see `load_state`.
 
-def _half_loaded(failure: CheckpointError) -> CheckpointError:
-    return CheckpointError(
-        f"{failure.problem}; it was whole when it was checked, and parts of it have been loaded",
-        expected=failure.expected,
-        got=failure.got,
-        where=failure.where,
-        fix="Load it, or an older checkpoint, into the same items again before they are used.",
-    )
+    Args:
+        ctx: the context.
+        path: as there.
+        items_for: gives the items to load into; called on every rank with the manifest of the checkpoint that all
+            ranks have agreed on, and once more if another checkpoint must take its place.
+        verify: as there.
+        options: how the checkpoint may differ.
+        site: the user's call that this is part of.
+        verb: the name of the user's call.
+
+    Returns:
+        None if the path is a folder without checkpoints, or does not exist.
+    """
+    folder, error = Path(), None
+    try:
+        folder = as_place(path)
+    except Exception as failure:
+        error = failure
+    call = Call(verb, f"{folder.name}\nverify {verify}\nstrict {options.strict}", site)
+    skipped = Skipped()
+    while True:
+        with hold_newest(ctx, folder, call, skipped, error) as held:
+            if held is None:
+                return None
+            loading = Loading(ctx, held, verify, options, site, verb)
+            damage = loading.compare(items_for) or loading.check_bytes()
+            if not damage:
+                return loading.apply()
+            if ctx.is_main_process:
+                skipped.add(held.path, held.digest, damage)
 
 
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step < _LARGEST_STEP:
         raise ConfigError("not a step", expected="an integer from 0", got=repr(step), where="save_state, step=")
-
-
-def _check_same(wishes: list[_Wish], path: Place) -> None:
-    if len({wish.digest for wish in wishes}) > 1:
-        raise CheckpointError(
-            "ranks read different checkpoints",
-            expected="one folder that all nodes share",
-            got=f"{len({wish.digest for wish in wishes})} different manifests",
-            where=str(path),
-        )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A power cut at any file operation of a save: what was not flushed is empty or torn, and names may be lost, too."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -89,7 +90,8 @@ class Disk:
         for file in self.dirty.values():
             os.ftruncate(file, 0 if self.loss == "emptied" else os.fstat(file).st_size // 2)
         for _, back in reversed(self.undo if self.names else []):
-            back()
+            with contextlib.suppress(FileNotFoundError):  # retention has deleted what lay there
+                back()
         os._exit(CUT)
 
 

@@ -341,7 +341,7 @@ def test_urls_of_files_are_paths(tmp_path: Path) -> None:
     ("url", "error", "words"),
     [
         ("nonsense://bucket/run", CheckpointError, "Protocol not known: nonsense"),
-        ("objects://runs/none/step-00000001", CheckpointError, "nothing is there"),
+        ("objects://runs/none/step-00000001", CheckpointError, "has been deleted, or never was"),
         ("objects://", ConfigError, "not a place in a store"),
     ],
 )

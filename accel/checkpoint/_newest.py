@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint that all ranks load: the one at a path, or the newest of a run's folder, held open meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from accel.checkpoint._directory import candidates, identity_of, is_there, step_of
+from accel.checkpoint._manifest import MANIFEST
+from accel.checkpoint._read import Saved, open_checkpoint
+from accel.checkpoint._settle import settle
+from accel.comm import Call
+from accel.context import DistContext
+from accel.errors import CheckpointError
+from accel.storage import Place, list_names
+
+
+class _Pick(msgspec.Struct, frozen=True):
+    """Rank 0's choice.
+
+    Attributes:
+        name: of the checkpoint's folder in the run's; "" where the path is the checkpoint's own.
+        digest: of its manifest; "" if there is no checkpoint.
+        damaged: the damaged ones that were skipped, and why; only if there is no checkpoint.
+    """
+
+    name: str = ""
+    digest: str = ""
+    damaged: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Checkpoints of a run's folder that could not be loaded, by folder name and manifest digest, with the reason."""
+
+    reasons: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+
+    def add(self, path: Place, digest: str, reason: str) -> None:
+        """Note one; the logger reports it unless it was deleted by its writer."""
+        known = self.reasons.get((path.name, digest)) == reason
+        self.reasons[path.name, digest] = reason
+        if not known and is_there(path):
+            text = "%s cannot be loaded and is skipped: %s"
+            logging.getLogger("accel.checkpoint").warning(text, path, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A checkpoint that this rank holds open.
+
+    Attributes:
+        path: the checkpoint's folder, the same on every rank.
+        digest: of its manifest as rank 0 reads it.
+        is_newest: whether it was chosen from a run's folder, so that another may take its place.
+        opened: its contents, or the reason why this rank cannot read it.
+    """
+
+    path: Place
+    digest: str
+    is_newest: bool
+    opened: Saved | CheckpointError
+
+
+@contextlib.contextmanager
+def hold_newest(
+    ctx: DistContext, path: Place, call: Call, skipped: Skipped, error: Exception | None = None
+) -> Generator[Held | None]:
+    """Hold a checkpoint open for the block: the one at a path, or the newest that can be read in a run's folder.
+
+    A collective. Rank 0 chooses. Retention on the same host leaves the checkpoint alone during the block; elsewhere, as
+    in object stores, it may vanish.
+
+    Args:
+        ctx: the context.
+        path: a checkpoint's folder, or the one that was given to `save_state`.
+        call: the expected call of all ranks.
+        skipped: those that are not to be chosen; grows on rank 0.
+        error: what went wrong on this rank before, if anything did.
+
+    Returns:
+        None if a run's folder holds no checkpoint, or does not exist.
+
+    Raises:
+        CheckpointError: the path is no checkpoint, or every checkpoint of the run's folder is damaged; on every rank.
+    """
+    with contextlib.ExitStack() as stack:
+        opened, pick = None, _Pick()
+        if ctx.is_main_process and error is None:
+            try:
+                opened, pick = _pick(stack, path, skipped)
+            except Exception as failure:
+                error = failure
+        pick = settle(ctx, call, error, pick, _Pick)[0]
+        if pick.damaged:
+            raise _all_damaged(path, pick.damaged)
+        if not pick.digest:
+            yield None
+            return
+        chosen = path / pick.name if pick.name else path
+        yield Held(chosen, pick.digest, bool(pick.name), opened or _open_same(stack, chosen, pick.digest))
+
+
+def _pick(stack: contextlib.ExitStack, path: Place, skipped: Skipped) -> tuple[Saved | None, _Pick]:
+    """Open the checkpoint at a path, or the newest of a run's folder."""
+    of_step = step_of(path.name.partition(".")[0]) is not None
+    if of_step or MANIFEST in (list_names(path) if is_there(path) else ()):
+        saved = stack.enter_context(open_checkpoint(path))
+        return saved, _Pick("", saved.digest)
+    if (saved := _open_newest(stack, path, skipped)) is not None:
+        return saved, _Pick(saved.path.name, saved.digest)
+    return None, _Pick(damaged=tuple(f"{name}: {reason}" for (name, _), reason in skipped.reasons.items()))
+
+
+def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: Skipped) -> Saved | None:
+    seen = None
+    while (found := candidates(out) if is_there(out) else []) != seen:  # a writer may replace all of them meanwhile
+        for step, _, path, identity in found:
+            with contextlib.ExitStack() as inner:
+                try:
+                    saved = inner.enter_context(open_checkpoint(path, follow=False, step=step))
+                except CheckpointError as error:
+                    if identity_of(path) != identity:  # a writer has replaced or deleted it meanwhile
+                        break
+                    _note_broken(path, error, skipped)
+                    continue
+                if (path.name, saved.digest) not in skipped.reasons:
+                    stack.push(inner.pop_all())
+                    return saved
+        else:
+            seen = found
+    return None
+
+
+def _note_broken(path: Place, error: CheckpointError, skipped: Skipped) -> None:
+    """Note a checkpoint that is damaged; a folder without a manifest is what a killed save may leave."""
+    try:
+        is_checkpoint = MANIFEST in list_names(path)
+    except CheckpointError:
+        is_checkpoint = False
+    if is_checkpoint:
+        skipped.add(path, "", str(error))
+    elif is_there(path):
+        logging.getLogger("accel.checkpoint").warning("%s is not a checkpoint and is skipped: %s", path, error)
+
+
+def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved | CheckpointError:
+    """Open what rank 0 has chosen."""
+    try:
+        saved = stack.enter_context(open_checkpoint(path))
+    except CheckpointError as error:
+        return error
+    if saved.digest == digest:
+        return saved
+    return CheckpointError(
+        "ranks read different checkpoints",
+        expected="one folder that all nodes share",
+        got="another manifest than rank 0's",
+        where=str(path),
+    )
+
+
+def _all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        "no checkpoint of this run can be loaded",
+        expected="one that is whole",
+        got="; ".join(reasons),
+        where=str(path),
+        fix="Restore one of them, or pass another folder to start anew.",
+    )

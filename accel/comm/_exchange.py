@@ -42,7 +42,8 @@ def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None =
     if max(sizes) <= inline_bytes(comm):
         if dst not in (None, comm.rank):
             return []
-        return [row[:size] for row, size in zip(answers.inline, sizes, strict=True)]
+        rows = answers.inline if comm.share is None else answers.inline.clone()  # the caller may change what it gets
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
     gathered = gather_bytes(comm, payload, sizes, dst)
     return list(torch.split(gathered, sizes)) if gathered is not None else []
 

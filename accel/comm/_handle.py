@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,22 @@ from accel.comm._order import Met
 from accel.comm._rendezvous import open_store
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, ContextClosedError, PeerError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Share(Protocol):
+    """Hands objects over between the ranks of a group that are threads of one process."""
+
+    def __call__(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
+        """Begin to hand `mine` to all ranks, and return what waits for the common result. A collective.
+
+        Args:
+            mine: this rank's object; not to be changed until the wait.
+            combine: makes the result of all ranks' objects, in rank order; called once. All ranks get the same object.
+        """
+        ...
 
 
 class Unfinished(Protocol):
@@ -54,6 +71,7 @@ class Comm:
         "_closed",
         "_group",
         "_number",
+        "_share",
         "backend",
         "beside",
         "control",
@@ -78,6 +96,7 @@ class Comm:
         owned: bool,
         roll: RollCall | None = None,
         beside: dist.ProcessGroup | None = None,
+        share: Share | None = None,
     ) -> None:
         self._group = group
         self._closed = False
@@ -89,6 +108,7 @@ class Comm:
         self.owned = owned
         self.roll = roll
         self.beside = beside
+        self._share = share
         self.opened: list[dist.ProcessGroup] = []
         self.unfinished: Unfinished | None = None
         self.spare: dict[str, torch.Tensor] = {}
@@ -106,6 +126,16 @@ class Comm:
         """
         self.check_open()
         return self._group
+
+    @property
+    def share(self) -> Share | None:
+        """What hands objects over between ranks of one process; None where ranks are processes.
+
+        Raises:
+            ContextClosedError: the scope that opened this has ended.
+        """
+        self.check_open()
+        return self._share
 
     def carrier(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         """The group that carries a tensor from where it lies."""
@@ -148,7 +178,7 @@ class Comm:
         if owned and self.roll is not None:
             self.roll.leave()
         opened = self.opened
-        self._closed, self._group, self.roll, self.beside, self.opened = True, None, None, None, []
+        self._closed, self._group, self.roll, self.beside, self._share, self.opened = True, None, None, None, None, []
         if not owned and not opened:
             return
         gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
@@ -228,6 +258,7 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """
     if device.type == "xla":
         return _adopt_xla(group)
+    share: Share | None = getattr(group, "share", None)
     return Comm(
         group,
         group.rank(),
@@ -235,7 +266,8 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
         backend=group.name(),
         control=_control_device(group, device),
         owned=False,
-        roll=_roll_of(group),
+        roll=_roll_of(group) if share is None else None,
+        share=share,
     )
 
 

@@ -46,7 +46,8 @@ class Answers(NamedTuple):
     Attributes:
         same: whether all ranks sent the same variant and equally many bytes.
         sizes: bytes of each rank's payload.
-        received: the messages one after another, equally long; each payload begins behind HEADER_BYTES.
+        received: the messages one after another, equally long; each payload begins behind HEADER_BYTES. Not to be
+            changed: ranks of one process have it in common.
     """
 
     same: bool
@@ -79,6 +80,13 @@ class Answers(NamedTuple):
         return torch.frombuffer(self.received, dtype=dtype).as_strided(
             (ranks, count), (stride // size, 1), (HEADER_BYTES + start) // size
         )
+
+
+class _Arrived(NamedTuple):
+    """All ranks' first messages, and their headers unless these are equal and of no failure."""
+
+    answers: Answers
+    heads: list[_Head]
 
 
 def inline_bytes(comm: Comm) -> int:
@@ -127,23 +135,17 @@ def start(
     earlier = comm.met
     if call.ordered:
         comm.met = None
-    received = bytearray(len(sent) * comm.size)
-    arrive = _start_exchange(comm, sent, received)
+    arrive = _start_exchange(comm, sent)
 
     def wait() -> Answers:
-        arrive()
-        header, length = sent[:HEADER_BYTES], len(sent)
-        if not failure and all(received.startswith(header, rank * length) for rank in range(comm.size)):
-            return Answers(True, [payload_bytes] * comm.size, received)
-        heads = [_Head._make(_HEADER.unpack_from(received, rank * length)) for rank in range(comm.size)]
-        answers = Answers(False, [head.payload_bytes for head in heads], received)
+        answers, heads = arrive()
         if any(head.failed for head in heads):
             _raise_failure(comm, heads, answers, failure, cause)
         if any(head.fingerprint != heads[0].fingerprint for head in heads):
             _raise_mismatch(comm, call, heads)
-        if call.ordered:
+        if heads and call.ordered:
             _check_order(comm, call, earlier, heads)
-        return Answers(all(head[:-1] == heads[0][:-1] for head in heads), answers.sizes, received)
+        return answers
 
     return wait
 
@@ -182,19 +184,40 @@ def as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _start_exchange(comm: Comm, sent: bytearray, received: bytearray) -> Callable[[], None]:
+def _start_exchange(comm: Comm, sent: bytearray) -> Callable[[], _Arrived]:
     """Begin to send one message to all ranks and to receive one of each."""
+    if comm.share is not None:
+        return comm.share(sent, _join)
+    received = bytearray(len(sent) * comm.size)
     mine, rows = torch.frombuffer(sent, dtype=torch.uint8), torch.frombuffer(received, dtype=torch.uint8)
-    if comm.control.type == "cpu":
-        return start_all_gather(comm, rows, mine)
-    arriving = rows.to(comm.control)
-    arrive = start_all_gather(comm, arriving, mine.to(comm.control))
+    arriving = rows
+    if comm.control.type != "cpu":
+        arriving, mine = rows.to(comm.control), mine.to(comm.control)
+    arrive = start_all_gather(comm, arriving, mine)
 
-    def wait() -> None:
+    def wait() -> _Arrived:
         arrive()
-        _ = rows.copy_(arriving)
+        if arriving is not rows:
+            _ = rows.copy_(arriving)
+        return _read(received, comm.size)
 
     return wait
+
+
+def _join(messages: Sequence[bytearray]) -> _Arrived:
+    return _read(bytearray().join(messages), len(messages))
+
+
+def _read(received: bytearray, ranks: int) -> _Arrived:
+    """Compare the headers of all ranks' messages, which lie one after another."""
+    length = len(received) // ranks
+    header = received[:HEADER_BYTES]
+    first = _Head._make(_HEADER.unpack(header))
+    if not first.failed and all(received.startswith(header, rank * length) for rank in range(1, ranks)):
+        return _Arrived(Answers(True, [first.payload_bytes] * ranks, received), [])
+    heads = [_Head._make(_HEADER.unpack_from(received, rank * length)) for rank in range(ranks)]
+    same = all(head[:-1] == first[:-1] for head in heads)
+    return _Arrived(Answers(same, [head.payload_bytes for head in heads], received), heads)
 
 
 def _raise_failure(

@@ -8,10 +8,10 @@ that torch fixes without documenting them; `tests/testing/test_sim_torch.py` fai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -27,6 +27,12 @@ from accel.testing._reductions import Reduction, reduction_of
 from accel.testing._rendezvous import Meeting, Rendezvous, Transfer
 
 BACKEND = "simulated"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Printed as what goes over a network in its place; the text is no dtype, so that no call of the user's is equal.
+_SHARE = Call("all_to_all_single", ("torch.uint8",))
 
 
 class _ReduceOptions(Protocol):
@@ -234,6 +240,17 @@ class SimulatedGroup(_Untyped):
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def share(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
+        """Begin to hand an object to all ranks; see `accel.comm`, whose small messages go this way."""
+        rendezvous, me = self._rendezvous, self._me
+        meeting = rendezvous.join(me, _SHARE, mine, combine)
+
+        def wait() -> R:
+            rendezvous.wait(me, meeting)
+            return meeting.result
+
+        return wait
 
     def _join(self, call: Call, buffers: Buffers, work: Run, reduction: Reduction | None = None) -> dist.Work:
         network = self._rendezvous.network

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from accel.errors import CollectiveMismatch
-from accel.testing._collectives import Buffers, Call, Run, fill, layout
+from accel.testing._collectives import Call, fill, layout
 from accel.testing._errors import SimulationError
 from accel.testing._faults import Injector
 from accel.testing._networks import Network
 from accel.testing._scheduler import Scheduler, Stopped, name_ranks
 from accel.testing._sites import Site, call_site
+
+B = TypeVar("B")
 
 _SAME_CALLS = "Let every rank of the group make the same calls in the same order."
 
@@ -36,15 +38,27 @@ class Members:
 
 
 class Meeting:
-    """One collective call of all ranks of a group."""
+    """One collective call of all ranks of a group.
 
-    __slots__ = ("buffers", "call", "done", "members", "number", "sites", "waiters")
+    Attributes:
+        number: how many the group made before.
+        call: what the first rank to come called.
+        members: the group.
+        brought: what each rank came with, until all are there.
+        result: what was made of it.
+        sites: where each rank made the call.
+        waiters: the ranks that wait for the others.
+        done: whether all have come.
+    """
+
+    __slots__ = ("brought", "call", "done", "members", "number", "result", "sites", "waiters")
 
     def __init__(self, number: int, call: Call, members: Members) -> None:
         self.number = number
         self.call = call
         self.members = members
-        self.buffers: dict[int, Buffers] = {}
+        self.brought: dict[int, Any] = {}
+        self.result: Any = None
         self.sites: dict[int, Site] = {}
         self.waiters: list[int] = []
         self.done = False
@@ -176,14 +190,14 @@ class Rendezvous:
         self._meetings: dict[int, Meeting] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = {}
 
-    def join(self, rank: int, call: Call, buffers: Buffers, run: Run) -> Meeting:
+    def join(self, rank: int, call: Call, brought: B, run: Callable[[Sequence[B]], object]) -> Meeting:
         """Come to the rank's next meeting; the last to come does the work for all.
 
         Args:
             rank: who comes.
             call: what it calls; the same for all ranks of a meeting.
-            buffers: its tensors.
-            run: what to do with the tensors of all.
+            brought: its tensors, or what else it hands over.
+            run: what to do with those of all; its result is the meeting's.
 
         Raises:
             SimulationError: the calling thread is not the rank.
@@ -197,8 +211,8 @@ class Rendezvous:
         meeting.sites[rank] = call_site()
         if meeting.call != call:
             self._refuse_call(meeting, rank, call)
-        meeting.buffers[rank] = buffers
-        if len(meeting.buffers) == len(self.members.ranks):
+        meeting.brought[rank] = brought
+        if len(meeting.brought) == len(self.members.ranks):
             del self._meetings[number]
             self._finish(meeting, run)
         return meeting
@@ -262,10 +276,10 @@ class Rendezvous:
         meetings = [f"rank {rank}: {m.describe(rank)}" for m in self._meetings.values() for rank in m.sites]
         return meetings + [f"rank {t.rank}: {t.describe(t.rank)}" for queue in self._transfers.values() for t in queue]
 
-    def _finish(self, meeting: Meeting, run: Run) -> None:
+    def _finish(self, meeting: Meeting, run: Callable[[Sequence[Any]], object]) -> None:
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):  # whatever the last rank computes with
-                run([meeting.buffers[rank] for rank in self.members.ranks])
+                meeting.result = run([meeting.brought[rank] for rank in self.members.ranks])
         except CollectiveMismatch as error:
             places = "; ".join(f"rank {rank} at {site}" for rank, site in sorted(meeting.sites.items()))
             self._refuse(error, f"{meeting.call}{self.members.label}: {places}")
@@ -273,11 +287,11 @@ class Rendezvous:
             what = f"{meeting.call}{self.members.label} cannot be computed: {error}"
             self._scheduler.stop(SimulationError(what, where=str(next(iter(meeting.sites.values())))))
             raise Stopped from error
-        meeting.buffers.clear()
+        meeting.brought.clear()
         self._scheduler.happened(meeting)
 
     def _refuse_call(self, meeting: Meeting, rank: int, call: Call) -> NoReturn:
-        other = next(iter(meeting.buffers))
+        other = next(iter(meeting.brought))
         error = CollectiveMismatch(
             f"ranks disagree about collective #{meeting.number}{self.members.label}",
             expected=f"{meeting.call} as rank {other} called at {meeting.sites[other]}",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from accel.data import prepare_loader as prepare_loader
     from accel.data import progress as progress
     from accel.data import skip_first_batches as skip_first_batches
+    from accel.data import total_steps as total_steps
     from accel.env import LaunchEnv as LaunchEnv
     from accel.env import read_env as read_env
     from accel.errors import AccelError as AccelError
@@ -110,10 +111,12 @@ if TYPE_CHECKING:
     from accel.training import Part as Part
     from accel.training import StepResult as StepResult
     from accel.training import Stored as Stored
+    from accel.training import TrainState as TrainState
     from accel.training import accumulate as accumulate
     from accel.training import backward as backward
     from accel.training import clip_grad_norm_ as clip_grad_norm_
     from accel.training import clip_grad_value_ as clip_grad_value_
+    from accel.training import discard as discard
     from accel.training import evaluating as evaluating
     from accel.training import fused_step as fused_step
     from accel.training import get_state_dict as get_state_dict
@@ -126,6 +129,7 @@ if TYPE_CHECKING:
     from accel.training import save as save
     from accel.training import save_model as save_model
     from accel.training import save_state as save_state
+    from accel.training import train_state as train_state
     from accel.training import unscale_gradients as unscale_gradients
     from accel.tree import Container as Container
 
@@ -158,6 +162,7 @@ _HOMES = {
         "prepare_loader",
         "progress",
         "skip_first_batches",
+        "total_steps",
     ),
     "env": ("LaunchEnv", "read_env"),
     "errors": (
@@ -219,10 +224,12 @@ _HOMES = {
         "Part",
         "StepResult",
         "Stored",
+        "TrainState",
         "accumulate",
         "backward",
         "clip_grad_norm_",
         "clip_grad_value_",
+        "discard",
         "evaluating",
         "fused_step",
         "get_state_dict",
@@ -235,6 +242,7 @@ _HOMES = {
         "save",
         "save_model",
         "save_state",
+        "train_state",
         "unscale_gradients",
     ),
     "storage": ("RemotePath",),

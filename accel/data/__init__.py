@@ -9,11 +9,13 @@ from accel.data._cuts import BatchPlan as BatchPlan
 from accel.data._loader import Loader as Loader
 from accel.data._loader import prepare_loader as prepare_loader
 from accel.data._loader import skip_first_batches as skip_first_batches
+from accel.data._loader import total_steps as total_steps
 from accel.data._metrics import gather_for_metrics as gather_for_metrics
 from accel.data._order import Order as Order
 from accel.data._order import order as order
 from accel.data._plan import Cursor as Cursor
 from accel.data._plan import Plan as Plan
+from accel.data._plan import Positioned as Positioned
 from accel.data._plan import SampleCount as SampleCount
 from accel.data._plan import Shard as Shard
 from accel.data._plan import shard as shard

@@ -18,7 +18,7 @@ from accel.context import DistContext, context_first
 from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, Request, plan_epoch, requests
 from accel.data._loader import Loader
-from accel.data._plan import Cursor, SampleCount, Shard, check_entry, copies_of
+from accel.data._plan import Cursor, Positioned, SampleCount, Shard, check_entry, copies_of
 from accel.data._reading import Asked, RequestedDataset, read_here, seed_base
 from accel.data._stream import StreamLoader
 from accel.data._stream_steps import stream_steps
@@ -36,6 +36,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         rows: how many samples it holds, stand-ins and padding included.
         is_last: whether the epoch ends with it.
         next: the cursor after it.
+        start: the cursor before it.
         duplicate: whether a lower rank holds the same samples, so that metrics count these only once.
     """
 
@@ -44,6 +45,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     rows: int
     is_last: bool
     next: Cursor
+    start: Cursor
     duplicate: bool = False
 
     @property
@@ -53,8 +55,10 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
 
 
 @context_first
-def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> Generator[Batch]:
-    """Give this rank's batches from the cursor to the end of its epoch. A collective at the first.
+def batches(
+    ctx: DistContext, loader: Loader | StreamLoader, state: Positioned | Cursor | None = None
+) -> Generator[Batch]:
+    """Give this rank's batches from a position to the end of its epoch. A collective at the first.
 
     All ranks take equally many steps. Starting in the middle costs what starting at the beginning costs. Before the
     first batch, ranks compare their cursors, plans and samplers' choices in one message; there is none after it. Over a
@@ -63,12 +67,14 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     Args:
         ctx: the context that the loader was prepared for.
         loader: from `prepare_loader`.
-        cursor: where to start.
+        state: position to start at: a `TrainState`, or the cursor of a loop that carries it by itself. Left out, one
+            pass from the start, as evaluation takes it.
 
     Yields:
         Batches, their tensors on the context's device.
 
     Raises:
+        StepError: a state that waits for `backward` or `optimizer_step`.
         DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order; a
             dataset whose length has changed; a sampler that fails or gives nothing; on every rank. Also when a batch
             cannot be read, then on the rank that reads it: the others get `PeerError` in a call that misses it.
@@ -78,10 +84,34 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
         ContextClosedError: the context is closed.
     """
     ctx.comm.check_open()
+    try:
+        cursor = _cursor(state)
+    except AccelError as error:
+        fail(ctx.comm, Call("batches", site=call_site()), error)
     if isinstance(loader, StreamLoader):
-        for data, given in stream_steps(ctx, loader, cursor):
-            yield Batch(data, *given)
-        return
+        yield from _stream_batches(ctx, loader, cursor)
+    else:
+        yield from _sharded_batches(ctx, loader, cursor)
+    loader.passes.complete(cursor)
+
+
+def _cursor(state: Positioned | Cursor | None) -> Cursor:
+    if state is None:
+        return Cursor()
+    if isinstance(state, Positioned):
+        state.check_pass()
+        return state.cursor
+    return state  # checked with the loader
+
+
+def _stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[Batch]:
+    start = cursor
+    for data, given in stream_steps(ctx, loader, cursor):
+        yield Batch(data, given.valid, given.rows, given.is_last, given.next, start, given.duplicate)
+        start = given.next
+
+
+def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:
     site = call_site()
     try:
         epoch = _checked_epoch(ctx, loader, cursor)
@@ -97,15 +127,18 @@ def batches(ctx: DistContext, loader: Loader | StreamLoader, cursor: Cursor) -> 
     copies = copies_of(places, loader.world_size)
     duplicate = loader.rank in places[: ctx.rank]
     read = _read(ctx, loader, epoch, chain(first, wanted))
+    start = cursor
     for data, part in moved(read, ctx.device, ctx.containers, ahead=loader.num_workers > 0):
         valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
-        yield Batch(data, valid, part.rows, part.is_last, part.next, duplicate)
+        yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate)
+        start = part.next
 
 
 def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
     if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's
         raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
     check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
+    loader.passes.check(cursor)
     now = len(loader.dataset) if loader.source.size is not None else None
     if now != loader.source.size:
         raise DataError(

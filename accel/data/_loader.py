@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from accel.context import DistContext, context_first
 from accel.data._epoch import Source, plan_epoch, skip_steps
 from accel.data._given import Lengths, read_source
-from accel.data._plan import Cursor, Place, Plan, Tail
+from accel.data._passes import Passes
+from accel.data._plan import Cursor, Place, Plan, Tail, check_count
 from accel.data._reading import Workers
 from accel.data._stream import StreamLoader, StreamMode, is_stream, stream_loader
 from accel.errors import ConfigError, DataError
@@ -32,6 +33,7 @@ class Loader:
         whole: whether the dataset takes the list of a batch's samples as its index.
         options: further arguments of torch's DataLoader, as the user's loader had them.
         workers: of a loader with persistent workers, the handle on them; None of another.
+        passes: the memory of its last complete pass.
     """
 
     source: Source
@@ -44,6 +46,7 @@ class Loader:
     whole: bool
     options: dict[str, Any]
     workers: Workers | None = dataclasses.field(default=None, repr=False)
+    passes: Passes = dataclasses.field(default_factory=Passes, repr=False)
 
     def __len__(self) -> int:
         """Steps in an epoch, the same on every rank.
@@ -241,6 +244,40 @@ def skip_first_batches(cursor: Cursor, steps: int, loader: Loader) -> Cursor:
     if type(steps) is not int or steps < 0:
         raise ConfigError("not a number of steps", expected="0 or more", got=repr(steps), where="skip_first_batches")
     return skip_steps(plan_epoch(loader.source, cursor), steps)
+
+
+def total_steps(loader: Loader, *, accumulation: int = 1, epochs: int = 1) -> int:
+    """Return the number of optimizer steps of a run, for a schedule's length. Pure arithmetic, no communication.
+
+    It is the same on all ranks. With `global_batch` it is also the same on any number of ranks. The epoch's last window
+    steps even if it is not full.
+
+    Args:
+        loader: from `prepare_loader`.
+        accumulation: micro-batches in a full window.
+        epochs: passes over the loader.
+
+    Raises:
+        ConfigError: a number below 1.
+        DataError: a loader that is not prepared, or one whose epochs have no fixed number of steps.
+
+    Example:
+        >>> rows = torch.utils.data.TensorDataset(torch.arange(100))
+        >>> loader = accel.prepare_loader(accel.single(), torch.utils.data.DataLoader(rows, batch_size=8))
+        >>> accel.total_steps(loader, accumulation=4, epochs=3)  # 13 batches are 4 windows
+        12
+    """
+    check_count(accumulation, "not a number of micro-batches", where="total_steps(accumulation=)")
+    check_count(epochs, "not a number of epochs", where="total_steps(epochs=)")
+    if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass torch's, or a stream's
+        raise DataError(
+            "only a prepared loader over positions has a fixed number of steps",
+            expected="total_steps(accel.prepare_loader(ctx, loader), ...)",
+            got=type(loader).__name__,
+            where="total_steps",
+            fix="The length of a stream is for the script to know: give the schedule a number of steps.",
+        )
+    return epochs * -(-len(loader) // accumulation)
 
 
 def _options(raw: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, Self, get_args
+from typing import Literal, Protocol, Self, get_args, runtime_checkable
 
 import msgspec
 
@@ -16,7 +16,7 @@ Tail = Literal["ragged", "pad", "drop"]
 Place = tuple[int, int, tuple[int, int]]  # of a context: rank, world size, (index, count) among data-parallel ranks
 
 
-class Cursor(msgspec.Struct, frozen=True, gc=False):
+class Cursor(msgspec.Struct, frozen=True, weakref=True):
     """Where a run stands in its data, in samples of all ranks together.
 
     Attributes:
@@ -49,6 +49,20 @@ class Cursor(msgspec.Struct, frozen=True, gc=False):
             msgspec.ValidationError: it is none.
         """
         return msgspec.structs.replace(self, stream=msgspec.convert(part, StreamPosition))
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """A record that holds the run's cursor among others, such as `TrainState`."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """The position in the data."""
+        ...
+
+    def check_pass(self) -> None:
+        """Raise `StepError` unless a pass over the data may begin now."""
+        ...
 
 
 class SampleCount(int):

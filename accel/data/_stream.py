@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast, get_args, runtime_che
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.context import DistContext
+from accel.data._passes import Passes
 from accel.data._plan import Place, Tail, check_count
 from accel.data._stream_cut import Cut
 from accel.errors import ConfigError, DataError, check_choice
@@ -51,6 +52,7 @@ class StreamLoader:
         num_workers: processes that read ahead, on the ranks that read; 0 reads in this one.
         collate_fn: list of samples to batch.
         options: further arguments of torch's DataLoader, as the user's loader had them.
+        passes: the memory of its last complete pass.
     """
 
     source: Iterable[Any]
@@ -66,6 +68,7 @@ class StreamLoader:
     num_workers: int
     collate_fn: Callable[[Any], Any]
     options: dict[str, Any]
+    passes: Passes = dataclasses.field(default_factory=Passes, repr=False, compare=False)
 
     def __iter__(self) -> NoReturn:
         raise DataError(

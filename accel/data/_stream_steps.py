@@ -79,6 +79,7 @@ def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Gene
     site = call_site()
     try:
         check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
+        loader.passes.check(cursor)
     except DataError as error:
         fail(ctx.comm, Call("batches", site=site), error)
     facts = f"stream {loader.mode}, batch {loader.batch_size}, of all {loader.global_batch}, tail {loader.tail}"

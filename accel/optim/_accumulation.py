@@ -11,7 +11,7 @@ import torch
 from accel.errors import ConfigError, StepError
 
 
-class Accumulation(msgspec.Struct, frozen=True):
+class Accumulation(msgspec.Struct, frozen=True, dict=True):
     """A window of micro-batches that share one optimizer step.
 
     Attributes:
@@ -76,7 +76,10 @@ class Accumulation(msgspec.Struct, frozen=True):
                 fix="Call optimizer_step when accum.sync, and keep the accum that it returns.",
             )
         micro = self.micro + 1
-        return msgspec.structs.replace(self, micro=micro, sync=last or micro == self.steps)
+        begun = msgspec.structs.replace(self, micro=micro, sync=last or micro == self.steps)
+        if micro == 1:
+            vars(begun).update(vars(self))
+        return begun
 
     def add(
         self,
@@ -126,19 +129,43 @@ class Accumulation(msgspec.Struct, frozen=True):
         """
         return msgspec.structs.replace(self, own_weight=None, world_weight=self.world_weight + total)
 
-    def close(self, *, stepped: bool, finite: bool = True) -> Accumulation:
+    def close(self, *, stepped: bool, finite: bool = True, spent: object = None) -> Accumulation:
         """Return the record between this window and the next.
 
         Args:
             stepped: whether parameters were changed.
             finite: whether the gradients were finite.
+            spent: loss scale of this window if the step returned another one; the next window refuses this very record.
+                Neither compared nor saved.
         """
-        return Accumulation(
+        closed = Accumulation(
             steps=self.steps,
             sync_each_batch=self.sync_each_batch,
             updates=self.updates + stepped,
             skipped=self.skipped + (not finite),
         )
+        if spent is not None:
+            vars(closed)["spent"] = spent
+        return closed
+
+    def reset(self) -> Accumulation:
+        """Return the record between two windows after this one was given up."""
+        return self.close(stepped=False, spent=vars(self).get("spent"))
+
+    def check_scale(self, scaler: object) -> None:
+        """Raise `StepError` if a window begins with the loss scale of the window before, which its step has replaced.
+
+        Args:
+            scaler: loss scale of a backward pass.
+        """
+        if scaler is not None and vars(self).get("spent") is scaler:
+            raise StepError(
+                "the loss scale is that of the window before",
+                expected="scaler = step.scaler after each optimizer_step",
+                got="the record that the latest step has replaced",
+                where="backward",
+                fix="Keep both records that the step returns: accum, scaler = step.accum, step.scaler.",
+            )
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""

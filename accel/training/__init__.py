@@ -22,6 +22,9 @@ from accel.training._state import load_state as load_state
 from accel.training._state import save_state as save_state
 from accel.training._step import StepResult as StepResult
 from accel.training._step import optimizer_step as optimizer_step
+from accel.training._train_state import TrainState as TrainState
+from accel.training._train_state import discard as discard
+from accel.training._train_state import train_state as train_state
 from accel.training._whole import get_state_dict as get_state_dict
 from accel.training.foreign import export_dcp as export_dcp
 from accel.training.foreign import import_accelerate as import_accelerate

@@ -23,16 +23,17 @@ from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import exchanging, no_sync, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
-from accel.training._window import check_records
+from accel.training._train_state import TrainState, after_backward, weight_of, window_of
+from accel.training._window import check_alone, check_records
 
 
 @context_first
-def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
-    """Hold back the exchange of gradients in this block's forward and backward until `accum.sync`.
+def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
+    """Hold back the exchange of gradients in this block's forward and backward until `state.sync`.
 
     Args:
         ctx: the context.
-        accum: from `accum.next(...)`.
+        state: from `state.next(batch)`; or an accumulation, from `accum.next(...)`.
         models: from `prepare_model`; all that the block trains.
 
     Returns:
@@ -45,6 +46,7 @@ def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Abs
         ContextClosedError: the context is closed.
     """
     ctx.comm.check_open()
+    accum = window_of(state, "accel.accumulate") if isinstance(state, TrainState) else state
     if accum.micro == 0:
         raise StepError(
             "no micro-batch was begun",
@@ -55,6 +57,19 @@ def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Abs
     if accum.sync or accum.sync_each_batch:
         return exchanging(ctx, *models)
     return no_sync(ctx, *models)
+
+
+@overload
+def backward(
+    ctx: DistContext,
+    loss: torch.Tensor,
+    state: TrainState,
+    /,
+    *,
+    weight: float | torch.Tensor | None = None,
+    same_units: bool = False,
+    retain_graph: bool = False,
+) -> TrainState: ...
 
 
 @overload
@@ -80,29 +95,33 @@ def backward(
 def backward(
     ctx: DistContext,
     loss: torch.Tensor,
-    scaler: LossScale,
+    scaler: TrainState | LossScale,
     accum: Accumulation | None = None,
     *,
     weight: float | torch.Tensor | None = None,
     same_units: bool = False,
     retain_graph: bool = False,
-) -> Accumulation | None:
+) -> TrainState | Accumulation | None:
     """Add the gradients of `loss * weight` to the parameters. Exchanges gradients when the window ends.
+
+    `backward(ctx, loss, state)` takes and returns the `TrainState`. By its parts it is
+    `backward(ctx, loss, scaler, accum)`, or `backward(ctx, loss, scaler)` where each backward has a step of its own.
 
     Args:
         ctx: the context.
         loss: shape [], a mean over `weight` units on this rank.
-        scaler: from `loss_scale`, or the last step's.
-        accum: the current micro-batch; None for a script that takes a step after each backward.
+        scaler: a `TrainState` within a batch; or a loss scale, from `loss_scale` or the latest step.
+        accum: beside a loss scale, the current micro-batch; None for a script that takes a step after each backward.
         weight: how many real units the mean is over: samples (`batch.valid`) or valid tokens. 0 adds nothing, so long
-            as the loss's own gradient is finite: divide by tokens.clamp(min=1). Left out, every micro-batch of every
-            rank counts the same, once, whatever its number of backward passes.
+            as the loss's own gradient is finite: divide by tokens.clamp(min=1). Left out beside a `TrainState`, it is
+            `batch.valid`; left out beside its parts, every micro-batch of every rank counts the same, once, whatever
+            its number of backward passes.
         same_units: whether an earlier backward of this micro-batch was over the very same units, so that the losses are
             added and their weight counts once.
         retain_graph: as in torch.autograd.backward.
 
     Returns:
-        The accumulation with the weight added, to be kept; None without one.
+        The state, or the accumulation, with the weight added, to be kept; None without either.
 
     Raises:
         StepError: not a scalar loss with a gradient, or calls out of order.
@@ -110,6 +129,19 @@ def backward(
             place of another.
         PeerError: another rank was lost while gradients were exchanged.
     """
+    if isinstance(scaler, TrainState):
+        check_alone(accum, "backward")
+        weight = weight_of(scaler, weight, same_units=same_units)
+        window = backward(
+            ctx,
+            loss,
+            scaler.scaler,
+            scaler.accum,
+            weight=weight,
+            same_units=same_units,
+            retain_graph=retain_graph,
+        )
+        return after_backward(scaler, window)
     ctx.comm.check_open()
     check_records(scaler, accum, "backward")
     _check_loss(loss)
@@ -127,6 +159,7 @@ def backward(
         _check_retained(ctx, retain_graph)
         _run(ctx, loss, scaler.scale, retain_graph)
         return None
+    accum.check_scale(scaler)
     added, factor = _weigh(ctx, scaler, accum, weight, same_units=same_units)
     if not accum.sync or ctx.world_size == 1:
         _run(ctx, loss, factor, retain_graph)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import overload
 
 import msgspec
 import torch
 from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
+from accel.errors import ConfigError
 from accel.optim import Accumulation, clamp_, local_parts, parameters_of, scale_, total_norm
 from accel.precision import LossScale
+from accel.training._train_state import TrainState, after_backward, ended_window
 from accel.training._window import (
     as_tensor,
+    check_alone,
     check_limit,
     check_norm_type,
     checked_window,
@@ -33,8 +37,8 @@ def clip_grad_norm_(
     ctx: DistContext,
     parameters: Iterable[torch.Tensor],
     max_norm: float,
-    scaler: LossScale,
-    accum: Accumulation | None,
+    scaler: TrainState | LossScale,
+    accum: Accumulation | None = None,
     *,
     norm_type: float = 2.0,
 ) -> torch.Tensor:
@@ -63,6 +67,7 @@ def clip_grad_norm_(
     """
     check_limit(max_norm, "max_norm=")
     check_norm_type(norm_type)
+    scaler, accum = _parts(scaler, accum, "accel.clip_grad_norm_")
     window = checked_window(ctx, scaler, accum)
     [grads] = window_gradients(ctx, window, parameters)
     norm = total_norm(grads, norm_type) * division(ctx, scaler, window, total_weight(window))
@@ -78,8 +83,8 @@ def clip_grad_value_(
     ctx: DistContext,
     parameters: Iterable[torch.Tensor],
     clip_value: float,
-    scaler: LossScale,
-    accum: Accumulation | None,
+    scaler: TrainState | LossScale,
+    accum: Accumulation | None = None,
 ) -> None:
     """Cut every element of gradients to between -clip_value and clip_value, in place. No communication.
 
@@ -97,6 +102,7 @@ def clip_grad_value_(
         ConfigError: clip_value is not above 0.
     """
     check_limit(clip_value, "clip_value=")
+    scaler, accum = _parts(scaler, accum, "accel.clip_grad_value_")
     window = checked_window(ctx, scaler, accum)
     [grads] = window_gradients(ctx, window, parameters)
     factor = division(ctx, scaler, window, total_weight(window))
@@ -110,10 +116,25 @@ def clip_grad_value_(
         clamp_(grads, bound)
 
 
-@context_first
+@overload
+def unscale_gradients(
+    ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], state: TrainState, /
+) -> TrainState: ...
+
+
+@overload
 def unscale_gradients(
     ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], scaler: LossScale, accum: Accumulation
-) -> Accumulation:
+) -> Accumulation: ...
+
+
+@context_first
+def unscale_gradients(
+    ctx: DistContext,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scaler: TrainState | LossScale,
+    accum: Accumulation | None = None,
+) -> TrainState | Accumulation:
     """Divide gradients by the window's weight and the loss scale now, to look at them before `optimizer_step`.
 
     Args:
@@ -122,13 +143,34 @@ def unscale_gradients(
         scaler, accum: as for `optimizer_step`.
 
     Returns:
-        The window, to be kept: it knows that nothing is left to divide. The step refuses gradients besides these.
+        The state or the window, to be kept: nothing is left to divide. The step refuses gradients besides these.
 
     Raises:
         StepError: the window has not ended, or there are no gradients.
+        ConfigError: a loss scale without its accumulation.
     """
+    if isinstance(scaler, TrainState):
+        check_alone(accum, "unscale_gradients")
+        window = ended_window(scaler, "accel.unscale_gradients")
+        return after_backward(scaler, unscale_gradients(ctx, optimizer, scaler.scaler, window))
+    if accum is None:
+        raise ConfigError(
+            "nothing remembers that the gradients are divided",
+            expected="a TrainState; or a LossScale, then an Accumulation",
+            got="a LossScale alone",
+            where="unscale_gradients",
+        )
     window = checked_window(ctx, scaler, accum)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, scaler, window, total_weight(window)))
     return msgspec.structs.replace(window, divided=len(grads), retained=False)
+
+
+def _parts(
+    scaler: TrainState | LossScale, accum: Accumulation | None, call: str
+) -> tuple[LossScale, Accumulation | None]:
+    if not isinstance(scaler, TrainState):
+        return scaler, accum
+    check_alone(accum, call)
+    return scaler.scaler, ended_window(scaler, call)

@@ -18,8 +18,10 @@ from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import Accumulation, clamp_, first_nonfinite, is_whole, parameters_of, scale_, total_norm
 from accel.parallel import name_of
 from accel.precision import LossScale
+from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
+    check_alone,
     check_limit,
     check_norm_type,
     checked_window,
@@ -60,6 +62,21 @@ class StepResult(NamedTuple, Generic[A]):
 def optimizer_step(
     ctx: DistContext,
     optimizer: Optimizer | Sequence[Optimizer],
+    state: TrainState,
+    /,
+    *,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+    max_norm: MaxNorm = None,
+    norm_type: float = 2.0,
+    max_value: float | None = None,
+    nonfinite: NonFinite = "raise",
+) -> TrainState: ...
+
+
+@overload
+def optimizer_step(
+    ctx: DistContext,
+    optimizer: Optimizer | Sequence[Optimizer],
     scaler: LossScale,
     accum: None = None,
     *,
@@ -90,7 +107,7 @@ def optimizer_step(
 def optimizer_step(
     ctx: DistContext,
     optimizer: Optimizer | Sequence[Optimizer],
-    scaler: LossScale,
+    scaler: TrainState | LossScale,
     accum: Accumulation | None = None,
     *,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
@@ -98,8 +115,11 @@ def optimizer_step(
     norm_type: float = 2.0,
     max_value: float | None = None,
     nonfinite: NonFinite = "raise",
-) -> StepResult[Accumulation] | StepResult[None]:
+) -> TrainState | StepResult[Accumulation] | StepResult[None]:
     """Divide, check, clip, step, and clear the gradients. Mutates parameters; a collective if gradients are sharded.
+
+    `optimizer_step(ctx, optimizer, state)` takes and returns the `TrainState`; by its parts it takes the loss scale and
+    the accumulation, and returns them in a `StepResult`.
 
     The gradients of the window are divided by its weight over ranks and micro-batches and by the loss scale, in one
     pass together with clipping. A step that is left out changes no parameter, scheduler or optimizer state.
@@ -107,8 +127,8 @@ def optimizer_step(
     Args:
         ctx: the context.
         optimizer: one, or all that take this step together: they share one norm and one decision.
-        scaler: the loss scale that `backward` used.
-        accum: the window that has ended; None if `backward` had none.
+        scaler: a `TrainState` whose window has ended; or the loss scale that `backward` used.
+        accum: beside a loss scale, the window that has ended; None if `backward` had none.
         scheduler: stepped once after the optimizer, whatever the world size.
         max_norm: longest norm of the gradients; longer ones are shortened to it. A number is for all optimizers
             together, a list has one for each. None does not clip.
@@ -119,7 +139,7 @@ def optimizer_step(
             dynamic loss scale an overflow is always skipped.
 
     Returns:
-        What happened, and the records to keep.
+        The state to keep, with `stepped` and `grad_norm`; of the parts, what happened and the records to keep.
 
     Raises:
         StepError: calls out of order, or a parameter took no part in the loss; nothing was changed.
@@ -127,6 +147,20 @@ def optimizer_step(
         ConfigError: an option outside its range, or a scheduler or optimizer that needs more than a step.
         ContextClosedError: the context is closed.
     """
+    if isinstance(scaler, TrainState):
+        check_alone(accum, "optimizer_step")
+        step = optimizer_step(
+            ctx,
+            optimizer,
+            scaler.scaler,
+            ended_window(scaler, "accel.optimizer_step"),
+            scheduler=scheduler,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            max_value=max_value,
+            nonfinite=nonfinite,
+        )
+        return after_step(scaler, step.accum, step.scaler, stepped=step.stepped, grad_norm=step.grad_norm)
     optimizers = _listed(optimizer, Optimizer, "optimizer_step, optimizer")
     schedulers = [] if scheduler is None else _listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
@@ -270,7 +304,8 @@ def _result(
     after = scaler.update(finite=finite) if stepped or not finite else scaler
     if accum is None:
         return StepResult(stepped, None, after, norm)
-    return StepResult(stepped, accum.close(stepped=stepped, finite=finite), after, norm)
+    spent = scaler if after is not scaler else None
+    return StepResult(stepped, accum.close(stepped=stepped, finite=finite, spent=spent), after, norm)
 
 
 def _clear(optimizers: list[Optimizer]) -> None:

@@ -99,8 +99,19 @@ def check_records(scaler: LossScale, accum: Accumulation | None, where: str) -> 
     if not isinstance(scaler, LossScale) or not (accum is None or isinstance(accum, Accumulation)):  # pyright: ignore[reportUnnecessaryIsInstance] - users swap them
         raise ConfigError(
             "these are not the records of a step",
-            expected="a LossScale, then an Accumulation or None",
+            expected="a TrainState; or a LossScale, then an Accumulation or None",
             got=f"{type(scaler).__name__}, {type(accum).__name__}",
+            where=where,
+        )
+
+
+def check_alone(accum: object, where: str) -> None:
+    """Raise `ConfigError` if an accumulation is passed beside a `TrainState`, which holds its own."""
+    if accum is not None:
+        raise ConfigError(
+            "an accumulation beside a state that holds one",
+            expected="a TrainState alone, or a LossScale and an Accumulation",
+            got=f"a TrainState and {type(accum).__name__}",
             where=where,
         )
 

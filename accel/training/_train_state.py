@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainState`: the one record that a training loop carries. It knows which call must come next."""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeVar
+
+import msgspec
+import torch
+from torch import nn
+
+from accel.context import DistContext, context_first
+from accel.data import Batch, Cursor, SampleCount
+from accel.errors import ConfigError, StepError
+from accel.optim import Accumulation
+from accel.parallel import clear_gradients
+from accel.precision import LossScale, loss_scale
+
+S = TypeVar("S", bound="TrainState")
+
+
+class TrainState(msgspec.Struct, frozen=True, dict=True):
+    """Position in the data, accumulation window and loss scale of a run.
+
+    Each call of the loop takes the state and returns the next one. A dropped result is an error at the next call; where
+    a batch has several backward passes, within the next batch.
+
+    Attributes:
+        cursor: position in the data: after the current batch.
+        accum: accumulation window.
+        scaler: loss scale.
+        valid: real samples of the current batch; None between windows.
+    """
+
+    cursor: Cursor
+    accum: Accumulation
+    scaler: LossScale
+    valid: SampleCount | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Epochs finished."""
+        return self.cursor.epoch
+
+    @property
+    def sync(self) -> bool:
+        """Whether the current batch ends the window, so that `optimizer_step` follows."""
+        return self.accum.sync
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken since the run began."""
+        return self.accum.updates
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the latest `optimizer_step` changed parameters. Neither compared nor saved; False before any step."""
+        return vars(self).get("stepped", False)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of the latest step's gradients, as `StepResult.grad_norm`. Neither compared nor saved."""
+        return vars(self).get("grad_norm")
+
+    def next(self, batch: Batch, *, last: bool = False) -> Self:
+        """Return the state within a batch. No communication.
+
+        Args:
+            batch: the one that follows, from `batches(ctx, loader, state)`.
+            last: whether the window ends with this batch, full or not; the epoch's last batch always ends it.
+
+        Raises:
+            StepError: the result of an earlier call was dropped, or the batch begins at another position.
+        """
+        if self.sync or _is_begun(self):
+            raise _dropped(self, "state.next")
+        if batch.start is not self.cursor and batch.start != self.cursor:
+            raise StepError(
+                "the batch does not begin at the state's position",
+                expected=_position(self.cursor),
+                got=_position(batch.start),
+                where="state.next",
+                fix="Keep the result in every batch: state = state.next(batch). A second loader needs a cursor of its"
+                " own.",
+            )
+        accum = self.accum.next(last=last or batch.is_last)
+        return _replaced(self, cursor=batch.next, accum=accum, valid=batch.valid)
+
+    def next_epoch(self) -> Self:
+        """Return the state at the beginning of the next epoch, for loops that leave an epoch early.
+
+        Raises:
+            StepError: within a window.
+        """
+        _check_between(self, "state.next_epoch")
+        return _replaced(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
+
+    def check_pass(self) -> None:
+        """Raise `StepError` within a window: another pass would mix its gradients with those of the window."""
+        _check_between(self, "accel.batches")
+
+    def check_saveable(self) -> None:
+        """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
+        self.accum.check_saveable()
+
+    def rank_part(self) -> object:
+        """Return the part that differs between ranks, None if there is none."""
+        return self.cursor.rank_part()
+
+    def with_rank_part(self, part: object) -> Self:
+        """Return the state with this rank's own part, in records or in plain values.
+
+        Raises:
+            msgspec.ValidationError: the part does not fit.
+        """
+        return _replaced(self, cursor=self.cursor.with_rank_part(part))
+
+
+@context_first
+def train_state(ctx: DistContext, *, seed: int = 0, accumulation: int | None = None) -> TrainState:
+    """Return the state that a run starts with. No communication.
+
+    Args:
+        ctx: the context, for its precision and its accumulation.
+        seed: of the data order.
+        accumulation: micro-batches in a window; by default `ctx.accumulation`, the setting of flag, variable or file.
+
+    Raises:
+        ConfigError: an argument outside its range.
+        DeviceError: the device does not compute in the context's precision.
+
+    Example:
+        >>> ctx = accel.single()
+        >>> state = accel.train_state(ctx, seed=0, accumulation=4)
+        >>> state.epoch, state.updates, state.sync
+        (0, 0, False)
+    """
+    steps = ctx.accumulation if accumulation is None else accumulation
+    return TrainState(Cursor(seed=seed), Accumulation(steps), loss_scale(ctx))
+
+
+def discard(state: TrainState, *models: nn.Module) -> TrainState:
+    """Drop the gradients of the current window, and return the state between two windows. Mutates `.grad`.
+
+    The position stays: the samples of the window are not seen again in this epoch. No communication; call it on all
+    ranks, or they disagree about the next window.
+
+    Args:
+        state: in a window or between two.
+        models: every model that the window trains, as `prepare` returned them.
+
+    Returns:
+        The state between two windows.
+
+    Raises:
+        ConfigError: no model.
+
+    Example:
+        >>> ctx, model = accel.single(), torch.nn.Linear(2, 1)
+        >>> state = accel.discard(accel.train_state(ctx), model)
+        >>> state.sync
+        False
+    """
+    if not models:
+        raise ConfigError(
+            "no model to discard the gradients of",
+            expected="every model that the window trains",
+            got="a state alone",
+            where="discard",
+            fix="state = accel.discard(state, model)",
+        )
+    clear_gradients(*models)
+    return _replaced(state, accum=state.accum.reset(), valid=None)
+
+
+def window_of(state: TrainState, call: str) -> Accumulation:
+    """Return the window of a state within a batch.
+
+    Raises:
+        StepError: no batch was begun.
+    """
+    if not state.accum.micro:
+        raise _not_begun(call)
+    return state.accum
+
+
+def weight_of(
+    state: TrainState, weight: float | torch.Tensor | None, *, same_units: bool
+) -> float | torch.Tensor | None:
+    """Return the weight of a backward pass: the batch's real samples, unless the caller gives another.
+
+    Raises:
+        StepError: no batch was begun, or an earlier pass of this batch had the same samples.
+    """
+    window_of(state, "accel.backward")
+    if weight is not None:
+        return weight
+    if not _is_begun(state) and not same_units:
+        raise StepError(
+            "the samples of this batch are counted already",
+            expected="state = state.next(batch) before the backward of another batch",
+            got="a second backward of one batch",
+            where="accel.backward",
+            fix="If it is one, pass same_units=True for the same samples again, or weight= for others.",
+        )
+    return state.valid
+
+
+def after_backward(state: TrainState, accum: Accumulation) -> TrainState:
+    """Return the state after a backward pass."""
+    return _replaced(state, accum=accum)
+
+
+def ended_window(state: TrainState, call: str) -> Accumulation:
+    """Return the window of a state that waits for its optimizer step.
+
+    Raises:
+        StepError: no batch was begun, or it had no backward pass.
+    """
+    if not state.accum.micro:
+        raise _not_begun(call)
+    if _is_begun(state):
+        raise _dropped(state, call)
+    return state.accum
+
+
+def after_step(
+    state: TrainState, accum: Accumulation, scaler: LossScale, *, stepped: bool, grad_norm: torch.Tensor | None
+) -> TrainState:
+    """Return the state between two windows."""
+    after = TrainState(state.cursor, accum, scaler)
+    vars(after).update(stepped=stepped, grad_norm=grad_norm)
+    return after
+
+
+def _is_begun(state: TrainState) -> bool:
+    """Whether the current batch waits for its first backward pass."""
+    return state.accum.latest < state.accum.micro
+
+
+def _check_between(state: TrainState, call: str) -> None:
+    if not state.accum.micro:
+        return
+    if state.sync or _is_begun(state):
+        raise _dropped(state, call)
+    raise StepError(
+        "the window is not full",
+        expected="a state between two windows",
+        got=f"micro-batch {state.accum.micro} of {state.accum.steps}",
+        where=call,
+        fix="Drop its gradients before: state = accel.discard(state, model). Or end it with its last batch:"
+        " state = state.next(batch, last=True).",
+    )
+
+
+def _dropped(state: TrainState, call: str) -> StepError:
+    """The error for a state that waits for another call, or whose result of that call was dropped."""
+    if _is_begun(state):
+        missing, line = "the backward of this batch", "state = accel.backward(ctx, loss, state)"
+    else:
+        missing, line = "the optimizer step of this window", "state = accel.optimizer_step(ctx, optimizer, state)"
+    return StepError(
+        f"the state does not know of {missing}",
+        expected=line,
+        got=f"micro-batch {state.accum.micro} of {state.accum.steps}",
+        where=call,
+        fix=f"Keep the result: {line}. To give the window up: state = accel.discard(state, model).",
+    )
+
+
+def _not_begun(call: str) -> StepError:
+    return StepError(
+        "no batch was begun",
+        expected="state = state.next(batch) before it",
+        got="a state between two windows",
+        where=call,
+    )
+
+
+def _position(cursor: Cursor) -> str:
+    order = f" of {cursor.of}" if cursor.of else ""
+    return f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} samples consumed{order}"
+
+
+def _replaced(state: S, **changes: Any) -> S:
+    """Return the state with some fields replaced; the figures of the latest step stay."""
+    after = msgspec.structs.replace(state, **changes)
+    vars(after).update(vars(state))
+    return after

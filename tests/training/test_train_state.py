@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One record is carried: any world trains the same model with it, and each assignment that is dropped is an error."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import accel
+from accel.testing import simulate
+
+SEEDED = torch.Generator().manual_seed(0)
+DATA = TensorDataset(torch.randn(22, 4, generator=SEEDED).double(), torch.randint(0, 3, (22,), generator=SEEDED))
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+class Run:
+    """What a loop works on: a model, its optimizer, a loader of 6 samples to a global batch, 3 batches to a window."""
+
+    def __init__(self, ctx: accel.DistContext, *, accumulation: int = 3) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Linear(4, 3).double()
+        self.ctx = ctx
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.loader = accel.prepare_loader(ctx, DataLoader(DATA, batch_size=6, shuffle=True), global_batch=6)
+        self.model, self.optimizer = accel.prepare(ctx, model, self.optimizer)
+        self.start = accel.train_state(ctx, seed=0, accumulation=accumulation)
+
+    def loss(self, batch: accel.Batch) -> torch.Tensor:
+        inputs, targets = batch.data
+        return cross_entropy(self.model(inputs), targets)
+
+    def step(self, state: accel.TrainState, **options: Any) -> accel.TrainState:
+        return accel.optimizer_step(self.ctx, self.optimizer, state, **options)
+
+    def micro(self, state: accel.TrainState, batch: accel.Batch) -> accel.TrainState:
+        """One batch of the common loop, with its step if one is due."""
+        state = state.next(batch)
+        with accel.accumulate(self.ctx, state, self.model):
+            state = accel.backward(self.ctx, self.loss(batch), state)
+        return self.step(state) if state.sync else state
+
+    def epochs(self, state: accel.TrainState, epochs: int) -> accel.TrainState:
+        while state.epoch < epochs:
+            for batch in accel.batches(self.ctx, self.loader, state):
+                state = self.micro(state, batch)
+        return state
+
+    def parameters(self) -> torch.Tensor:
+        return torch.cat([each.detach().flatten() for each in accel.unwrap_model(self.model).parameters()])
+
+
+def golden(windows: list[list[int]]) -> torch.Tensor:
+    """The parameters after one plain step for each window's samples."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for samples in windows:
+        optimizer.zero_grad()
+        inputs, targets = DATA[samples]
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def windows_of(epochs: int, accumulation: int = 3) -> list[list[int]]:
+    """The samples of each window, from the data order alone."""
+    found: list[list[int]] = []
+    for epoch in range(epochs):
+        samples = accel.order(0, epoch, len(DATA)).at(torch.arange(len(DATA)))
+        size = 6 * accumulation
+        found += [samples[at : at + size] for at in range(0, len(samples), size)]
+    return found
+
+
+@given(world_size=st.integers(1, 4), accumulation=st.integers(1, 5))
+@settings(max_examples=5)
+def test_any_world_and_window_give_the_parameters_of_a_plain_loop(world_size: int, accumulation: int) -> None:
+    def train(ctx: accel.DistContext) -> tuple[torch.Tensor, accel.TrainState]:
+        run = Run(ctx, accumulation=accumulation)
+        state = run.epochs(run.start, 2)
+        return run.parameters(), state
+
+    expected = windows_of(2, accumulation)
+    for parameters, state in simulate(train, world_size):
+        torch.testing.assert_close(parameters, golden(expected), **EXACT)
+        assert (state.epoch, state.updates, state.stepped, state.sync) == (2, len(expected), True, False)
+
+
+DROPS = ["next", "backward", "step", "next once", "backward once", "step once"]
+
+
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_dropped_assignment_is_an_error_on_every_rank(drop: str, world_size: int) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def train(ctx: accel.DistContext) -> None:
+        run = Run(ctx)
+        state, call = run.start, ""
+
+        def kept(call: str, at: int, old: accel.TrainState, new: accel.TrainState) -> accel.TrainState:
+            return old if drop == call or (drop == f"{call} once" and at == 2) else new
+
+        try:
+            for number, batch in enumerate(accel.batches(ctx, run.loader, state)):
+                state = kept("next", number, state, state.next(batch))
+                with accel.accumulate(ctx, state, run.model):
+                    state = kept("backward", number, state, accel.backward(ctx, run.loss(batch), state))
+                if state.sync:
+                    state = kept("step", number, state, run.step(state))
+            call = "save"
+            accel.save_state(ctx, "unused", {"state": state}, step=0)
+        except (accel.StepError, accel.ConfigError) as error:
+            seen.append((ctx.rank, f"{call} {error}"))
+
+    simulate(train, world_size)
+    assert sorted(rank for rank, _ in seen) == list(range(world_size))
+    line = {"next": "state.next(batch)", "backward": "accel.backward(", "step": "accel.optimizer_step("}[
+        drop.split()[0]
+    ]
+    assert all(line in text for _, text in seen), seen
+
+
+def test_a_dropped_step_at_the_end_of_an_epoch_is_an_error_in_the_next_pass_and_in_a_save(tmp_path: Path) -> None:
+    ctx = accel.single()
+    run = Run(ctx, accumulation=1)
+    for batch in accel.batches(ctx, run.loader, run.start):
+        if not batch.is_last:
+            run.start = run.micro(run.start, batch)
+            continue
+        state = run.start.next(batch)
+        state = accel.backward(ctx, run.loss(batch), state)
+        run.step(state)
+    with pytest.raises(accel.StepError, match=r"state = accel.optimizer_step\(ctx, optimizer, state\)"):
+        next(accel.batches(ctx, run.loader, state))
+    with pytest.raises(accel.StepError, match="optimizer_step"):
+        state.next_epoch()
+    with pytest.raises(accel.ConfigError, match="unfinished window"):
+        accel.save_state(ctx, tmp_path, {"state": state}, step=1)
+
+
+def test_calls_out_of_order_name_the_line_to_write() -> None:
+    ctx = accel.single()
+    run = Run(ctx)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    with pytest.raises(accel.StepError, match=r"no batch was begun.*state = state.next\(batch\)"):
+        accel.accumulate(ctx, run.start, run.model)
+    with pytest.raises(accel.StepError, match="no batch was begun"):
+        accel.backward(ctx, run.loss(batch), run.start)
+    with pytest.raises(accel.StepError, match="no batch was begun"):
+        run.step(run.start)
+    begun = run.start.next(batch)
+    for call in (lambda: begun.next(batch), lambda: run.step(begun)):
+        with pytest.raises(accel.StepError, match=r"state = accel.backward\(ctx, loss, state\)"):
+            call()
+    summed = accel.backward(ctx, run.loss(batch), begun)
+    with pytest.raises(accel.StepError, match="the window has not ended"):
+        run.step(summed)
+    with pytest.raises(accel.StepError, match=r"does not begin at the state's position.*epoch 0, 6 samples"):
+        summed.next(batch)
+    with pytest.raises(accel.ConfigError, match="a state that holds one"):
+        accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def test_several_backward_passes_of_one_batch_over_the_same_samples_add_up() -> None:
+    def train(ctx: accel.DistContext) -> torch.Tensor:
+        run = Run(ctx)
+        state = run.start
+        for batch in accel.batches(ctx, run.loader, state):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, run.model):
+                outputs = run.model(batch.data[0])
+                state = accel.backward(ctx, cross_entropy(outputs, batch.data[1]) / 4, state, retain_graph=True)
+                state = accel.backward(ctx, cross_entropy(outputs, batch.data[1]) * 3 / 4, state, same_units=True)
+            if state.sync:
+                state = run.step(state)
+        return run.parameters()
+
+    for parameters in simulate(train, 2):
+        torch.testing.assert_close(parameters, golden(windows_of(1)), **EXACT)
+
+
+def test_several_backward_passes_of_one_batch_over_parts_of_it_take_their_weights() -> None:
+    ctx = accel.single()
+    run = Run(ctx)
+    state = run.start
+    for batch in accel.batches(ctx, run.loader, state):
+        state = state.next(batch)
+        inputs, targets = batch.data
+        with accel.accumulate(ctx, state, run.model):
+            for part in torch.arange(len(targets)).split(2):
+                loss = cross_entropy(run.model(inputs[part]), targets[part])
+                state = accel.backward(ctx, loss, state, weight=len(part))
+        if state.sync:
+            state = run.step(state)
+    torch.testing.assert_close(run.parameters(), golden(windows_of(1)), **EXACT)
+
+
+def test_a_second_backward_of_a_batch_says_what_it_is_over() -> None:
+    ctx = accel.single()
+    run = Run(ctx)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    state = accel.backward(ctx, run.loss(batch), run.start.next(batch))
+    with pytest.raises(accel.StepError, match=r"counted already.*same_units=True.*weight="):
+        accel.backward(ctx, run.loss(batch), state)
+
+
+def test_an_epoch_left_between_two_windows_goes_on_there() -> None:
+    def train(ctx: accel.DistContext) -> torch.Tensor:
+        run = Run(ctx, accumulation=2)
+        state = run.start
+        for batch in accel.batches(ctx, run.loader, state):
+            state = run.micro(state, batch)
+            if state.updates == 1:
+                break
+        run.epochs(state, 1)
+        return run.parameters()
+
+    for parameters in simulate(train, 2):
+        torch.testing.assert_close(parameters, golden(windows_of(1, 2)), **EXACT)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_epoch_left_within_a_window_needs_a_discard_which_drops_its_gradients(strategy: str) -> None:
+    def train(ctx: accel.DistContext) -> torch.Tensor | None:
+        ctx = accel.replace(ctx, strategy=strategy)
+        run = Run(ctx)
+        state = run.start
+        for batch in accel.batches(ctx, run.loader, state):
+            state = run.micro(state, batch)
+            break
+        with pytest.raises(accel.StepError, match=r"state = accel.discard\(state, model\)"):
+            next(accel.batches(ctx, run.loader, state))
+        with pytest.raises(accel.StepError, match="discard"):
+            state.next_epoch()
+        state = accel.discard(state, run.model).next_epoch()
+        _ = run.epochs(state, 2)
+        full = accel.get_state_dict(ctx, run.model)
+        return torch.cat([each.flatten() for each in full.values()]) if full else None
+
+    epoch = windows_of(2)[2:]
+    parameters = simulate(train, 2, default_group=True)[0]
+    torch.testing.assert_close(parameters, golden(epoch), **EXACT)
+
+
+def test_discard_names_the_models_that_it_needs() -> None:
+    with pytest.raises(accel.ConfigError, match=r"state = accel.discard\(state, model\)"):
+        accel.discard(accel.train_state(accel.single()))
+
+
+def test_a_limit_of_batches_an_epoch() -> None:
+    ctx = accel.single()
+    run = Run(ctx)
+    state = run.start
+    while state.epoch < 2:
+        for number, batch in enumerate(accel.batches(ctx, run.loader, state), 1):
+            state = state.next(batch, last=number == 2)
+            with accel.accumulate(ctx, state, run.model):
+                state = accel.backward(ctx, run.loss(batch), state)
+            if state.sync:
+                state = run.step(state)
+            if number == 2:
+                break
+        state = state.next_epoch()
+    expected = [accel.order(0, epoch, len(DATA)).at(torch.arange(12)) for epoch in range(2)]
+    torch.testing.assert_close(run.parameters(), golden(expected), **EXACT)
+
+
+def test_evaluation_within_an_epoch_leaves_the_state_alone() -> None:
+    def train(ctx: accel.DistContext) -> torch.Tensor:
+        run = Run(ctx)
+        state = run.start
+        for batch in accel.batches(ctx, run.loader, state):
+            state = run.micro(state, batch)
+            with torch.no_grad():
+                seen = sum(each.valid.world for each in accel.batches(ctx, run.loader))
+            assert seen == len(DATA)
+        return run.parameters()
+
+    for parameters in simulate(train, 2):
+        torch.testing.assert_close(parameters, golden(windows_of(1)), **EXACT)
+
+
+def test_a_second_loader_beside_the_first_has_a_cursor_of_its_own() -> None:
+    ctx = accel.single()
+    run = Run(ctx)
+    other = accel.prepare_loader(ctx, DataLoader(TensorDataset(torch.arange(40)), batch_size=8))
+    state, cursor = run.start, accel.Cursor(seed=7)
+    for batch, beside in zip(accel.batches(ctx, run.loader, state), accel.batches(ctx, other, cursor), strict=False):
+        with pytest.raises(accel.StepError, match="cursor of its own"):
+            state.next(beside)
+        state = run.micro(state, batch)
+        cursor = beside.next
+    assert (state.epoch, cursor.consumed) == (1, 32)
+
+
+class Counting(IterableDataset[int]):
+    """A stream of a rank's own, of a length that differs by rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        return iter(range(100 * self.rank, 100 * self.rank + 12 + 4 * self.rank))
+
+
+def test_positions_of_a_stream_that_differ_by_rank_are_saved_and_resumed(tmp_path: Path) -> None:
+    def train(ctx: accel.DistContext, steps: int) -> list[int]:
+        state = accel.train_state(ctx)
+        if found := accel.latest_checkpoint(tmp_path):
+            state = accel.load_state(ctx, found, {"kept": [0], "place": state})["place"]
+        loader = accel.prepare_loader(ctx, DataLoader(Counting(ctx.rank), batch_size=2), stream="own")
+        model = accel.prepare_model(ctx, nn.Linear(1, 1))
+        seen: list[int] = []
+        for batch in accel.batches(ctx, loader, state):
+            seen += batch.data[: int(batch.valid)].tolist()
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                state = accel.backward(ctx, model(batch.data.float().unsqueeze(1)).mean(), state)
+            model.zero_grad()
+            state = msgspec.structs.replace(state, accum=state.accum.reset(), valid=None)
+            if len(seen) >= 2 * steps:
+                accel.save_state(ctx, tmp_path, {"kept": [0], "place": state}, step=len(seen))
+                break
+        return seen
+
+    first = simulate(lambda ctx: train(ctx, 2), 2)
+    rest = simulate(lambda ctx: train(ctx, 100), 2)
+    for rank in range(2):
+        assert first[rank] + rest[rank] == list(Counting(rank))
+        assert len(first[rank]) == 4
+
+
+def test_two_windows_over_one_cursor_step_in_turn_by_the_parts() -> None:
+    def train(ctx: accel.DistContext) -> tuple[int, int, int]:
+        run, other = Run(ctx), Run(ctx)
+        cursor = accel.Cursor(seed=0)
+        one = two = accel.Accumulation(2)
+        scaler = accel.loss_scale(ctx)  # shared in turn
+        while cursor.epoch < 2:
+            for batch in accel.batches(ctx, run.loader, cursor):
+                cursor = batch.next
+                one, two = one.next(last=batch.is_last), two.next(last=batch.is_last)
+                with accel.accumulate(ctx, one, run.model):
+                    one = accel.backward(ctx, run.loss(batch), scaler, one, weight=batch.valid)
+                if one.sync:
+                    step = accel.optimizer_step(ctx, run.optimizer, scaler, one)
+                    one, scaler = step.accum, step.scaler
+                with accel.accumulate(ctx, two, other.model):
+                    two = accel.backward(ctx, other.loss(batch), scaler, two, weight=batch.valid)
+                if two.sync:
+                    step = accel.optimizer_step(ctx, other.optimizer, scaler, two)
+                    two, scaler = step.accum, step.scaler
+        torch.testing.assert_close(run.parameters(), other.parameters(), **EXACT)
+        return cursor.epoch, one.updates, two.updates
+
+    assert simulate(train, 2) == [(2, 4, 4)] * 2
+
+
+def test_the_latest_step_is_known_but_neither_compared_nor_saved(tmp_path: Path) -> None:
+    ctx = accel.single()
+    run = Run(ctx, accumulation=1)
+    assert (run.start.stepped, run.start.grad_norm) == (False, None)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    state = accel.backward(ctx, run.loss(batch), run.start.next(batch))
+    stepped = run.step(state, max_norm=1e-3)
+    assert stepped.stepped
+    assert stepped.grad_norm is not None
+    assert stepped.grad_norm > 1e-3
+    bare = accel.TrainState(stepped.cursor, stepped.accum, stepped.scaler)
+    assert (bare, bare.grad_norm) == (stepped, None)
+    accel.save_state(ctx, tmp_path, {"state": stepped}, step=1)
+    loaded = accel.load_state(ctx, accel.latest_checkpoint(tmp_path), {"state": run.start})["state"]
+    assert loaded == stepped
+    assert (loaded.stepped, loaded.grad_norm) == (False, None)
+
+
+def test_division_and_clipping_by_calls_of_their_own_take_the_state() -> None:
+    def train(ctx: accel.DistContext, apart: bool) -> torch.Tensor:
+        run = Run(ctx, accumulation=1)
+        state = run.start
+        for batch in accel.batches(ctx, run.loader, state):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, run.model):
+                state = accel.backward(ctx, run.loss(batch), state)
+            if not apart:
+                state = run.step(state, max_norm=0.3)
+                continue
+            norm = accel.clip_grad_norm_(ctx, run.model.parameters(), 0.3, state)
+            accel.clip_grad_value_(ctx, run.model.parameters(), 10.0, state)
+            unscaled = accel.unscale_gradients(ctx, run.optimizer, state)
+            state = run.step(unscaled)
+            assert norm > 0.3
+        return run.parameters()
+
+    apart, at_once = (simulate(lambda ctx, how=how: train(ctx, how), 2) for how in (True, False))
+    torch.testing.assert_close(apart, at_once, rtol=0, atol=1e-6)
+
+
+def test_a_skipped_step_of_fp16_moves_on_with_the_next_scale() -> None:
+    with accel.session({}, precision="fp16", device="cpu") as ctx:
+        run = Run(ctx, accumulation=1)
+        state = run.start
+        for number, batch in enumerate(accel.batches(ctx, run.loader, state)):
+            state = state.next(batch)
+            loss = run.loss(batch).float() * (math.inf if number == 0 else 1.0)
+            state = accel.backward(ctx, loss, state)
+            state = run.step(state)
+            assert state.stepped == (number > 0)
+        assert (state.updates, state.accum.skipped) == (3, 1)
+        assert state.scaler.scale == run.start.scaler.scale / 2

@@ -34,9 +34,14 @@ from accel.lazy import exports
 if TYPE_CHECKING:
     from accel.checkpoint._background import Saving as Saving
     from accel.checkpoint._background import save_async as save_async
+    from accel.checkpoint._codec import Kept as Kept
+    from accel.checkpoint._codec import Making as Making
     from accel.checkpoint._codec import check_tensor as check_tensor
     from accel.checkpoint._codec import decode as decode
     from accel.checkpoint._codec import encode as encode
+    from accel.checkpoint._codec import encode_record as encode_record
+    from accel.checkpoint._codec import has_records as has_records
+    from accel.checkpoint._codec import record_tag as record_tag
     from accel.checkpoint._codec import tensors_in as tensors_in
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
@@ -49,6 +54,12 @@ if TYPE_CHECKING:
     from accel.checkpoint._plan import tied as tied
     from accel.checkpoint._read import Saved as Saved
     from accel.checkpoint._read import open_checkpoint as open_checkpoint
+    from accel.checkpoint._records import Classes as Classes
+    from accel.checkpoint._records import MisfitError as MisfitError
+    from accel.checkpoint._records import is_record as is_record
+    from accel.checkpoint._records import make_record as make_record
+    from accel.checkpoint._records import named_classes as named_classes
+    from accel.checkpoint._records import stored_names as stored_names
     from accel.checkpoint._save import save as save
     from accel.checkpoint._settle import settle as settle
     from accel.checkpoint._sharded import held_box as held_box
@@ -60,11 +71,22 @@ if TYPE_CHECKING:
 
 _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
-    "_codec": ("check_tensor", "decode", "encode", "tensors_in"),
+    "_codec": (
+        "Kept",
+        "Making",
+        "check_tensor",
+        "decode",
+        "encode",
+        "encode_record",
+        "has_records",
+        "record_tag",
+        "tensors_in",
+    ),
     "_merge": ("differing_values", "merge"),
     "_newest": ("Held", "Skipped", "hold_newest"),
     "_plan": ("checksum", "plan_checks", "plan_writes", "tied"),
     "_read": ("Saved", "open_checkpoint"),
+    "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),
     "_settle": ("settle",),
     "_sharded": ("held_box", "is_sharded", "like", "local_part", "memory_id"),

@@ -2,7 +2,7 @@
 """Nested values to JSON and back, exactly and by type; tensors are taken out by name.
 
 What JSON has stays as it is. Everything else is an object with one key that begins with "$": tuples, keys that are
-no text, bytes, complex numbers, integers beyond 64 bits, floats that are not finite, tensors.
+no text, bytes, complex numbers, integers beyond 64 bits, floats that are not finite, tensors, records.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 import torch
 
+from accel.checkpoint._records import Classes, MisfitError, class_name, fields_of, is_record, make_record
 from accel.checkpoint._sharded import held_box, is_sharded, local_part
 from accel.errors import CheckpointError
 from accel.storage import stored_dtype
@@ -28,7 +30,10 @@ _PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
 _WORD = 2**63
 
 
-def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+Kept = dict[str, object]  # by path: records, each with a class of its own
+
+
+def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:
     """Turn a value into what JSON can hold.
 
     Args:
@@ -36,6 +41,7 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             Counter of such; of exactly these types.
         path: the value's name, of which the names of its tensors are made.
         tensors: receives the tensors by name.
+        kept: receives the records by path.
 
     Raises:
         CheckpointError: something else is inside, named by its path.
@@ -56,38 +62,90 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"$tensor": _take(value, path, tensors)}
     if type(value) is list or type(value) is tuple:
         sequence = cast("list[object] | tuple[object, ...]", value)
-        children = [encode(child, f"{path}[{i}]", tensors) for i, child in enumerate(sequence)]
+        children = [encode(child, f"{path}[{i}]", tensors, kept) for i, child in enumerate(sequence)]
         return children if type(sequence) is list else {"$tuple": children}
-    if isinstance(value, msgspec.Struct):
-        tag = _record_tag(value)
-        fields = {name: getattr(value, name) for name in value.__struct_fields__}
-        return tag | {name: encode(child, f"{path}.{name}", tensors) for name, child in fields.items()}
+    if is_record(value):
+        return {"$record": [class_name(type(value)), encode_record(value, path, tensors, kept)]}
     if type(value) in (dict, OrderedDict, Counter):
-        return _encode_mapping(cast("dict[object, object]", value), path, tensors)
+        return _encode_mapping(cast("dict[object, object]", value), path, tensors, kept)
     raise _unsaveable(value, path)
 
 
-def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Make the value again that `encode` took apart; records come back as dicts of their fields.
+def encode_record(
+    value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None
+) -> dict[str, Any]:
+    """Turn a record into its fields by name, encoded, without the name of its class.
+
+    Raises:
+        CheckpointError: as `encode`.
+    """
+    if kept is not None:
+        kept[path] = value
+    return {name: encode(child, f"{path}.{name}", tensors, kept) for name, child in fields_of(value, path).items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Making:
+    """How records are made of what a file holds.
+
+    Attributes:
+        kept: live records by path: a record at the same path has the class of that one.
+        classes: else its class by name.
+        own: gives what becomes of each record that is made, by its path.
+        exact: whether records inside values have the names of their classes, as since format 4; else a dict in the
+            place of a live record is one.
+    """
+
+    kept: Mapping[str, object]
+    classes: Classes
+    own: Callable[[str, object], object]
+    exact: bool
+
+    def record(self, name: str, fields: dict[str, Any], path: str) -> object:
+        """Make a record.
+
+        Raises:
+            MisfitError: there is no class of that name, or it takes no such fields.
+        """
+        live = self.kept.get(path)
+        found = (type(live),) if live is not None and class_name(type(live)) == name else self.classes.get(name, ())
+        if len(found) != 1:
+            shown = name.removeprefix("accel.")
+            expected = f"one class {shown} among the values that are passed"
+            raise MisfitError(path, expected=expected, got=f"a {shown} in the file, and {len(found)} such classes")
+        return self.own(path, make_record(found[0], fields, path))
+
+
+def decode(
+    value: Any, where: str, tensors: Mapping[str, torch.Tensor], path: str = "", making: Making | None = None
+) -> Any:
+    """Make the value again that `encode` took apart.
 
     Args:
         value: decoded JSON, from anywhere.
         where: for errors.
         tensors: by name.
+        path: as `encode` had it.
+        making: makes records; without it they come back as dicts of their fields.
 
     Raises:
-        CheckpointError: it is nothing that `encode` makes.
+        CheckpointError: it is nothing that `encode` makes; a `MisfitError` if that is due to the classes of records.
     """
     if isinstance(value, list):
-        return [decode(child, where, tensors) for child in cast("list[Any]", value)]
+        held = enumerate(cast("list[Any]", value))
+        return [decode(child, where, tensors, f"{path}[{i}]", making) for i, child in held]
     if not isinstance(value, dict):
         return value
     fields = cast("dict[str, Any]", value)
     tag = next(iter(fields), "")
     if len(fields) != 1 or not tag.startswith("$"):
-        return {key: decode(child, where, tensors) for key, child in fields.items()}
+        made = {key: decode(child, where, tensors, path + _step(key), making) for key, child in fields.items()}
+        if making is None or making.exact or not is_record(live := making.kept.get(path)):
+            return made
+        made = {key: child for key, child in made.items() if key not in record_tag(live)}
+        return make_record(type(live), made, path, exact=False)
     try:
-        return _decode_tagged(tag, fields[tag], where, tensors)
+        return _decode_tagged(tag, fields[tag], where, tensors, path, making)
     except (TypeError, ValueError, LookupError, binascii.Error, struct.error) as error:
         raise CheckpointError(f"not a stored value: {tag}", where=where) from error
 
@@ -105,6 +163,16 @@ def tensors_in(value: Any) -> set[str]:
     fields = cast("dict[str, Any]", value)
     name = fields.get("$tensor")
     return {name} if isinstance(name, str) and len(fields) == 1 else tensors_in(list(fields.values()))
+
+
+def has_records(value: Any) -> bool:
+    """Whether an encoded value names classes, of records."""
+    if isinstance(value, list):
+        return any(map(has_records, cast("list[Any]", value)))
+    if not isinstance(value, dict):
+        return False
+    fields = cast("dict[str, Any]", value)
+    return (len(fields) == 1 and "$record" in fields) or has_records(list(fields.values()))
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
@@ -145,24 +213,35 @@ def _take(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> 
     return path
 
 
-def _encode_mapping(value: dict[object, object], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_mapping(value: dict[object, object], path: str, tensors: dict[str, torch.Tensor], kept: Kept | None) -> Any:
     kinds = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
     if type(value) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in value):
-        return {str(key): encode(child, path + _step(key), tensors) for key, child in value.items()}
+        return {str(key): encode(child, path + _step(key), tensors, kept) for key, child in value.items()}
     pairs: list[Any] = []
     for key, child in value.items():
-        if isinstance(key, torch.Tensor | msgspec.Struct):
+        if isinstance(key, torch.Tensor) or is_record(key):
             raise _unsaveable(key, f"a key of {path}")
-        pairs.append([encode(key, f"a key of {path}", {}), encode(child, path + _step(key), tensors)])
+        pairs.append([encode(key, f"a key of {path}", {}), encode(child, path + _step(key), tensors, kept)])
     return {kinds[type(value)]: pairs}
 
 
-def _decode_tagged(tag: str, inner: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    def child(value: Any) -> Any:
-        return decode(value, where, tensors)
+def _decode_tagged(
+    tag: str, inner: Any, where: str, tensors: Mapping[str, torch.Tensor], path: str, making: Making | None
+) -> Any:
+    def child(value: Any, step: str = "") -> Any:
+        return decode(value, where, tensors, path + step, making)
 
     def pairs(value: list[Any]) -> list[tuple[Any, Any]]:
-        return [(child(key), child(held)) for key, held in value]
+        found: list[tuple[Any, Any]] = []
+        for stored, held in value:
+            key = decode(stored, where, tensors)
+            found.append((key, child(held, _step(key))))
+        return found
+
+    def record(value: Any) -> object:
+        name, stored = value
+        fields = {str(key): child(held, f".{key}") for key, held in stored.items()}
+        return fields if making is None else making.record(str(name), fields, path)
 
     def real(value: Any) -> float:
         number = child(value)
@@ -171,7 +250,8 @@ def _decode_tagged(tag: str, inner: Any, where: str, tensors: Mapping[str, torch
         return number
 
     makers: dict[str, Callable[[Any], Any]] = {
-        "$tuple": lambda value: tuple(child(part) for part in cast("list[Any]", value)),
+        "$tuple": lambda value: tuple(child(part, f"[{i}]") for i, part in enumerate(cast("list[Any]", value))),
+        "$record": record,
         "$dict": lambda value: dict(pairs(value)),
         "$ordered": lambda value: OrderedDict(pairs(value)),
         "$counter": lambda value: Counter(dict(pairs(value))),
@@ -185,7 +265,10 @@ def _decode_tagged(tag: str, inner: Any, where: str, tensors: Mapping[str, torch
     return makers[tag](inner)
 
 
-def _record_tag(value: msgspec.Struct) -> dict[str, Any]:
+def record_tag(value: object) -> dict[str, Any]:
+    """Return what tells a Struct from others of a union, by its name; nothing of other records."""
+    if not isinstance(value, msgspec.Struct):
+        return {}
     config = value.__struct_config__
     return {config.tag_field: config.tag} if config.tag_field is not None else {}
 

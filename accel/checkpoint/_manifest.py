@@ -14,7 +14,7 @@ from accel.errors import CheckpointError
 from accel.storage import FileEntry, is_file_name
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 LARGEST_MANIFEST = 256 * 2**20  # bytes; about a million pieces
 RANKS = "$rng"  # the tensor of which each rank wrote a row; "$" keeps it apart from any item's name
 

@@ -10,13 +10,14 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import Content, Item, ItemKind, encode, is_sharded
+from accel.checkpoint import Content, Item, ItemKind, Kept, encode, encode_record, is_record, is_sharded, record_tag
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.parallel import unwrap_model
 from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
 from accel.training._parts import divided_names, without_parts
+from accel.training._records import check_records
 from accel.training._renaming import SaveTransform, transformed_tensors
 from accel.training._rows import write_row
 from accel.training._zero import inner
@@ -37,15 +38,6 @@ class Stateful(Protocol):
         ...
 
 
-@runtime_checkable
-class CheckedBeforeSave(Protocol):
-    """A record that cannot be saved at every moment."""
-
-    def check_saveable(self) -> None:
-        """Raise `ConfigError` unless a checkpoint may be taken now."""
-        ...
-
-
 def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
     """Take items apart into what this rank brings to a checkpoint. No communication; nothing is copied.
 
@@ -63,14 +55,15 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     for found, to_all, to_some in ((parameters, shared, own), (buffers, main, loose)):
         for name, (item, tensor) in found.items():
             (to_some if item in divided else to_all)[name] = tensor
-    entries = dict[str, Item]()
+    entries, kept = dict[str, Item](), Kept()
     for name, item in items.items():
         same, first = (own, loose) if name in divided else (shared, main)
         try:
-            entries[name] = _capture_item(name, item, modules, names, same, first)
+            entries[name] = _capture_item(name, item, modules, names, same, first, kept)
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
-    return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=write_row(ctx, items))
+    check_records(kept)
+    return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=write_row(ctx, kept))
 
 
 def kind_of(item: object) -> ItemKind:
@@ -81,7 +74,9 @@ def kind_of(item: object) -> ItemKind:
         return "optimizer"
     if isinstance(item, msgspec.Struct):
         return "record"
-    return "stateful" if isinstance(item, Stateful) and not isinstance(item, type) else "value"
+    if isinstance(item, Stateful) and not isinstance(item, type):
+        return "stateful"
+    return "record" if is_record(item) else "value"
 
 
 def type_name(item: object) -> str:
@@ -137,19 +132,20 @@ def _capture_item(
     names: Names,
     shared: dict[str, torch.Tensor],
     main: dict[str, torch.Tensor],
+    kept: Kept,
 ) -> Item:
     kind = kind_of(item)
     if isinstance(item, nn.Module):
         state = modules[name]
-        value = {key: encode(extra, f"{name}.{key}", main) for key, extra in state.extras.items()}
+        value = {key: encode(extra, f"{name}.{key}", main, kept) for key, extra in state.extras.items()}
     elif isinstance(item, torch.optim.Optimizer):
-        value = msgspec.to_builtins(encode_optimizer(item, name, names, shared))
+        value = msgspec.to_builtins(encode_optimizer(item, name, names, shared, kept))
     elif kind == "stateful" and isinstance(item, Stateful):
-        value = encode(item.state_dict(), name, main)
+        value = encode(item.state_dict(), name, main, kept)
+    elif kind == "record":
+        value = record_tag(item) | encode_record(item, name, main, kept)
     else:
-        if isinstance(item, CheckedBeforeSave):
-            item.check_saveable()
-        value = encode(item, name, main)
+        value = encode(item, name, main, kept)
     return Item(kind=kind, type=type_name(item), value=value)
 
 

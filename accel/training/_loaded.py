@@ -15,8 +15,9 @@ from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place, Span
 from accel.training._items import check_items
+from accel.training._loading import rollback, try_risky
 from accel.training._parts import check_taken
-from accel.training._restore import LoadOptions, Matching, finish, rollback, try_risky
+from accel.training._restore import LoadOptions, Matching, finish
 
 
 class Loaded(dict[str, Any]):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from accel.checkpoint import Box, Saved, held_box, is_sharded, like, local_part
+from accel.errors import CheckpointError
 
 Action = Callable[[], object]
 
@@ -64,3 +65,30 @@ def read_parts(saved: Saved, copies: Iterable[tuple[torch.Tensor, str]]) -> None
     """
     parts = ((local_part(live), name, held_box(live, name)) for live, name in copies)
     saved.read_all((part, name, box) for part, name, box in parts if box is not None and part.numel())
+
+
+def try_risky(changes: Changes) -> list[Action]:
+    """Make the changes that can fail; return what undoes them, last first. Undoes all if one fails.
+
+    Raises:
+        CheckpointError: an object refused its state.
+    """
+    undo: list[Action] = []
+    for change, back in changes.risky:
+        undo.insert(0, back)
+        try:
+            change()
+        except Exception as error:
+            rollback(undo)
+            raise CheckpointError(
+                f"an object refused its state: {type(error).__name__}: {error}",
+                where="load_state",
+                fix="Build it the way it was when it was saved; nothing has been changed.",
+            ) from error
+    return undo
+
+
+def rollback(undo: list[Action]) -> None:
+    """Undo changes."""
+    for back in undo:
+        back()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint import decode, encode
+from accel.checkpoint import Kept, Making, decode, encode
 from accel.errors import CheckpointError
 from accel.training._problems import Problems, facts
 from accel.training._zero import held_params, inner, load_state_dict, state_dict
@@ -50,7 +50,11 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_optimizer(
-    optimizer: torch.optim.Optimizer, item: str, names: Names, tensors: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    item: str,
+    names: Names,
+    tensors: dict[str, torch.Tensor],
+    kept: Kept | None = None,
 ) -> OptimizerValue:
     """Take an optimizer's state apart.
 
@@ -59,6 +63,7 @@ def encode_optimizer(
         item: its name, with which the tensors' names begin.
         names: parameter names by `id` of the parameter; a parameter without one is named by its position.
         tensors: receives the tensors by name.
+        kept: receives the records by path.
 
     Raises:
         CheckpointError: something in the state cannot be stored.
@@ -68,19 +73,20 @@ def encode_optimizer(
     for index, entries in packed["state"].items():
         if type(index) is not int or not 0 <= index < len(order):
             raise CheckpointError("state that belongs to no parameter", got=repr(index), where=f"{item}.state")
-        state[order[index]] = encode(entries, f"{item}.state.{order[index]}", tensors)
+        state[order[index]] = encode(entries, f"{item}.state.{order[index]}", tensors, kept)
     groups = tuple(
         Group(
             params=tuple(order[index] for index in cast("list[int]", group["params"])),
             options={
-                key: encode(value, f"{item}.param_groups[{i}].{key}", tensors)
+                key: encode(value, f"{item}.param_groups[{i}].{key}", tensors, kept)
                 for key, value in group.items()
                 if key not in _NAMING
             },
         )
         for i, group in enumerate(packed["param_groups"])
     )
-    rest = {k: encode(v, f"{item}.{k}", tensors) for k, v in packed.items() if k not in ("state", "param_groups")}
+    beside = {k: v for k, v in packed.items() if k not in ("state", "param_groups")}
+    rest = {k: encode(v, f"{item}.{k}", tensors, kept) for k, v in beside.items()}
     return OptimizerValue(groups, {name: ParamFacts(*facts(p)) for name, p in listed.items()}, state, rest)
 
 
@@ -178,6 +184,7 @@ def decode_optimizer(
     item: str,
     names: Names,
     tensors: Mapping[str, torch.Tensor],
+    making: Making | None = None,
 ) -> dict[str, Any]:
     """Return a state dict in torch's form for the live optimizer, which `compare_optimizer` found to fit.
 
@@ -187,6 +194,7 @@ def decode_optimizer(
         item: its name.
         names: the live parameters' names by `id`.
         tensors: the checkpoint's, copies that the optimizer may keep.
+        making: makes records.
 
     Raises:
         CheckpointError: the manifest holds what no optimizer gave.
@@ -195,15 +203,18 @@ def decode_optimizer(
     state: dict[int, Any] = {}
     for index, name in enumerate(listed):
         if name in stored.state:
-            state[index] = decode(stored.state[name], where, tensors)
+            state[index] = decode(stored.state[name], where, tensors, f"{item}.state.{name}", making)
             if not isinstance(state[index], dict):
                 raise CheckpointError("not a state of a parameter", got=repr(state[index]), where=f"{where}, {name}")
     live = cast("list[dict[str, Any]]", state_dict(optimizer)["param_groups"])
     groups: list[dict[str, Any]] = []
-    for group, mine in zip(stored.groups, live, strict=True):
-        options = {key: _beside(decode(value, where, tensors), mine.get(key)) for key, value in group.options.items()}
+    for i, (group, mine) in enumerate(zip(stored.groups, live, strict=True)):
+        options: dict[str, Any] = {}
+        for key, value in group.options.items():
+            option = decode(value, where, tensors, f"{item}.param_groups[{i}].{key}", making)
+            options[key] = _beside(option, mine.get(key))
         groups.append(options | {key: mine[key] for key in _NAMING if key in mine})
-    rest = {key: decode(value, where, tensors) for key, value in stored.rest.items()}
+    rest = {key: decode(value, where, tensors, f"{item}.{key}", making) for key, value in stored.rest.items()}
     return rest | {"state": state, "param_groups": groups}
 
 

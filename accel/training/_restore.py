@@ -8,11 +8,25 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import Item, Saved, decode, encode, is_sharded, like, local_part, tensors_in
+from accel.checkpoint import (
+    Item,
+    Kept,
+    Making,
+    MisfitError,
+    Saved,
+    decode,
+    encode,
+    encode_record,
+    has_records,
+    is_record,
+    is_sharded,
+    like,
+    local_part,
+    tensors_in,
+)
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState
@@ -23,6 +37,7 @@ from accel.training._optimizers import (
     OptimizerValue,
     compare_optimizer,
     decode_optimizer,
+    encode_optimizer,
     held_state,
     load_optimizer,
     part_of_value,
@@ -30,9 +45,10 @@ from accel.training._optimizers import (
 )
 from accel.training._parts import part_names, without_parts
 from accel.training._problems import Facts, Problems, facts, is_floating
+from accel.training._records import compare_fields, make_item, making
 from accel.training._renaming import LoadTransform, transformed_names
 from accel.training._rng import apply_rng, check_rng
-from accel.training._rows import read_row, row_part, with_own_part
+from accel.training._rows import Row, read_row, row_part, with_own_part
 from accel.training._slots import loadable_in_place
 from accel.training._zero import contents, inner, put_back
 
@@ -72,6 +88,7 @@ class Matching:
         self._ctx, self._saved, self._items = ctx, saved, items
         self._modules = module_states(items)
         self._names = parameter_names(self._modules)
+        self._row: Row | None = None
 
     def compare(self) -> None:
         """Compare by what the manifest tells. Changes nothing, reads no tensor.
@@ -98,14 +115,15 @@ class Matching:
         Raises:
             CheckpointError: something is not what was saved.
         """
+        self._row = read_row(self._ctx, self._saved)
         for make in self.changes.makers:
-            make()
+            try:
+                make()
+            except MisfitError as misfit:
+                self.problems.wrong_type(misfit.where, misfit.expected, misfit.got)
         if self.problems:
             raise self.problems.error(self._saved.path)
-        row = read_row(self._ctx, self._saved)
-        values = self.changes.values
-        self.changes.values = {name: with_own_part(value, name, row) for name, value in values.items()}
-        return check_rng(self._ctx, self._saved, row)
+        return check_rng(self._ctx, self._saved, self._row)
 
     def _judge(self, found: Problems) -> None:
         (self.problems if self._options.strict else self.skipped).add(found)
@@ -154,15 +172,18 @@ class Matching:
         for key in live.extras.keys() & extras.keys():
             self._want_all(name, extras[key])
             owner, before = live.owners[key], copy.deepcopy(live.extras[key])
-            self.changes.makers.append(_call(self._make_extra, name, extras[key], owner, before))
+            self.changes.makers.append(_call(self._make_extra, f"{name}.{key}", extras[key], owner, before))
 
     def _compare_tied(self, live: torch.Tensor, twin: str, key: str) -> None:
         one, other = (local_part(read_like(self._saved, self._sources[each], live)) for each in (twin, key))
         if not torch.equal(one, other):
             self.problems.wrong_type(key, f"the same tensor as {twin}", "another one")
 
-    def _make_extra(self, name: str, stored: Any, owner: nn.Module, before: Any) -> None:
-        value = self._decode(name, stored, {})
+    def _make_extra(self, path: str, stored: Any, owner: nn.Module, before: Any) -> None:
+        kept = Kept()
+        if has_records(stored):
+            encode(before, path, {}, kept)
+        value = self._decode(path, stored, {}, self._making(kept))
         self.changes.risky.append((_call(owner.set_extra_state, value), _call(owner.set_extra_state, before)))
 
     def _optimizer(self, name: str, live: torch.optim.Optimizer, item: Item) -> None:
@@ -207,7 +228,10 @@ class Matching:
             else:
                 tensors[key] = slot
                 self.changes.copies.append((slot, key))
-        state = decode_optimizer(live, value, name, self._names, tensors)
+        kept = Kept()
+        if has_records([value.state, value.rest, [group.options for group in value.groups]]):
+            encode_optimizer(live, name, self._names, {}, kept)
+        state = decode_optimizer(live, value, name, self._names, tensors, self._making(kept))
         self.changes.risky.append((_call(load_optimizer, live, state), _call(put_back, contents(live))))
 
     def _state_tensor(self, key: str, owner: _Owner) -> torch.Tensor:
@@ -219,57 +243,64 @@ class Matching:
             read = like(read, parameter)
         return read.to(self._state_dtype(key, owner))
 
-    def _fits_in(self, slot: torch.Tensor, key: str, owner: _Owner) -> bool:
-        return tuple(slot.shape) == self._facts(key)[1] and slot.dtype == self._state_dtype(key, owner)
-
     def _state_dtype(self, key: str, owner: _Owner) -> torch.dtype:
         stored, shape = self._facts(key)
         cast = stored == owner.stored_dtype and is_floating(stored) and shape
         return owner.parameter.dtype if cast else self._saved.stub(key).dtype
 
     def _stateful(self, name: str, live: Stateful, item: Item) -> None:
-        mine: dict[str, torch.Tensor] = {}
+        mine, kept = dict[str, torch.Tensor](), Kept()
         before = live.state_dict()
-        encode(before, name, mine)
+        encode(before, name, mine, kept)
         for key in self._want_all(name, item.value, mine) & mine.keys():
             if mine[key].numel():  # what is empty now has yet to grow
                 self.problems.compare_tensor(key, facts(mine[key]), self._facts(key))
-        self.changes.makers.append(_call(self._make_stateful, name, live, item, before, mine))
+        self.changes.makers.append(_call(self._make_stateful, name, live, item, before, mine, kept))
 
     def _make_stateful(
-        self, name: str, live: Stateful, item: Item, before: dict[str, Any], mine: Mapping[str, torch.Tensor]
+        self,
+        name: str,
+        live: Stateful,
+        item: Item,
+        before: dict[str, Any],
+        mine: Mapping[str, torch.Tensor],
+        kept: Kept,
     ) -> None:
-        state = self._decode(name, item.value, mine)
+        state = self._decode(name, item.value, mine, self._making(kept))
         back = _call(live.load_state_dict, copy.deepcopy(before))
         self.changes.risky.append((_call(live.load_state_dict, state), back))
 
     def _value(self, name: str, live: object, item: Item) -> None:
-        mine: dict[str, torch.Tensor] = {}
-        encode(live, name, mine)
-        found = self._want_all(name, item.value, mine)
-        if isinstance(live, msgspec.Struct):
-            tag = live.__struct_config__.tag_field
-            names = {*live.__struct_fields__, *filter(None, [tag])}
-            stored = _fields(item.value, name)
-            gone = {key for key in stored.keys() - names if stored[key] is None}  # by now no field, and nothing lost
-            self.problems.compare_names(names, stored.keys() - gone, f"{name}.")
-        if found:
-            self.changes.makers.append(_call(self._make_value, name, live, item, mine))
+        mine, kept = dict[str, torch.Tensor](), Kept()
+        if is_record(live):
+            encode_record(live, name, mine, kept)
+            compare_fields(name, live, _fields(item.value, name), self.problems)
         else:
-            self._make_value(name, live, item, mine)
+            encode(live, name, mine, kept)
+        read_first = bool(self._want_all(name, item.value, mine))
+        if read_first or self.problems or self._make_value(name, live, item, mine, kept):
+            self.changes.makers.append(_call(self._make_value, name, live, item, mine, kept))
 
-    def _make_value(self, name: str, live: object, item: Item, mine: Mapping[str, torch.Tensor]) -> None:
-        device = self._ctx.device if isinstance(live, msgspec.Struct) else torch.device("cpu")
-        value = self._decode(name, item.value, mine, device)
-        if isinstance(live, msgspec.Struct):
-            value = _record(name, live, value, self.problems)
-        else:
-            live_type = torch.Tensor if isinstance(live, torch.Tensor) else type(live)
-            found = torch.Tensor if isinstance(value, torch.Tensor) else cast("type[object]", type(value))
-            numbers = {live_type, found} <= {int, float}
-            if live is not None and found is not live_type and not numbers:
-                self.problems.wrong_type(f"item {name}", live_type.__name__, found.__name__)
-        self.changes.values[name] = value
+    def _make_value(self, name: str, live: object, item: Item, mine: Mapping[str, torch.Tensor], kept: Kept) -> bool:
+        """Make a value; return whether it fits what was passed."""
+        making, problems = self._making(kept), Problems()
+        value = live
+        try:
+            if is_record(live):
+                tensors = self._tensors(name, item.value, mine, self._ctx.device)
+                value = make_item(live, _fields(item.value, name), name, tensors, making)
+            else:
+                value = self._decode(name, item.value, mine, making)
+                _compare_class(name, live, value, problems)
+        except MisfitError as misfit:
+            problems.wrong_type(misfit.where, misfit.expected, misfit.got)
+        self.changes.values[name] = live if problems else value
+        self._judge(problems)
+        return not problems
+
+    def _making(self, kept: Kept) -> Making:
+        """How this rank makes records: with its own parts, once its row has been read."""
+        return making(kept, lambda path, made: with_own_part(made, path, self._row), self._saved.manifest.format)
 
     def _facts(self, key: str) -> Facts:
         entry = self._saved.entries[key]
@@ -294,47 +325,24 @@ class Matching:
         live = mine.get(key)
         return live if live is not None and tuple(live.shape) == self._facts(key)[1] else None
 
-    def _decode(
-        self, name: str, value: Any, mine: Mapping[str, torch.Tensor], device: torch.device | None = None
-    ) -> Any:
-        """Make a value with tensors of its own, each where its live namesake lies, others on a device or the CPU."""
+    def _decode(self, path: str, value: Any, mine: Mapping[str, torch.Tensor], making: Making) -> Any:
+        """Make a value with tensors of its own, each where its live namesake lies, others on the CPU."""
+        return decode(value, f"item {path}", self._tensors(path, value, mine, torch.device("cpu")), path, making)
+
+    def _tensors(
+        self, path: str, value: Any, mine: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Read the tensors of a value, each to where its live namesake lies, others to a device."""
         tensors: dict[str, torch.Tensor] = {}
-        for key in self._names_in(name, value):
+        for key in self._names_in(path, value):
             read, namesake = read_like(self._saved, key, self._template(key, mine)), mine.get(key)
             if namesake is None:
-                tensors[key] = read.to(device or "cpu")
+                tensors[key] = read.to(device)
                 continue
             if self._options.cast and read.is_floating_point() and namesake.is_floating_point():
                 read = read.to(namesake.dtype)
             tensors[key] = read if is_sharded(read) else read.to(namesake.device)
-        return decode(value, f"item {name}", tensors)
-
-
-def try_risky(changes: Changes) -> list[Action]:
-    """Make the changes that can fail; return what undoes them, last first. Undoes all if one fails.
-
-    Raises:
-        CheckpointError: an object refused its state.
-    """
-    undo: list[Action] = []
-    for change, back in changes.risky:
-        undo.insert(0, back)
-        try:
-            change()
-        except Exception as error:
-            rollback(undo)
-            raise CheckpointError(
-                f"an object refused its state: {type(error).__name__}: {error}",
-                where="load_state",
-                fix="Build it the way it was when it was saved; nothing has been changed.",
-            ) from error
-    return undo
-
-
-def rollback(undo: list[Action]) -> None:
-    """Undo changes."""
-    for back in undo:
-        back()
+        return tensors
 
 
 def finish(ctx: DistContext, saved: Saved, changes: Changes, rng: RngState | None) -> None:
@@ -359,18 +367,11 @@ def _same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
     return True
 
 
-def _record(name: str, live: msgspec.Struct, value: object, problems: Problems) -> object:
-    stored = _fields(value, name)
-    try:
-        return msgspec.convert({_wire_name(live, key): held for key, held in stored.items()}, type(live))
-    except msgspec.ValidationError as error:
-        problems.wrong_type(f"item {name}", type(live).__qualname__, f"a value that is none: {error}")
-        return live
-
-
-def _wire_name(live: msgspec.Struct, name: str) -> str:
-    names = dict(zip(live.__struct_fields__, live.__struct_encode_fields__, strict=True))
-    return names.get(name, name)
+def _compare_class(name: str, live: object, value: object, problems: Problems) -> None:
+    """Note a value of another class than the live one; None stands for any, a number for any number."""
+    classes = [torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in (live, value)]
+    if live is not None and classes[0] is not classes[1] and not set(classes) <= {int, float}:
+        problems.wrong_type(f"item {name}", classes[0].__name__, classes[1].__name__)
 
 
 def _belongs(key: str, inside: set[str]) -> bool:

@@ -48,26 +48,30 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         rng: its random streams.
-        parts: of records, by item.
+        parts: of records, by path; a record that is an item has the item's name.
     """
 
     rng: RngState
     parts: dict[str, _Part]
 
 
-def write_row(ctx: DistContext, items: Mapping[str, object]) -> bytes:
-    """Return what is this rank's own of its streams and items.
+def write_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
+    """Return what is this rank's own of its streams and records.
+
+    Args:
+        ctx: the context.
+        records: all that the items hold, by path.
 
     Raises:
         CheckpointError: something cannot be stored, named by its path.
     """
     parts: dict[str, _Part] = {}
-    for name, item in items.items():
-        part = item.rank_part() if isinstance(item, DiffersByRank) and not isinstance(item, type) else None
+    for path, record in records.items():
+        part = record.rank_part() if isinstance(record, DiffersByRank) and not isinstance(record, type) else None
         if part is not None:
             tensors: dict[str, torch.Tensor] = {}
-            value = encode(part, name, tensors)
-            parts[name] = _Part(value, {key: _to_bytes(key, tensor) for key, tensor in tensors.items()})
+            value = encode(part, path, tensors)
+            parts[path] = _Part(value, {key: _to_bytes(key, tensor) for key, tensor in tensors.items()})
     return msgspec.msgpack.encode(Row(capture_rng(ctx.device), parts))
 
 
@@ -100,15 +104,15 @@ def read_row(ctx: DistContext, saved: Saved) -> Row | None:
         raise CheckpointError(f"not a rank's row: {error}", where=where) from error
 
 
-def with_own_part(value: object, name: str, row: Row | None) -> object:
-    """Return a loaded record with this rank's own part; other values as they are.
+def with_own_part(value: object, path: str, row: Row | None) -> object:
+    """Return a loaded record with this rank's own part, if there is one of its path; others as they are.
 
     Raises:
         CheckpointError: the part does not fit.
     """
-    if row is None or name not in row.parts or not isinstance(value, DiffersByRank):
+    if row is None or path not in row.parts or not isinstance(value, DiffersByRank):
         return value
-    part, where = row.parts[name], f"item {name}, this rank's part"
+    part, where = row.parts[path], f"item {path}, this rank's part"
     try:
         tensors = {key: _from_bytes(tensor) for key, tensor in part.tensors.items()}
         return value.with_rank_part(decode(part.value, where, tensors))

@@ -21,11 +21,10 @@ from accel.errors import CheckpointError, ConfigError
 from accel.precision import LossScale
 from accel.storage import open_directory, read_tensors
 from accel.training._items import Stateful, check_items, module_states
-from accel.training._loading import Changes
+from accel.training._loading import Changes, rollback, try_risky
 from accel.training._modules import ModuleState
 from accel.training._optimizers import load_optimizer
 from accel.training._problems import Problems, facts
-from accel.training._restore import rollback, try_risky
 from accel.training._zero import contents, put_back
 
 Copy = tuple[torch.Tensor, torch.Tensor]

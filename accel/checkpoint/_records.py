@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records by the names of their fields, and back into their own classes: Structs, dataclasses, namedtuples.
+
+Classes are those of live values and of their fields' annotations, and accel's own; none is looked up by a name from a
+file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, cast
+
+import msgspec
+
+from accel.errors import CheckpointError
+
+Classes = Mapping[str, tuple[type, ...]]
+
+
+class MisfitError(CheckpointError):
+    """A stored value and the class that it should become differ: `where`, `expected` and `got` say in what."""
+
+    def __init__(self, where: str, *, expected: str, got: str) -> None:
+        super().__init__("not what the class holds", expected=expected, got=got, where=where)
+
+
+def is_record(value: object) -> bool:
+    """Whether a value is a record: an instance of a `msgspec.Struct`, a dataclass or a namedtuple."""
+    return not isinstance(value, type) and _is_record_class(type(value))
+
+
+def class_name(kind: type) -> str:
+    """Return the name that a class is stored under; accel's own begin with `accel.`, whatever module they are in."""
+    ours = kind.__module__.partition(".")[0] == "accel"
+    return f"accel.{kind.__qualname__}" if ours else kind.__qualname__
+
+
+def stored_names(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names of a record's fields that are saved: all but those that a Struct's `unsaved_fields` lists."""
+    if issubclass(kind, msgspec.Struct):
+        unsaved: frozenset[str] = getattr(kind, "unsaved_fields", frozenset[str]())
+        return tuple(name for name in kind.__struct_fields__ if name not in unsaved)
+    return _field_names(kind)
+
+
+def fields_of(record: object, path: str) -> dict[str, object]:
+    """Return what is stored of a record by name.
+
+    Raises:
+        CheckpointError: it could not be made again of that: it has attributes beside its fields, or a field without a
+            value, or its class refuses what it holds.
+    """
+    names = stored_names(type(record))
+    known = {*_field_names(type(record)), *_cached_properties(type(record))}
+    beside = [name for name in getattr(record, "__dict__", {}) if name not in known]
+    unset = [name for name in names if not hasattr(record, name)]
+    if beside or unset:
+        raise CheckpointError(
+            f"a {type(record).__name__} that its fields do not describe",
+            expected=f"a value for each of {', '.join(names)}, and no other attributes",
+            got=f"also {', '.join(beside)}" if beside else f"none for {', '.join(unset)}",
+            where=path,
+            fix="Give it state_dict() and load_state_dict(), or make every attribute a field.",
+        )
+    fields = {name: getattr(record, name) for name in names}
+    try:
+        _ = make_record(type(record), fields, path)
+    except MisfitError as error:
+        raise CheckpointError(
+            f"a {type(record).__name__} that its own class refuses, so that it could not be loaded",
+            expected=error.expected,
+            got=error.got,
+            where=path,
+            fix="Annotate its fields by the types that they hold.",
+        ) from error
+    return fields
+
+
+def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact: bool = True) -> Any:
+    """Make a record of what was stored of it.
+
+    Args:
+        kind: its class.
+        fields: by name.
+        path: its name, for errors.
+        exact: whether fields hold values of their own types; else nested records may be dicts, as before format 4.
+
+    Raises:
+        MisfitError: the class has other fields, or takes no such values.
+    """
+    names, gone = stored_names(kind), {name for name, value in fields.items() if value is None}
+    missing = [name for name in names if name not in fields]
+    if class_name(kind).startswith("accel."):
+        missing = []  # an older accel had no such field yet, and the class checks what it needs
+    unexpected = sorted(fields.keys() - names - gone)
+    if exact and (missing or unexpected):
+        facts = [f"no {', '.join(missing)}"] if missing else []
+        facts += [f"also {', '.join(unexpected)}"] if unexpected else []
+        raise MisfitError(path, expected=f"{kind.__qualname__} of {', '.join(names)}", got=" and ".join(facts))
+    held = {name: value for name, value in fields.items() if name in names}
+    if issubclass(kind, msgspec.Struct):
+        return _make_struct(kind, held, path, exact=exact)
+    if issubclass(kind, tuple):
+        return cast("Any", kind)(**held)
+    made: Any = object.__new__(kind)  # and no second run of __post_init__
+    for name, value in held.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def named_classes(kinds: Iterable[type]) -> Classes:
+    """Return classes of records and enums, and those in the annotations of their fields, by stored name."""
+    seen = dict[type, None]()
+    for kind in kinds:
+        _add_classes(kind, seen)
+    found = dict[str, tuple[type, ...]]()
+    for kind in seen:
+        found[class_name(kind)] = (*found.get(class_name(kind), ()), kind)
+    return found
+
+
+def _is_record_class(kind: type[Any]) -> bool:
+    if issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind):
+        return True
+    return issubclass(kind, tuple) and isinstance(getattr(cast("type[Any]", kind), "_fields", None), tuple)
+
+
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    if issubclass(kind, tuple):
+        return cast("Any", kind)._fields
+    return tuple(field.name for field in dataclasses.fields(cast("Any", kind)))
+
+
+def _cached_properties(kind: type) -> set[str]:
+    members = {name: member for base in kind.__mro__ for name, member in vars(base).items()}
+    return {name for name, member in members.items() if isinstance(member, functools.cached_property)}
+
+
+def _make_struct(kind: type[msgspec.Struct], fields: Mapping[str, Any], path: str, *, exact: bool) -> msgspec.Struct:
+    try:
+        made = _converted(kind, fields)
+    except msgspec.ValidationError as error:
+        plain = {name: _plain(value) for name, value in fields.items()}
+        try:
+            made = _converted(kind, plain)
+        except msgspec.ValidationError:
+            raise MisfitError(path, expected=kind.__qualname__, got=f"a value that is none: {error}") from error
+    for name, value in fields.items() if exact else ():
+        taken = getattr(made, name)
+        if taken is not value and (type(taken) is type(value) or type(taken) in _PLAIN):
+            msgspec.structs.force_setattr(made, name, value)  # convert takes a Counter for a dict, 1 for 1.0
+    return made
+
+
+_PLAIN = frozenset({bool, int, float, str, bytes, list, dict, type(None)})
+
+
+def _converted(kind: type[msgspec.Struct], fields: Mapping[str, Any]) -> msgspec.Struct:
+    """A Struct whose class has checked the fields.
+
+    Raises:
+        msgspec.ValidationError: it takes no such values.
+    """
+    config = kind.__struct_config__
+    tag = {config.tag_field: config.tag} if config.tag_field is not None else {}
+    wire = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    try:
+        if not config.array_like:
+            return msgspec.convert(tag | {wire[name]: value for name, value in fields.items()}, kind)
+        given = kind(**fields)  # what an array leaves out it must leave out at its end
+        return msgspec.convert([*tag.values(), *(getattr(given, name) for name in kind.__struct_fields__)], kind)
+    except msgspec.ValidationError:
+        raise
+    except (TypeError, ValueError, NameError) as error:  # of annotations, too, that msgspec cannot check
+        try:
+            return kind(**fields)
+        except (TypeError, ValueError) as refusal:
+            raise msgspec.ValidationError(str(refusal)) from error
+
+
+def _plain(value: Any) -> Any:
+    """A value as annotations of plain types take it: numbers of numpy and members of enums as what they stand for."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    if type(value) is list or type(value) is tuple:
+        children = [_plain(child) for child in cast("Sequence[Any]", value)]
+        return children if isinstance(value, list) else tuple(children)
+    if isinstance(value, dict):
+        return {_plain(key): _plain(child) for key, child in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def _add_classes(hint: object, seen: dict[type, None]) -> None:
+    """Add what an annotation names of records and enums, and their fields' annotations name."""
+    for part in typing.get_args(hint):
+        _add_classes(part, seen)
+    if not _has_own_class(hint) or hint in seen:
+        return
+    seen[hint] = None
+    if not issubclass(hint, enum.Enum):
+        try:
+            hints = typing.get_type_hints(hint)
+        except (NameError, TypeError, AttributeError):  # names that only a type checker sees
+            hints = {}
+        for annotation in hints.values():
+            _add_classes(annotation, seen)
+
+
+def _has_own_class(hint: object) -> TypeGuard[type[Any]]:
+    return isinstance(hint, type) and (issubclass(hint, enum.Enum) or _is_record_class(cast("type[Any]", hint)))

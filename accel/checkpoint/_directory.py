@@ -49,6 +49,13 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
 
     Raises:
         CheckpointError: the folder cannot be read.
+
+    Example:
+        >>> accel.latest_checkpoint("runs/demo") is None
+        True
+        >>> path = accel.save_state(ctx, "runs/demo", items, step=3)
+        >>> accel.latest_checkpoint("runs/demo") == path
+        True
     """
     folder = as_place(out)
     if isinstance(folder, Path) and not os.path.lexists(folder):

@@ -177,6 +177,11 @@ def prepare_loader(
     Raises:
         DataError: a loader that cannot be sharded exactly; the message says why and what to do.
         ConfigError: an argument outside its range, or without an effect.
+
+    Example:
+        >>> loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=4), global_batch=4)
+        >>> [int(batch.valid) for batch in accel.batches(ctx, loader, accel.Cursor())]
+        [4, 4, 2]
     """
     ctx.comm.check_open()
     raw = cast(Any, loader)  # torch leaves several attributes untyped

@@ -36,6 +36,14 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch, *, tag: str | No
     Raises:
         DataError: a tensor whose first dimension is not the batch's; on every rank.
         CollectiveMismatch, TreeError: as `gather`.
+
+    Example:
+        >>> counted = 0
+        >>> for batch in accel.batches(ctx, loader, accel.Cursor()):
+        ...     inputs, targets = batch.data
+        ...     counted += len(accel.gather_for_metrics(ctx, (model(inputs) - targets).square(), batch))
+        >>> counted == len(dataset)
+        True
     """
     with shared_failure(ctx.comm, "gather_for_metrics"):
         _check_rows(ctx, tree, batch)

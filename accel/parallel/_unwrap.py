@@ -15,6 +15,11 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
     Args:
         model: from `prepare_model`, or compiled, or plain.
+
+    Example:
+        >>> model = accel.prepare_model(ctx, net)
+        >>> accel.unwrap_model(model) is net
+        True
     """
     while (name := wrapped_name(model)) is not None:
         model = getattr(model, name)

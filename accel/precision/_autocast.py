@@ -40,6 +40,12 @@ def autocast(
     Raises:
         DeviceError: the device does not compute in that format.
         ConfigError: an unknown precision.
+
+    Example:
+        >>> with accel.autocast(ctx, "bf16"):
+        ...     outputs = model(inputs)
+        >>> outputs.dtype
+        torch.bfloat16
     """
     chosen = ctx.precision if precision is None else precision_of(precision, where="autocast(precision=)")
     if precision is None and chosen.compute == "fp32":

@@ -79,6 +79,12 @@ def loss_scale(ctx: DistContext, *, initial: float = 2.0**16, growth_interval: i
     Raises:
         ConfigError: a value outside its range.
         DeviceError: the device does not compute in the context's precision.
+
+    Example:
+        >>> accel.loss_scale(ctx).scale
+        1.0
+        >>> accel.loss_scale(accel.replace(ctx, precision="fp16")).scale
+        65536.0
     """
     check_compute(ctx.device, ctx.precision.compute)
     if ctx.precision.compute != "fp16":

@@ -294,6 +294,13 @@ def prepare(ctx: DistContext, /, *objects: Any) -> Any:
             then.
         DeviceError, PrepareError, DataError: as `prepare_model` and `prepare_loader`.
         ContextClosedError: the context is closed.
+
+    Example:
+        >>> net = nn.Linear(4, 1)
+        >>> adam = torch.optim.Adam(net.parameters())
+        >>> model, optimizer, loader = accel.prepare(ctx, net, adam, DataLoader(dataset, batch_size=4))
+        >>> optimizer is adam, loader.samples
+        (True, 10)
     """
     prepared = prepare_objects(ctx, objects)
     return prepared[0] if len(prepared) == 1 else prepared

@@ -132,6 +132,11 @@ def save_state(
         NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed. In mode
             "async", `result` raises it, of what is written.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
+
+    Example:
+        >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "optimizer": optimizer}, step=3, keep=2)
+        >>> path.name
+        'step-00000003'
     """
     ctx.comm.finish()
     error, place, content, rule, rated = None, None, None, None, {}
@@ -200,6 +205,12 @@ def load_state(
             fit: every difference is listed. The same on every rank; nothing has been changed, unless the disk fails
             after all has been checked, which the error says.
         ConfigError: no items, a name that is no identifier, or a transform that returned what it may not.
+
+    Example:
+        >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "best": 0.25}, step=3)
+        >>> loaded = accel.load_state(ctx, path, {"model": model, "best": 0.0})
+        >>> loaded["best"]
+        0.25
     """
     options = LoadOptions(strict, cast, transform)
     loaded = load_newest(ctx, path, lambda _: items, verify=verify, options=options, site=call_site())

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented names
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel.env import LaunchEnv
 from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
@@ -25,6 +25,8 @@ _SILENT_S = 1.0  # until it is said that rank 0 is waited for
 _STARTING_S = 5.0  # the same where its host answers: the other ranks may have been quicker
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 _LINGER_S = 3.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_BACKLOG = 2048  # that of torch's own server
 # What ranks need not be told alike, of `LaunchEnv`.
 _OWN = {"rank", "local_rank", "node_rank", "master_addr", "master_port", "restarts", "launcher"}
 
@@ -69,12 +71,10 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
 
 def _meet(env: LaunchEnv, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
-    address = f"tcp://{env.master_addr}:{env.master_port}"
     names = [f"rank {rank}" for rank in range(env.world_size)]
     store = None
     try:
-        found = cast(Any, dist).rendezvous(address, env.rank, env.world_size, timeout=timeout)
-        shared = cast(Store, next(iter(found))[0])
+        shared = _serve_here(env, timeout) or _join(env, timeout)
         opening = (shared.add("accel/openings", 1) - 1) // env.world_size
         store = PrefixStore(f"accel/{opening}", shared)
         store.set_timeout(timeout)
@@ -90,6 +90,40 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
             fix="See whether all processes were started, and what they printed.",
         ) from error
     return store
+
+
+def _join(env: LaunchEnv, timeout: timedelta) -> Store:
+    """Serve the address where ranks meet, on all interfaces, or reach whoever serves it: as torch finds it."""
+    address = f"tcp://{env.master_addr}:{env.master_port}"
+    found = cast(Any, dist).rendezvous(address, env.rank, env.world_size, timeout=timeout)
+    return cast(Store, next(iter(found))[0])
+
+
+def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
+    """Serve an address of the loopback interface on that interface only; torch would listen on all of them.
+
+    Returns:
+        None where ranks meet elsewhere, and where somebody serves already: torchrun, or an earlier opening.
+    """
+    if env.rank or env.master_addr not in _LOOPBACK or env.master_port is None or _knock(env, _SILENT_S) is None:
+        return None
+    family = socket.AF_INET6 if ":" in env.master_addr else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((env.master_addr, env.master_port))
+        except OSError:  # torch says why
+            return None
+        listener.listen(_BACKLOG)
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # a next opening, before this one has ended, finds it
+            master_listen_fd=listener.detach(),
+        )
 
 
 def _await_server(env: LaunchEnv, timeout_s: float) -> None:

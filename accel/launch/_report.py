@@ -8,9 +8,10 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 
 from accel.launch._frames import is_users
-from accel.launch._record import Failure
+from accel.launch._record import Failure, FailureRecord
 
 _MOST_OTHERS = 8
+_LONG = 120  # characters of a message that is not repeated
 _WORKER = "/launch/_worker.py"
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')
 _HINTS = (
@@ -45,12 +46,15 @@ def failure_report(
     lines += [f"accel: {hint}" for number, hint in _HINTS if first.status == -number]
     lines += [f"accel: its output is in {log}"] if log else []
     lines += [f"accel: {where}"] if where else []
-    after = [told(other) for other in sorted(others, key=lambda other: other.time_s)]
+    after = [
+        f"rank {other.rank} failed with the same error{_place(other)}" if _is_same(first, other) else told(other)
+        for other in sorted(others, key=lambda other: other.time_s)
+    ]
     lines += [f"accel: after it, {text}" for text in after[:_MOST_OTHERS]]
     if len(after) > _MOST_OTHERS:
         lines.append(f"accel: after it, {len(after) - _MOST_OTHERS} more ranks failed")
     # Python shows no traceback of a SystemExit either.
-    raised = first.record.traceback if first.record and first.record.exception != "SystemExit" else ""
+    raised = _raised(first.record) if first.record and first.record.exception != "SystemExit" else ""
     return "\n".join(lines) + "\n" + _visible(first.crash) + raised
 
 
@@ -83,11 +87,30 @@ def _what(failure: Failure) -> str:
     if failure.record is None:
         return f"exited with status {failure.status} and left no traceback"
     record = failure.record
-    place = f" - at {record.location}" if record.location else ""
+    place = _place(failure)
     if record.exception == "SystemExit":
         return f"exited with status {failure.status}{place}"
     message = next(iter(record.message.splitlines()), "")
     return f"failed: {record.exception}{': ' if message else ''}{message}{place}"
+
+
+def _place(failure: Failure) -> str:
+    return f" - at {failure.record.location}" if failure.record and failure.record.location else ""
+
+
+def _is_same(first: Failure, other: Failure) -> bool:
+    """Whether two ranks raised one error that is long enough to be told once."""
+    one, two = first.record, other.record
+    if one is None or two is None or len(one.message) < _LONG:
+        return False
+    return (one.exception, one.message) == (two.exception, two.message)
+
+
+def _raised(record: FailureRecord) -> str:
+    """Return a traceback; without the message at its end if that is long, because the first line has it."""
+    end = f": {record.message}\n"
+    is_told = len(record.message) >= _LONG and len(record.message.splitlines()) == 1
+    return f"{record.traceback.removesuffix(end)}\n" if is_told and record.traceback.endswith(end) else record.traceback
 
 
 def _visible(crash: str) -> str:

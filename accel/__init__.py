@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from accel.training import prepare as prepare
     from accel.training import prepare_optimizer as prepare_optimizer
     from accel.training import prepare_scheduler as prepare_scheduler
+    from accel.training import resume as resume
     from accel.training import save as save
     from accel.training import save_model as save_model
     from accel.training import save_state as save_state
@@ -239,6 +240,7 @@ _HOMES = {
         "prepare",
         "prepare_optimizer",
         "prepare_scheduler",
+        "resume",
         "save",
         "save_model",
         "save_state",

@@ -17,6 +17,7 @@ from accel.training._prepare import prepare_optimizer as prepare_optimizer
 from accel.training._prepare import prepare_scheduler as prepare_scheduler
 from accel.training._prepare_typed import prepare as prepare
 from accel.training._renaming import Stored as Stored
+from accel.training._resume import resume as resume
 from accel.training._state import Loaded as Loaded
 from accel.training._state import load_state as load_state
 from accel.training._state import save_state as save_state

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -319,21 +318,18 @@ class Counting(IterableDataset[int]):
 
 def test_positions_of_a_stream_that_differ_by_rank_are_saved_and_resumed(tmp_path: Path) -> None:
     def train(ctx: accel.DistContext, steps: int) -> list[int]:
-        state = accel.train_state(ctx)
-        if found := accel.latest_checkpoint(tmp_path):
-            state = accel.load_state(ctx, found, {"kept": [0], "place": state})["place"]
         loader = accel.prepare_loader(ctx, DataLoader(Counting(ctx.rank), batch_size=2), stream="own")
         model = accel.prepare_model(ctx, nn.Linear(1, 1))
+        state = accel.resume(ctx, tmp_path, {"model": model}, accel.train_state(ctx))
         seen: list[int] = []
         for batch in accel.batches(ctx, loader, state):
             seen += batch.data[: int(batch.valid)].tolist()
             state = state.next(batch)
             with accel.accumulate(ctx, state, model):
                 state = accel.backward(ctx, model(batch.data.float().unsqueeze(1)).mean(), state)
-            model.zero_grad()
-            state = msgspec.structs.replace(state, accum=state.accum.reset(), valid=None)
+            state = accel.discard(state, model)
             if len(seen) >= 2 * steps:
-                accel.save_state(ctx, tmp_path, {"kept": [0], "place": state}, step=len(seen))
+                accel.save_state(ctx, tmp_path, {"model": model, "place": state}, step=len(seen))
                 break
         return seen
 

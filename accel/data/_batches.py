@@ -19,7 +19,7 @@ from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, Request, plan_epoch, requests
 from accel.data._loader import Loader
 from accel.data._plan import Cursor, Positioned, SampleCount, Shard, check_entry, copies_of
-from accel.data._reading import Asked, RequestedDataset, read_here, seed_base
+from accel.data._reading import Asked, RequestedDataset, has_epochs, read_here, seed_base
 from accel.data._stream import StreamLoader
 from accel.data._stream_steps import stream_steps
 from accel.data._transfer import check_movable, moved
@@ -155,7 +155,8 @@ def _read(ctx: DistContext, loader: Loader, epoch: Epoch, wanted: Iterator[Reque
     at = epoch.cursor
     key = Key(at.seed).fold_in("worker", at.epoch, *([] if loader.source.salt is None else [loader.source.salt]))
     base = seed_base(key) if loader.seed_samples else None
-    asked = Asked(wanted, base, bare=not (loader.seed_samples or loader.whole))
+    bare = not (loader.seed_samples or loader.whole or has_epochs(loader.dataset))
+    asked = Asked(wanted, at.epoch, base, bare=bare)
     is_last = False
     try:
         with _reader(loader, asked, key) as reader:

@@ -53,10 +53,11 @@ def read_source(
     sampler = batcher if cuts_itself else batcher.sampler
     once, name = hasattr(sampler, "__next__"), type(sampler).__name__
     _refuse(once, "the sampler can be iterated only once", name, "Pass an object that gives a new iterator each time.")
-    size, drops = (0, False) if cuts_itself else (batcher.batch_size, batcher.drop_last)
+    size = 0 if cuts_itself else batcher.batch_size
+    drops = getattr(batcher, "drop_last", False) is True
     given = {"global_batch": global_batch, "batch_tokens": batch_tokens, "batches_per_step": batches_per_step}
     _check_arguments({name for name, value in given.items() if value is not None}, lengths, cuts_itself, size)
-    if tail is not None and drops and tail != "drop":
+    if tail is not None and drops and tail != "drop" and not cuts_itself:  # whose own is about its batches alone
         raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
     tail = tail or ("drop" if drops else "ragged")
     held = len(loader.dataset) if isinstance(loader.dataset, Sized) else None

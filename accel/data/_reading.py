@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 
 from accel.data._epoch import Request
 from accel.data._plan import Shard
+from accel.data._twin import twin
 from accel.random import Key, isolated_rng
 
 _WORD = 2**64 - 1
@@ -73,11 +74,12 @@ class Asked:
 
     Attributes:
         parts: the shards that were asked and not given yet.
-        bare: whether only samples are asked, not the streams for them.
+        bare: whether only samples are asked, not the streams and the epoch for them.
     """
 
-    def __init__(self, requests: Iterator[Request], base: int | None, *, bare: bool) -> None:
+    def __init__(self, requests: Iterator[Request], epoch: int, base: int | None, *, bare: bool) -> None:
         self._requests = requests
+        self._epoch = epoch
         self._base = base
         self.bare = bare
         self.parts: deque[Shard] = deque()
@@ -85,7 +87,7 @@ class Asked:
     def __iter__(self) -> Iterator[Any]:
         for part, samples in self._requests:
             self.parts.append(part)
-            yield samples if self.bare else (self._base, part.start, part.stop, samples)
+            yield samples if self.bare else (self._epoch, self._base, part.start, part.stop, samples)
 
 
 class RequestedDataset(Dataset[Any]):
@@ -93,14 +95,16 @@ class RequestedDataset(Dataset[Any]):
 
     So augmentation is the same whoever reads a sample, with whichever others. To a `worker_init_fn`, which finds it as
     `get_worker_info().dataset`, it has the attributes, length and samples of the user's dataset, and what is set on it
-    is set there.
+    is set there. A dataset with `set_epoch` is asked as its twin at the epoch of the request.
     """
 
     def __init__(self, dataset: Any, whole: bool) -> None:
-        self.__dict__.update(_dataset=dataset, _whole=whole)
+        self.__dict__.update(_dataset=dataset, _whole=whole, _epoch=None)
 
-    def __getitems__(self, request: tuple[int | None, int, int, list[int]]) -> Any:
-        base, start, stop, samples = request
+    def __getitems__(self, request: tuple[int, int | None, int, int, list[int]]) -> Any:
+        epoch, base, start, stop, samples = request
+        if epoch != self.__dict__["_epoch"]:
+            self.__dict__.update(_dataset=_at_epoch(self.__dict__["_dataset"], epoch), _epoch=epoch)
         if base is None or get_worker_info() is not None:
             return self._read(base, start, stop, samples)
         with isolated_rng():  # this process's streams are also the model's
@@ -136,6 +140,23 @@ class RequestedDataset(Dataset[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RequestedDataset, (self.__dict__["_dataset"], self.__dict__["_whole"])
+
+
+def has_epochs(dataset: Any) -> bool:
+    """Whether a dataset, or what it is a subset of, has `set_epoch`."""
+    return callable(getattr(_undivided(dataset), "set_epoch", None))
+
+
+def _at_epoch(dataset: Any, epoch: int) -> Any:
+    """A twin of a dataset that knows the epoch, so that a second pass may read another one; itself without epochs."""
+    if not has_epochs(dataset):
+        return dataset
+    if type(dataset) is Subset:
+        subset = cast(Any, dataset)
+        return Subset(_at_epoch(subset.dataset, epoch), subset.indices)
+    told = twin(dataset)
+    told.set_epoch(epoch)
+    return told
 
 
 def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any]) -> Iterator[Any]:

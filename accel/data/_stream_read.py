@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -19,6 +19,7 @@ from accel.data._reading import seed_base, seed_streams
 from accel.data._stream_cut import Cut, Part, cut
 from accel.data._stream_position import StreamPosition, WorkerPosition
 from accel.data._transfer import check_movable, pin
+from accel.data._twin import twin
 from accel.errors import DataError
 from accel.random import Key
 
@@ -232,26 +233,10 @@ class _Chunks(IterableDataset[Any]):
 
 def _at_epoch(source: Any, epoch: int) -> Any:
     """The source to read, told its epoch once: workers may share the number, as those of Hugging Face's datasets do."""
-    source = _twin(source)
+    source = twin(source) if isinstance(source, Resumable) else source  # reading moves a position
     if callable(set_epoch := getattr(source, "set_epoch", None)):
         set_epoch(epoch)
     return source
-
-
-def _twin(source: Any) -> Any:
-    """Another object of the same attributes, so that reading moves it and not the user's, which begins each epoch.
-
-    `copy.copy` would not do: classes that give their own `__dict__` as what is pickled share it with their copies.
-    """
-    kind = cast(Any, type(source))
-    if not isinstance(source, Resumable) or hasattr(kind, "__del__"):  # which may close what both hold
-        return source
-    try:
-        twin = kind.__new__(kind)
-        twin.__dict__.update(source.__dict__)
-    except (TypeError, AttributeError):  # not made of attributes: it is read itself
-        return source
-    return twin
 
 
 def _pieces(

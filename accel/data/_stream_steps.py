@@ -16,6 +16,7 @@ from accel.data._plan import Cursor, SampleCount, check_entry, copies_of
 from accel.data._stream import StreamLoader
 from accel.data._stream_ahead import Ahead, batch_bytes, steps_after
 from accel.data._stream_cut import Part
+from accel.data._stream_first import digest, warn_of_equal
 from accel.data._stream_handing import Handing
 from accel.data._stream_position import StreamPosition, WorkerPosition
 from accel.data._stream_read import Skipped, Step, read_steps
@@ -60,12 +61,14 @@ class _Word(msgspec.Struct, frozen=True, array_like=True):
         more: whether it has more after them.
         bare: whether it has neither a batch nor an older one that could stand in.
         size: bytes of the first batch.
+        first: digest of the first batch of an epoch, where each rank reads a stream of its own.
     """
 
     counts: list[int]
     more: bool
     bare: bool
     size: int
+    first: str = ""
 
 
 def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[tuple[Any, Given]]:
@@ -119,9 +122,14 @@ def _apart(
     """Every rank reads; what stands in for one whose stream has ended is its last batch, or another rank's."""
     kept: Part | None = None
     position, consumed, size = cursor.stream, cursor.consumed, 1
+    compared = loader.mode == "own" and not cursor.consumed
     while True:
         steps = ahead.take(size)
-        words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(_word(ctx, steps, kept)))]
+        mine = _word(ctx, steps, kept, compared=compared)
+        words = [_decode(message, _Word) for message in exchange(ctx.comm, call, _encode(mine))]
+        if compared and ctx.is_main_process:
+            warn_of_equal([word.first for word in words], parts)
+        compared = False
         agreed = _agreed(words, parts, drops=loader.tail == "drop")
         if not agreed:
             raise _nothing(cursor, loader)
@@ -140,9 +148,15 @@ def _apart(
         size = steps_after(size, limit, max(word.size for word in words))
 
 
-def _word(ctx: DistContext, steps: list[Step], kept: Part | None) -> _Word:
-    size = batch_bytes(steps[0].parts[0].data, ctx.containers) if steps else 0
-    return _Word([step.counts[0] for step in steps], bool(steps) and steps[-1].more, not steps and kept is None, size)
+def _word(ctx: DistContext, steps: list[Step], kept: Part | None, *, compared: bool) -> _Word:
+    batch = steps[0].parts[0].data if steps else None
+    return _Word(
+        counts=[step.counts[0] for step in steps],
+        more=bool(steps) and steps[-1].more,
+        bare=not steps and kept is None,
+        size=batch_bytes(batch, ctx.containers) if steps else 0,
+        first=digest(batch, ctx.containers) if steps and compared else "",
+    )
 
 
 def _agreed(words: list[_Word], parts: list[int], *, drops: bool) -> list[tuple[int, bool]]:

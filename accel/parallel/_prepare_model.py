@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch import nn
@@ -20,6 +21,10 @@ from accel.parallel._move import move_model
 from accel.parallel._sharded import check_sharded
 from accel.parallel._strategy import Strategy
 
+# by name: of torch, Apex, FairScale, DeepSpeed and others, which are not imported for it
+_WRAPPERS = frozenset(
+    {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "DeepSpeedEngine"}
+)
 _STRATEGIES: dict[StrategyName, Strategy] = {"ddp": DDP, "fsdp": FSDP}
 
 
@@ -64,8 +69,9 @@ def prepare_model(
     Raises:
         DeviceError: a parameter or buffer on another device; named. Or a GPU that is not the current one, for `fsdp`.
         PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
-            wrapped with, or a sharded one whose gradients would not reach every rank; a mesh with a pipeline or expert
-            dimension. Under `fsdp` also a parameter, module or mesh that `fully_shard` cannot take.
+            wrapped with, one with a wrapper inside, or a sharded one whose gradients would not reach every rank; a mesh
+            with a pipeline or expert dimension. Under `fsdp` also a parameter, module or mesh that `fully_shard` cannot
+            take.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.
@@ -103,11 +109,26 @@ def check_model(ctx: DistContext, model: nn.Module) -> None:
     """
     if replica_of(model) is not None:
         return
+    _check_bare(model)
     check_devices(ctx, model)
     strategy = _STRATEGIES[ctx.strategy]
     if ctx.world_size > 1 and not strategy.is_done(ctx, model):
         check_mesh(ctx)
         strategy.check(ctx, model)
+
+
+def _check_bare(model: nn.Module) -> None:
+    """Raise for a model with a module inside whose gradients another wrapper exchanges already."""
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if kinds & _WRAPPERS:
+            raise PrepareError(
+                "the model holds a module that is wrapped already, so gradients would be exchanged twice",
+                expected="a model without a wrapper inside",
+                got=f"{type(module).__module__}.{type(module).__name__}",
+                where=f"prepare_model, {name or 'the model'}",
+                fix="Pass the module that was wrapped, before it is wrapped; or leave the model out of prepare.",
+            )
 
 
 def check_mesh(ctx: DistContext) -> None:

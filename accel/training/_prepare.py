@@ -104,7 +104,7 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
     if not objects:
         raise PrepareError("nothing to prepare", expected="a model, optimizer, scheduler or loader", got="no arguments")
     for at, each in enumerate(objects):
-        if not isinstance(each, nn.Module | Optimizer | LRScheduler | DataLoader | Loader | StreamLoader):
+        if not isinstance(each, nn.Module | Optimizer | LRScheduler | DataLoader | Loader | StreamLoader | None):
             raise PrepareError(
                 "cannot prepare this",
                 expected="a module, torch optimizer, torch scheduler or DataLoader",

@@ -280,7 +280,7 @@ def prepare(ctx: DistContext, /, *objects: Any) -> Any:
     Args:
         ctx: the context.
         objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number; and loaders that
-            `prepare_loader` has prepared, which stay as they are.
+            `prepare_loader` has prepared, which stay as they are. None is given back.
 
     Returns:
         One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,

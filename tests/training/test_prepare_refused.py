@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare` gives None back, and takes no model in which another wrapper exchanges gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import accel
+from accel import PrepareError
+
+
+def test_none_is_given_back_in_its_place(ranks):
+    def rank(ctx: accel.DistContext) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        prepared, same, scheduler = accel.prepare(ctx, model, optimizer, None)
+        assert accel.unwrap_model(prepared) is model
+        assert same is optimizer
+        assert scheduler is None
+        assert accel.prepare(ctx, None) is None
+
+    ranks.run(rank, 2)
+
+
+class FabricModule(nn.Module):
+    """A wrapper of another library around torch's, as Fabric's is."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = wrapped
+
+
+class Elsewhere:
+    """A library with a class of torch's name."""
+
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+
+def _wrapped(ctx: accel.DistContext) -> dict[str, nn.Module]:
+    def ddp() -> nn.Module:
+        return DistributedDataParallel(nn.Linear(1, 1), process_group=ctx.comm.group)
+
+    return {
+        "_forward_module": FabricModule(ddp()),
+        "the model": Elsewhere.DistributedDataParallel(nn.Linear(1, 1)),
+        "1.body": nn.Sequential(nn.Linear(1, 1), nn.ModuleDict({"body": ddp()})),
+        "0": nn.Sequential(accel.prepare_model(ctx, nn.Linear(1, 1))),
+    }
+
+
+@pytest.mark.parametrize("place", ["_forward_module", "the model", "1.body", "0"])
+def test_a_model_that_holds_a_wrapped_module_is_refused_on_every_rank(ranks, place):
+    def rank(ctx: accel.DistContext) -> bool:
+        model: Any = _wrapped(ctx)[place]
+        for prepare in (accel.prepare, accel.prepare_model):
+            with pytest.raises(PrepareError, match="exchanged twice") as caught:
+                prepare(ctx, model)
+            assert caught.value.where.endswith(f"prepare_model, {place}")
+            assert "DistributedDataParallel" in caught.value.got or "Replica" in caught.value.got
+        return True
+
+    assert ranks.run(rank, 2) == [True, True]
+
+
+def test_a_model_in_torchs_ddp_is_taken_as_it_is(ranks):
+    def rank(ctx: accel.DistContext) -> bool:
+        model = DistributedDataParallel(nn.Linear(1, 1), process_group=ctx.comm.group)
+        return accel.prepare(ctx, model) is model
+
+    assert ranks.run(rank, 2) == [True, True]

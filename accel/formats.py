@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, get_args
 
 import msgspec
@@ -140,10 +141,11 @@ def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> 
     return dict(_named())[what]
 
 
-def _named() -> list[tuple[str, Precision]]:
+@functools.cache
+def _named() -> tuple[tuple[str, Precision], ...]:
     plain = [(name, Precision(compute=name)) for name in get_args(Compute)]
     pure, fp8 = Precision(compute="bf16", params="bf16"), Precision(compute="bf16", fp8=Fp8())
-    return [*plain, ("pure-bf16", pure), ("fp8", fp8)]
+    return (*plain, ("pure-bf16", pure), ("fp8", fp8))
 
 
 def _check_patterns(patterns: tuple[str, ...], where: str) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What simulations change in the whole process while they run: who answers for `signal`, and torch's thread count.
+"""What simulations change in the whole process while they run.
+
+That is who answers for `signal`, torch's thread count, and how soon python looks for cyclic garbage.
 
 The first simulation makes the changes and the last one undoes them; blocks nest, and overlap in several threads. What
 they have to remember in between is held by the stand-ins that they put into `signal`, and by nothing else.
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from accel.testing._collector import SharedCollector
 from accel.testing._signals import CURRENT
 
 _NAMES = ("signal", "getsignal", "raise_signal")
@@ -28,23 +31,27 @@ class _Changes:
     def __init__(self) -> None:
         self.users = 0
         self._threads = torch.get_num_threads()
+        self._collector = SharedCollector()
         self._routed = [_Routed(name, self) for name in _NAMES]
 
-    def make(self) -> None:
-        """Count a simulation; the first changes the process."""
+    def make(self, ranks: int) -> None:
+        """Count a simulation of so many ranks; the first changes the process."""
         self.users += 1
+        self._collector.add(ranks)
         if self.users == 1:
             for each in self._routed:
                 setattr(signal, each.name, each)
         torch.set_num_threads(1)
 
-    def undo(self) -> None:
+    def undo(self, ranks: int) -> None:
         """Count a simulation off; after the last the process is as it was."""
         self.users -= 1
+        self._collector.add(-ranks)
         if not self.users:
             for each in self._routed:
                 if getattr(signal, each.name) is each:
                     setattr(signal, each.name, each.original)
+            self._routed.clear()  # they refer to this object
         is_rank = CURRENT.get(None) is not None
         torch.set_num_threads(1 if is_rank else self._threads)  # of this thread, and of threads that start later
 
@@ -65,17 +72,17 @@ class _Routed:
 
 
 @contextmanager
-def changed_process() -> Generator[None]:
-    """Give ranks signal handlers of their own, and torch one thread, for the block."""
+def changed_process(ranks: int) -> Generator[None]:
+    """Give so many ranks signal handlers of their own and torch one thread, for the block."""
     with _LOCK:
         found: object = signal.signal
         changes = found.changes if isinstance(found, _Routed) else _Changes()
-        changes.make()
+        changes.make(ranks)
     try:
         yield
     finally:
         with _LOCK:
-            changes.undo()
+            changes.undo(ranks)
 
 
 def enter_rank() -> None:

@@ -171,6 +171,10 @@ class Traffic:
         """Describe the calls that were made and not waited for, and whose peers never came."""
         return [line for rendezvous in self._groups.values() for line in rendezvous.unfinished()]
 
+    def close(self) -> None:
+        """Forget the groups: they refer to this object, and would wait for the garbage collector together."""
+        self._groups.clear()
+
 
 class Rendezvous:
     """The calls under way in one group.

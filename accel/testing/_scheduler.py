@@ -78,7 +78,9 @@ class Scheduler:
     def start(self, bodies: list[Callable[[], None]]) -> None:
         """Let the first rank run; each body starts the first time that its rank gets the baton."""
         self._bodies = dict(enumerate(bodies))
-        self._resume(self._choose())
+        first = self._choose()
+        self._streams.load(first)
+        self._resume(first)
 
     def join(self, timeout_s: float, unwind_s: float) -> bool:
         """Wait until all ranks have ended, and tell whether they have.
@@ -103,7 +105,9 @@ class Scheduler:
         self._ended[rank] = how
         del self._threads[rank]
         if self._any_left():
-            self._resume(self._choose())
+            following = self._choose()
+            self._streams.load(following)
+            self._resume(following)
         else:
             self._stopping.set()
             self._over.set()
@@ -211,16 +215,15 @@ class Scheduler:
     def _hand_over(self, rank: int) -> None:
         following = self._choose()
         if following != rank:
-            self._streams.save(rank)
+            self._streams.swap(rank, following)
             self._resume(following)
             self._batons[rank].acquire()
         if self.cause is not None:
             raise Stopped
 
     def _resume(self, rank: int) -> None:
-        """Let `rank` run; where its thread cannot start, let the next one see why."""
+        """Let `rank` run, whose streams are loaded; where its thread cannot start, let the next one see why."""
         while True:
-            self._streams.load(rank)
             self.running = rank
             body = self._bodies.pop(rank, None)
             if body is None:
@@ -232,6 +235,7 @@ class Scheduler:
             if not self._any_left():
                 return self._over.set()
             rank = self._choose()
+            self._streams.load(rank)
 
     def _any_left(self) -> bool:
         return bool(self._runnable or self._waiting or self._delayed)

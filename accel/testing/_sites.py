@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import threading
 import traceback
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -49,15 +50,25 @@ class Site(NamedTuple):
 def call_site() -> Site:
     """Return the nearest line outside of torch and accel; the outermost of theirs if there is none outside."""
     frame = outermost = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    function: str | None = None
-    while frame is not None and (name := frame.f_code.co_filename).startswith(_NOT_THE_USER_S):
-        if not name.startswith(_STARTS):
+    called: CodeType | None = None
+    while frame is not None and (owner := _owner(frame.f_code.co_filename)) != "user":
+        if owner != "simulator":
             outermost = frame
-            if name.startswith(_LIBRARY):
-                function = f"accel.{frame.f_code.co_name}"
+            if owner == "accel":
+                called = frame.f_code
         frame = frame.f_back
     found = frame or outermost
-    return Site(Line(found.f_code, found.f_lineno), function)
+    return Site(Line(found.f_code, found.f_lineno), f"accel.{called.co_name}" if called is not None else None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _owner(file: str) -> Literal["user", "simulator", "accel", "torch"]:
+    """Return whose code a file holds; contextlib counts as torch's."""
+    if not file.startswith(_NOT_THE_USER_S):
+        return "user"
+    if file.startswith(_STARTS):
+        return "simulator"
+    return "accel" if file.startswith(_LIBRARY) else "torch"
 
 
 def stack_of(thread: int) -> str:

@@ -32,14 +32,22 @@ class GlobalStreams:
         """Return the state of all streams."""
         if self._numpy is None and "numpy" in sys.modules:
             self._numpy = _NumpyStream()
-        return _State(torch.get_rng_state(), self._python.capture(), self._numpy and self._numpy.capture())
+        numpy = self._numpy and self._numpy.capture()
+        return _State(torch.default_generator.get_state(), self._python.capture(), numpy)
 
     def restore(self, state: _State) -> None:
         """Go back to a captured state."""
-        torch.set_rng_state(state.torch)
-        self._python.restore(state.python)
-        if self._numpy is not None and state.numpy is not None:
-            self._numpy.restore(state.numpy)
+        _ = self.swap(state)
+
+    def swap(self, state: _State) -> _State:
+        """Go to a captured state, and return the one before."""
+        before = self.capture()
+        torch.default_generator.set_state(state.torch)
+        if before.python is not state.python:
+            self._python.write(state.python)
+        if before.numpy is not state.numpy and self._numpy is not None and state.numpy is not None:
+            self._numpy.write(state.numpy)
+        return before
 
 
 class RankStreams:
@@ -56,9 +64,10 @@ class RankStreams:
         self._ranks = [self._caller] * size
         self._closed = False
 
-    def save(self, rank: int) -> None:
-        """Remember the streams as the state of `rank`, which stops running."""
-        self._ranks[rank] = self._streams.capture()
+    def swap(self, rank: int, following: int) -> None:
+        """Remember the streams as the state of `rank`, which stops running, and load those of `following`."""
+        if not self._closed:
+            self._ranks[rank] = self._streams.swap(self._ranks[following])
 
     def load(self, rank: int) -> None:
         """Set the streams to the state of `rank`, which goes on; not for ranks that outlive their run."""
@@ -89,12 +98,11 @@ class _Watched(ABC):
             self._state, self._memory = self._get(), memory
         return self._state
 
-    def restore(self, state: Any) -> None:
-        """Go back to a captured state."""
-        if self.capture() is not state:
-            self._set(state)
-            self._state = state
-            self._memory = self._read_memory()
+    def write(self, state: Any) -> None:
+        """Go back to a captured state that differs from the present one."""
+        self._set(state)
+        self._state = state
+        self._memory = self._read_memory()
 
     @abstractmethod
     def _read_memory(self) -> object:

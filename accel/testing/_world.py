@@ -113,6 +113,10 @@ class World(Generic[T]):
         self._faults.check_reached()
         return [self._results[rank] for rank in range(self._size)]
 
+    def close(self) -> None:
+        """Let go of what the ranks' groups hold."""
+        self._traffic.close()
+
     def _job(self, rank: int) -> Callable[[], None]:
         context = contextvars.copy_context()
         return lambda: context.run(self._body, rank)

@@ -30,6 +30,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     return (yield)
 
 
+def serves(line: str) -> bool:
+    """Whether a process is one of multiprocessing's own, which end with this one."""
+    return "multiprocessing.resource_tracker" in line or "multiprocessing.forkserver" in line
+
+
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
     """A test that leaves a process behind fails itself, instead of one that comes later."""
@@ -37,7 +42,7 @@ def _no_process_is_left() -> Iterator[None]:
     yield
     if children().keys() - before:
         gc.collect()  # workers of loaders end with what holds them, such as an error's traceback
-    left = {pid: line for pid, line in children().items() if pid not in before and "resource_tracker" not in line}
+    left = {pid: line for pid, line in children().items() if pid not in before and not serves(line)}
     assert not left, f"processes that the test has started and not waited for: {left}"
 
 

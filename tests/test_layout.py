@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,13 +14,16 @@ TESTS = Path(__file__).parent
 
 
 def helpers() -> list[Path]:
-    """The modules that tests import by bare name; benchmarks are programs, and pytest finds its own files."""
-    found = [path for path in TESTS.rglob("*.py") if not path.name.startswith("test_") and path.name != "conftest.py"]
-    return [path for path in found if path.parent.name != "benchmarks"]
+    """The modules that tests import by bare name."""
+    imports = re.compile(r"^(?:from|import) (\w+)", flags=re.M)
+    named = {name for path in TESTS.rglob("*.py") for name in imports.findall(path.read_text())}
+    found = [path for path in TESTS.rglob("*.py") if path.stem in named and path.parent.name != "benchmarks"]
+    return [path for path in found if path.stem not in sys.stdlib_module_names]
 
 
 def test_every_helper_is_found_by_its_own_name(pytestconfig: pytest.Config) -> None:
     assert pytestconfig.getoption("importmode") == "importlib"
+    assert len(helpers()) > 5
     assert {path.parent for path in helpers()} <= set(pytestconfig.getini("pythonpath"))
     counts = Counter(path.name for path in helpers())
     assert max(counts.values()) == 1, counts

@@ -14,9 +14,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ckpt_helpers import CPU, Run, equal
-from processes import free_port
+from processes import free_port, run_ranks
 
 from accel.checkpoint import latest_checkpoint
 from accel.checkpoint._commit import Share, Stage
@@ -297,7 +296,7 @@ def worker(rank: int, out: str, port: int) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_save_in_the_background_and_end_with_all_of_it(tmp_path: Path) -> None:
-    mp.spawn(worker, (str(tmp_path), free_port()), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(worker, str(tmp_path), free_port())
     assert sorted(os.listdir(tmp_path)) == ["state-0.pt", "state-1.pt", "step-00000003"]
     state = Run(seed=4, width=200).load(CPU, tmp_path / "step-00000003").state()
     assert equal(state[0], torch.load(tmp_path / "state-0.pt", weights_only=False)[0])

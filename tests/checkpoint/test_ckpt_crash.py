@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal
-from processes import free_port
+from processes import free_port, patience
 
 from accel.checkpoint import latest_checkpoint
 from accel.context import DistContext, session
@@ -67,22 +67,24 @@ def save_all(world: int, out: Path, run: Run, step: int, keep: int | None, mode:
     simulate(body, world) if world > 1 else body(CPU)
 
 
-CASES = [(1, "keep_1", "sync")]
-SLOW = [(1, layout, "sync") for layout in ("fresh", "same_step")] + [(2, "keep_1", "async")]
+CASES = [(1, "keep_1", "sync", 3)]  # every third operation
+SLOW = [(1, layout, "sync") for layout in ("keep_1", "fresh", "same_step")] + [(2, "keep_1", "async")]
 SLOW += [(2, layout, "sync") for layout in ("fresh", "per_step", "keep_1", "same_step")] + [(1, "per_step", "sync")]
 SLOW += [(world, layout, "async") for world in (1, 2) for layout in ("fresh", "per_step", "same_step")]
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "mode"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+    ("world", "layout", "mode", "every"), CASES + [pytest.param(*case, 1, marks=pytest.mark.slow) for case in SLOW]
 )
-def test_a_crash_at_any_file_operation_loses_nothing(world: int, layout: str, mode: str, tmp_path: Path) -> None:
+def test_a_crash_at_any_file_operation_loses_nothing(
+    world: int, layout: str, mode: str, every: int, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
     keep = 1 if layout in ("keep_1", "fresh") else None
     step = 1 if layout == "same_step" else 2
     points = 0
     for after in (False, True):
-        for moment in range(1000):
+        for moment in range(every // 2 if after else 0, 1000, every):
             out = tmp_path / f"{after}-{moment}"
             run = Run()
             if layout != "fresh":
@@ -109,7 +111,7 @@ def test_a_crash_at_any_file_operation_loses_nothing(world: int, layout: str, mo
             if code == DONE:
                 break
             points += 1
-    assert points > 20
+    assert points > 20 // every
 
 
 def check_next_save(out: Path, run: Run, step: int, keep: int | None) -> None:
@@ -165,7 +167,7 @@ def keep_saving(rank: int, port: int, out: Path, run: Run, start: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("trials", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_kills_of_two_processes_lose_nothing(trials: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     rng, run, last = random.Random(trials), Run(), 1
@@ -185,9 +187,9 @@ def test_random_kills_of_two_processes_lose_nothing(trials: int, tmp_path: Path)
                 finally:
                     os._exit(1)
             ranks.append(pid)
-        deadline = time.monotonic() + 60
+        began = time.monotonic()
         while latest_checkpoint(tmp_path) == tmp_path / f"step-{last:08d}":  # until they have joined and saved
-            assert time.monotonic() < deadline, "stuck"
+            assert time.monotonic() - began < patience(60), "stuck"
             assert all(os.waitpid(pid, os.WNOHANG) == (0, 0) for pid in ranks), "a rank has failed by itself"
             time.sleep(0.005)
         time.sleep(rng.random() * 0.1)

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ckpt_helpers import CPU, equal
 from ckpt_meshes import Layout, build, plain, state, step
+from processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -227,9 +227,9 @@ def _worker(rank: int, world: int, store: str, out: str, first: int) -> None:
 @pytest.mark.multiprocess
 def test_real_processes_go_on_where_fewer_and_more_have_ended(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    mp.spawn(_worker, (2, str(tmp_path / "two"), str(out), 0), nprocs=2)
+    run_ranks(_worker, 2, str(tmp_path / "two"), str(out), 0, count=2)
     _train_on(CPU, ("plain", (1,)), str(out), 2)
-    mp.spawn(_worker, (4, str(tmp_path / "four"), str(out), 4), nprocs=4)
+    run_ranks(_worker, 4, str(tmp_path / "four"), str(out), 4, count=4)
     expected, optimizer = build(("plain", (1,)))
     for number in range(6):
         step(("plain", (1,)), 0, expected, optimizer, number)

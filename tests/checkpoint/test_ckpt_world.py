@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ckpt_helpers import CPU, Cursor, Run, equal, network
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import free_port
+from processes import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.checkpoint import latest_checkpoint
@@ -278,7 +277,7 @@ def worker(rank: int, out: str, port: int) -> None:
 
 @pytest.mark.multiprocess
 def test_two_real_processes_resume_the_same_bits_and_one_loads_what_they_saved(tmp_path: Path) -> None:
-    mp.spawn(worker, (str(tmp_path), free_port()), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(worker, str(tmp_path), free_port())
     assert {"done-0", "done-1"} <= set(os.listdir(tmp_path))
     path = latest_checkpoint(tmp_path)
     assert path is not None

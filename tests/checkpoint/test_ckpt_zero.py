@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ckpt_helpers import CPU, equal
-from processes import free_port
+from processes import free_port, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -208,7 +207,7 @@ def worker(rank: int, out: str, port: int) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_real_processes_go_on_bit_for_bit_and_one_takes_over(tmp_path: Path) -> None:
-    mp.spawn(worker, (str(tmp_path), free_port()), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(worker, str(tmp_path), free_port())
     plain = build("adamw", 1, seed=3)
     accel.load_state(CPU, tmp_path / "step-00000002", plain)
     train(plain, 0, 1, 2, 2, None)

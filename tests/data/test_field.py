@@ -55,7 +55,10 @@ with accel.session(device="cpu") as ctx:
 """
 
 
-@pytest.mark.parametrize(("how", "said"), [("raised", "KeyError: 'lost'"), ("killed", "DataLoader worker (pid")])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raised", "KeyError: 'lost'"), pytest.param("killed", "DataLoader worker (pid", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_cannot_read_says_so_and_the_others_end(tmp_path: Path, how: str, said: str) -> None:
     """Nothing is sent for each batch, so the others learn of it from the rank that leaves."""
     script = tmp_path / "failing.py"

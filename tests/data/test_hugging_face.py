@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -28,9 +29,16 @@ def _steps(ctx, loader, cursor) -> list[tuple[list[int], Cursor]]:
     return [(accel.gather_for_metrics(ctx, batch.data["id"], batch).tolist(), batch.next) for batch in found]
 
 
-@pytest.mark.parametrize("mode", ["shards", "elements", "dispatch"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffled", [False, True])
+MODES = ["shards", "elements", "dispatch"]
+CASES = [*itertools.product(MODES, [0], [False, True]), ("shards", 2, True), ("elements", 2, False)]
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product(MODES, [2], [False, True])
+    if case not in CASES
+]
+
+
+@pytest.mark.parametrize(("mode", "workers", "shuffled"), CASES + SLOW)
 def test_every_sample_once_and_the_rest_after_a_resume(ranks, mode, workers, shuffled):
     def rank(ctx):
         stream = _stream().shuffle(seed=1, buffer_size=5) if shuffled else _stream()

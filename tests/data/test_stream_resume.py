@@ -56,12 +56,19 @@ def test_the_rest_of_an_epoch_is_the_same_from_every_cursor(ranks, n, world, siz
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
-@pytest.mark.parametrize("kind", [Stateful, Stream])
-@pytest.mark.parametrize("mode", MODES)
-def test_workers_go_on_where_each_of_them_was(ranks, mode, kind):
+@pytest.mark.parametrize(
+    ("mode", "kind", "every"),
+    [
+        ("shards", Stateful, 3),
+        ("elements", Stream, 3),
+        ("dispatch", Stateful, 3),
+        *(pytest.param(mode, kind, 1, marks=pytest.mark.slow) for mode in MODES for kind in (Stateful, Stream)),
+    ],
+)
+def test_workers_go_on_where_each_of_them_was(ranks, mode, kind, every):
     def rank(ctx):
         whole = _run(ctx, Cursor(seed=1), kind, mode=mode, num_workers=3, n=31)
-        for k in range(len(whole) - 1):
+        for k in range(0, len(whole) - 1, every):
             rest = _run(ctx, whole[k].next, kind, mode=mode, num_workers=3, n=31)
             assert _same(rest, whole[k + 1 :])
         return True

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import socket
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch.multiprocessing as mp
 
 # Below the ports that systems hand out themselves (Linux: from 32768), so that no client takes one between the test's
 # look and the bind of rank 0.
@@ -52,6 +55,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() - began < patience(seconds), "waited in vain"
         time.sleep(0.02)
+
+
+def run_ranks(worker: Callable[..., None], *args: object, count: int = 2) -> None:
+    """Run `worker(rank, *args)` in processes that are forked from one that has imported torch, once for all tests."""
+    multiprocessing.set_forkserver_preload(["pytest", "hypothesis", "torch._dynamo", "accel.training", "accel.testing"])
+    mp.start_processes(worker, args, nprocs=count, start_method="forkserver")
 
 
 def end(process: subprocess.Popen[Any]) -> None:

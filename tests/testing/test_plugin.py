@@ -34,6 +34,12 @@ def test_second(simulator):
     assert simulator.run(lambda ctx: ctx.rank, 3) == [0, 1, 2]
     assert seen == [(simulator, threading.active_count())]
 """
+FEWER = """
+from hypothesis import settings
+
+settings.register_profile("fewer", max_examples=30)
+settings.load_profile("fewer")
+"""
 AFTERWARDS = """
 import threading
 
@@ -46,6 +52,7 @@ def test_no_thread_is_left():
 def suite(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What pytest prints of a user's suite: the page's tests, its ten lines alone, and others."""
     folder = tmp_path_factory.mktemp("suite")
+    (folder / "conftest.py").write_text(FEWER)
     files = {"page": "\n\n".join(CODE), "ten_lines": TEN_LINES, "sharing": SHARING, "then": AFTERWARDS}
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)

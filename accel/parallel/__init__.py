@@ -10,6 +10,7 @@ from accel.parallel._labels import check_exchanged as check_exchanged
 from accel.parallel._labels import heir_of as heir_of
 from accel.parallel._labels import name_of as name_of
 from accel.parallel._leftovers import clear_gradients as clear_gradients
+from accel.parallel._leftovers import clear_parameters as clear_parameters
 from accel.parallel._leftovers import found_gradient as found_gradient
 from accel.parallel._leftovers import note_gradients as note_gradients
 from accel.parallel._local_sgd import LocalSgd as LocalSgd

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from accel.parallel._unsharded import drop_unsharded, holds_unsharded, unsharded_gradients
+from accel.parallel._unsharded import drop_unsharded, holds_unsharded, shards_of
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
 
@@ -26,27 +28,40 @@ def clear_gradients(*models: nn.Module) -> None:
     parameters, sharded = _tables(models)
     for module in sharded:
         parameters += drop_unsharded(module)
+    clear_parameters(each for each in parameters if each is not None)
+
+
+def clear_parameters(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop the gradients of parameters, but for what `fully_shard` holds. No communication."""
     for each in parameters:
         each.grad = None
-        if hasattr(each, _FOUND):
-            delattr(each, _FOUND)
+        _forget(each)
 
 
 def note_gradients(models: Iterable[nn.Module]) -> None:
     """Note on each parameter of models whether it holds a gradient now. Waits for the device where one does.
 
+    A note is taken back if the gradient is cleared before a backward adds to it.
+
     Args:
         models: that a window begins with.
     """
     parameters, sharded = _tables(models)
-    for each in parameters:
-        if each.grad is not None:
-            setattr(each, _FOUND, _any_nonzero(each.grad))
-        elif hasattr(each, _FOUND):
-            delattr(each, _FOUND)
-    for module in sharded:
-        for each, held in unsharded_gradients(module):
-            setattr(each, _FOUND, bool(found_gradient(each)) or _any_nonzero(held))
+    noted = [each for each in parameters if each is not None and (each.grad is not None or hasattr(each, _FOUND))]
+    shards = [each for module in sharded for each in shards_of(module)]
+    if not noted and not shards:
+        return
+    for each in noted:
+        _forget(each)
+    apart = {id(each) for parameter, whole, _ in shards for each in (parameter, whole)}
+    found = [_Found(each, each, each.grad) for each in noted if each.grad is not None and id(each) not in apart]
+    for parameter, whole, held in shards:
+        _forget(parameter)
+        found += [_Found(parameter, None, grad) for grad in held]
+        if parameter.grad is not None:
+            found.append(_Found(parameter, whole, parameter.grad))
+    if found:
+        _note(found)
 
 
 def found_gradient(parameter: torch.Tensor) -> bool | None:
@@ -54,29 +69,72 @@ def found_gradient(parameter: torch.Tensor) -> bool | None:
     return cast("bool | None", getattr(parameter, _FOUND, None))
 
 
-def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor], list[nn.Module]]:
-    """Return the parameters of models, some perhaps twice, and the modules that `fully_shard` was called on.
+class _Found(NamedTuple):
+    """A gradient that a window found.
 
-    It reads tables that torch has no public name for: `parameters()` takes four times as long. A test compares both.
+    Attributes:
+        parameter: as an optimizer has it.
+        reached: what a backward computes a gradient of before it adds to this one; None if `zero_grad` cannot clear it.
+        grad: the gradient.
     """
-    parameters: list[torch.Tensor | None] = []
-    sharded: list[nn.Module] = []
-    for model in models:
-        _add_tables(model, parameters, sharded)
-    return [each for each in parameters if each is not None], sharded
+
+    parameter: torch.Tensor
+    reached: torch.Tensor | None
+    grad: torch.Tensor
 
 
-def _add_tables(module: Any, parameters: list[torch.Tensor | None], sharded: list[nn.Module]) -> None:
-    parameters += module._parameters.values()
-    if holds_unsharded(module):
-        sharded.append(module)
-    for child in module._modules.values():
-        if child is not None:
-            _add_tables(child, parameters, sharded)
+def _note(found: list[_Found]) -> None:
+    counts = [_nonzero(each.grad) for each in found]
+    read = cast("list[int]", cast(Any, torch.stack([count.to(counts[0].device) for count in counts])).tolist())
+    for (parameter, reached, _), count in zip(found, read, strict=True):
+        setattr(parameter, _FOUND, bool(found_gradient(parameter)) or count > 0)
+        if count and reached is not None and reached.requires_grad:
+            _watch(parameter, reached)
 
 
-def _any_nonzero(grad: torch.Tensor) -> bool:
+def _forget(parameter: torch.Tensor) -> None:
+    if hasattr(parameter, _FOUND):
+        delattr(parameter, _FOUND)
+
+
+def _watch(parameter: torch.Tensor, reached: torch.Tensor) -> None:
+    """Take the note back if the gradient is gone when the next one comes."""
+    known = weakref.ref(parameter)
+
+    def look(_grad: torch.Tensor) -> None:
+        handle.remove()
+        live = known()
+        if live is not None and live.grad is None:
+            _forget(live)
+
+    handle = cast(Any, reached).register_hook(look)
+
+
+def _nonzero(grad: torch.Tensor) -> torch.Tensor:
+    """How many elements that this rank holds are not zero."""
     if hasattr(grad, "placements"):
         with torch.no_grad():
             grad = cast(Any, grad).to_local()
-    return bool(grad.count_nonzero() if grad.layout is torch.strided else grad._nnz())
+    return (grad.coalesce().values() if grad.is_sparse else grad).count_nonzero()
+
+
+def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor | None], list[nn.Module]]:
+    """Return the parameters of models, some perhaps twice or None, and the modules that `fully_shard` was called on.
+
+    It reads tables that torch has no public name for: `parameters()` takes ten times as long. A test compares both.
+    """
+    parameters: list[torch.Tensor | None] = []
+    sharded: list[nn.Module] = []
+    waiting: list[Any] = list(models)
+    shards = "torch.distributed.fsdp" in sys.modules
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        if module._parameters:
+            parameters += module._parameters.values()
+        if module._modules:
+            waiting += module._modules.values()
+        if shards and holds_unsharded(module):
+            sharded.append(module)
+    return parameters, sharded

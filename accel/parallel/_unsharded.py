@@ -8,7 +8,7 @@ no public name for them; a test compares the private ones with what they are tak
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,18 +19,27 @@ def holds_unsharded(module: nn.Module) -> bool:
     return hasattr(type(module), "_get_fsdp_state")
 
 
-def unsharded_gradients(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield parameters of a module, as an optimizer has them, with the gradients held for them.
+class Shards(NamedTuple):
+    """A parameter that `fully_shard` has taken.
 
-    Args:
-        module: that `fully_shard` was called on; modules below it are not looked at.
+    Attributes:
+        parameter: as an optimizer has it.
+        whole: as forward and backward have it; None until the first forward.
+        held: gradients of the whole one that ranks have not exchanged.
     """
+
+    parameter: torch.Tensor
+    whole: torch.Tensor | None
+    held: list[torch.Tensor]
+
+
+def shards_of(module: nn.Module) -> Iterator[Shards]:
+    """Yield the parameters that `fully_shard` took when it was called on a module; not those of modules below it."""
     for group in _groups(module):
         for each in group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)  # missing until the first forward
-            for held in (None if whole is None else whole.grad, each.unsharded_accumulated_grad):
-                if held is not None:
-                    yield each.sharded_param, held
+            whole = getattr(each, "_unsharded_param", None)
+            held = (None if whole is None else whole.grad, each.unsharded_accumulated_grad)
+            yield Shards(each.sharded_param, whole, [grad for grad in held if grad is not None])
 
 
 def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:

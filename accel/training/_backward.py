@@ -21,7 +21,7 @@ from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
-from accel.parallel import exchanging, no_sync, raise_lost_peer
+from accel.parallel import exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
 from accel.training._train_state import TrainState, after_backward, weight_of, window_of
 from accel.training._window import check_alone, check_records
@@ -30,6 +30,8 @@ from accel.training._window import check_alone, check_records
 @context_first
 def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
     """Hold back the exchange of gradients in this block's forward and backward until `state.sync`.
+
+    At a window's begin it looks for gradients that an earlier one left; `optimizer_step` refuses to step with them.
 
     Args:
         ctx: the context.
@@ -54,9 +56,10 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
             got="an accum between two windows",
             where=f"rank {ctx.rank}, accumulate",
         )
-    if accum.sync or accum.sync_each_batch:
-        return exchanging(ctx, *models)
-    return no_sync(ctx, *models)
+    block = exchanging(ctx, *models) if accum.sync or accum.sync_each_batch else no_sync(ctx, *models)
+    if accum.micro == 1 and not accum.backwards:
+        note_gradients(models)
+    return block
 
 
 @overload

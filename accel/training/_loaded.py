@@ -15,6 +15,7 @@ from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place, Span
 from accel.training._items import check_items
+from accel.training._leftovers import drop_gradients
 from accel.training._loading import rollback, try_risky
 from accel.training._parts import check_taken
 from accel.training._restore import LoadOptions, Matching, finish
@@ -128,6 +129,7 @@ class Loading:
             raise
         try:
             finish(self._ctx, saved, matching.changes, rng)
+            drop_gradients(matching.changes.values)  # of a window that ends here
         except CheckpointError as failure:
             error = _half_loaded(failure)
         settle(self._ctx, Call(f"{verb}: copying", site=site), error, b"", bytes)

@@ -176,6 +176,8 @@ def load_state(
 ) -> Loaded:
     """Load a checkpoint into items, all of it or nothing. A collective. Mutates modules, optimizers, random streams.
 
+    Gradients of the items are dropped, those of an unfinished window too.
+
     Every rank checks everything before any changes anything, and reads what it holds: of sharded tensors its part,
     whatever mesh they were saved on. At the world size that was saved, random
     streams go on where they were; at another, or on another kind of device, each rank's are seeded from the

@@ -18,6 +18,7 @@ from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import Accumulation, clamp_, first_nonfinite, is_whole, parameters_of, scale_, total_norm
 from accel.parallel import name_of
 from accel.precision import LossScale
+from accel.training._leftovers import refuse_leftovers
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
@@ -142,7 +143,8 @@ def optimizer_step(
         The state to keep, with `stepped` and `grad_norm`; of the parts, what happened and the records to keep.
 
     Raises:
-        StepError: calls out of order, or a parameter took no part in the loss; nothing was changed.
+        StepError: calls out of order, a parameter took no part in the loss, or held a gradient before the window
+            began; nothing was changed.
         NonFiniteError: as `nonfinite` says, on every rank; parameters and gradients are left as they were.
         ConfigError: an option outside its range, or a scheduler or optimizer that needs more than a step.
         ContextClosedError: the context is closed.
@@ -166,6 +168,8 @@ def optimizer_step(
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     limits = _check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum)
+    if accum is not None:
+        refuse_leftovers(ctx, optimizers)
     joint = not isinstance(max_norm, Sequence)
     parts = _parts(ctx, optimizers, window, joint=joint)
     weight = total_weight(window)

@@ -21,6 +21,7 @@ from accel.errors import CheckpointError, ConfigError
 from accel.precision import LossScale
 from accel.storage import open_directory, read_tensors
 from accel.training._items import Stateful, check_items, module_states
+from accel.training._leftovers import drop_gradients
 from accel.training._loading import Changes, rollback, try_risky
 from accel.training._modules import ModuleState
 from accel.training._optimizers import load_optimizer
@@ -85,6 +86,7 @@ def load_accelerate_state(
     with torch.no_grad():
         for live, stored in copies:
             live.copy_(stored)
+    drop_gradients(items)
     return changes.values
 
 

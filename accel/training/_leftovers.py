@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients from before a window: no step is taken with them, and a checkpoint that is loaded drops them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+from accel.errors import StepError
+from accel.optim import parameters_of
+from accel.parallel import clear_gradients, clear_parameters, found_gradient, name_of
+from accel.process import agree
+from accel.training._parts import without_parts
+
+_MOST_NAMED = 3
+
+
+def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if `accumulate` found gradients on parameters that are about to be stepped, when their window began.
+
+    Zeros are no gradients, but ranks must agree that all of them are: a collective where there are any.
+
+    Raises:
+        StepError: on every rank; the first parameters are named.
+    """
+    found = [(each, nonzero) for each in parameters_of(optimizers) if (nonzero := found_gradient(each)) is not None]
+    if not found:
+        return
+    used = [each for each, nonzero in found if nonzero]
+    error = _leftovers(used) if used else None
+    if ctx.world_size > 1:
+        agree(ctx, error, "optimizer_step")
+    elif error is not None:
+        raise error
+
+
+def drop_gradients(items: Mapping[str, object]) -> None:
+    """Drop the gradients of modules and of optimizers' parameters. No communication."""
+    live = without_parts(items).values()
+    clear_gradients(*(each for each in live if isinstance(each, nn.Module)))
+    clear_parameters(parameters_of(each for each in live if isinstance(each, Optimizer)))
+
+
+def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
+    names = [name_of(each) or f"one of shape {list(each.shape)}" for each in parameters[:_MOST_NAMED]]
+    more = f" and {len(parameters) - _MOST_NAMED} more" if len(parameters) > _MOST_NAMED else ""
+    return StepError(
+        "the step would use gradients from before its window",
+        expected="parameters without gradients when a window begins",
+        got=f"gradients of {', '.join(names)}{more}",
+        where="optimizer_step",
+        fix="Call accel.clear_gradients(model) where a window is given up, or where a loss of another model has left"
+        " gradients in this one; optimizer.zero_grad() after each window in which an optimizer takes no step.",
+    )

@@ -36,17 +36,29 @@ class _Pick(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Skipped:
-    """Checkpoints of a run's folder that could not be loaded, by folder name and manifest digest, with the reason."""
+    """Checkpoints of a run's folder that are not to be chosen again, by folder name and manifest digest.
+
+    Attributes:
+        reasons: the damage of each.
+        gone: deleted or replaced by their writer.
+    """
 
     reasons: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+    gone: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
     def add(self, path: Place, digest: str, reason: str) -> None:
-        """Note one; the logger reports it unless it was deleted by its writer."""
-        known = self.reasons.get((path.name, digest)) == reason
-        self.reasons[path.name, digest] = reason
-        if not known and is_there(path):
+        """Note a damaged one; the logger reports it once."""
+        if self.reasons.get((path.name, digest)) != reason:
             text = "%s cannot be loaded and is skipped: %s"
             logging.getLogger("accel.checkpoint").warning(text, path, reason)
+        self.reasons[path.name, digest] = reason
+
+    def add_held(self, held: Held, reason: str) -> None:
+        """Note one that turned out to be damaged while it was held; one that its writer has deleted is none."""
+        if isinstance(held.opened, Saved) and not held.opened.is_current():
+            self.gone.add((held.path.name, held.opened.digest))
+        else:
+            self.add(held.path, held.digest, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: Skipped) -> S
                         break
                     _note_broken(path, error, skipped)
                     continue
-                if (path.name, saved.digest) not in skipped.reasons:
+                if (path.name, saved.digest) not in skipped.reasons.keys() | skipped.gone:
                     stack.push(inner.pop_all())
                     return saved
         else:

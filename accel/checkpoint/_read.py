@@ -162,6 +162,10 @@ class Saved:
         """
         self._folder.check_all(spans, advance)
 
+    def is_current(self) -> bool:
+        """Return whether the path still leads to this checkpoint, which a writer may have deleted or replaced."""
+        return self._folder.is_in_place()
+
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
         """The pieces that hold a part of a tensor, with what of it they hold."""
         for piece in self.entries[name].pieces:

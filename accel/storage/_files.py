@@ -197,7 +197,7 @@ class OpenDirectory:
         with disk_errors(self.path):
             locked = try_flock(self._file, shared=True)
         try:
-            yield locked is not False and self._is_in_place()
+            yield locked is not False and self.is_in_place()
         finally:
             if locked:
                 unlock(self._file)
@@ -217,10 +217,11 @@ class OpenDirectory:
             if locked:
                 unlock(self._file)
 
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to this folder, which a writer may have deleted or replaced."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(str(self.path)))
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def refusal(self, name: str, problem: str, *, expected: str = "", got: str = "") -> CheckpointError:

@@ -113,6 +113,14 @@ class RemoteDirectory(OpenDirectory):
         """Give True: a store has no locks, and readers notice what is deleted meanwhile."""
         yield True
 
+    def is_in_place(self) -> bool:
+        """Return whether the objects that were listed are still there, as large and as old; False if nobody knows."""
+        assert isinstance(self.path, RemotePath)
+        try:
+            return list_objects(self.path) == list(self._found.values())
+        except CheckpointError:
+            return False
+
     def _at(self, name: str) -> RemotePath:
         assert isinstance(self.path, RemotePath)
         return self.path / name

@@ -269,7 +269,7 @@ def load_newest(
             if not damage:
                 return loading.apply()
             if ctx.is_main_process:
-                skipped.add(held.path, held.digest, damage)
+                skipped.add_held(held, damage)
 
 
 def _check_step(step: int) -> None:

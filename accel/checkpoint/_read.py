@@ -180,7 +180,7 @@ class Saved:
 
     def _open(self, file: str) -> Mapping[str, _Stored]:
         listed, data = self._listed[file], self._folder.read(file, size=self.manifest.files[file].size)
-        header = read_header(data, str(self.path / file))
+        header = read_header(data, str(self.path / file), listed)
         if header.tensors.keys() != listed.keys():
             differing = ", ".join(sorted(header.tensors.keys() ^ listed.keys()))
             raise self._folder.refusal(file, "other tensors than the manifest lists", got=differing)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from accel import __version__
 from accel.checkpoint._boxes import Box, tiling_problem, whole
 from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
 from accel.checkpoint._plan import checksum, checksums, plan_writes, tied
@@ -150,7 +150,7 @@ def take_snapshot(
         tensors={name: _part(tensors[name], box) for name, box in plan[ctx.rank]},
         manifest=Manifest(
             format=FORMAT,
-            accel=importlib.metadata.version("accel"),
+            accel=__version__,
             torch=str(torch.__version__),
             step=step,
             world_size=ctx.world_size,

@@ -30,8 +30,14 @@ def show_age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+def show_text(text: str) -> str:
+    """Return a text of a file as one line, in which terminals find nothing to act on: escapes stand for it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def show_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as aligned columns, the first row being their titles."""
+    """Return rows as aligned columns, the first row being their titles; cells as `show_text` gives them."""
+    rows = [[show_text(cell) for cell in row] for row in rows]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     padded = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(padded)

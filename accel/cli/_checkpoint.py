@@ -23,7 +23,7 @@ from accel.checkpoint import (
     survey,
     verify,
 )
-from accel.cli._bar import progress, show_age, show_size, show_table
+from accel.cli._bar import progress, show_age, show_size, show_table, show_text
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, did_you_mean
 from accel.storage import as_place
@@ -115,9 +115,9 @@ def _show(words: Sequence[str]) -> int:
     print(
         f"{path}\nstep {manifest.step}, {show_size(size)} in {_count(len(manifest.files), 'file')}, written by {ranks}"
     )
-    print(f"format {manifest.format}, accel {manifest.accel}, torch {manifest.torch}")
+    print(show_text(f"format {manifest.format}, accel {manifest.accel}, torch {manifest.torch}"))
     if manifest.metrics:
-        print(", ".join(_metrics(manifest)))
+        print(show_text(", ".join(_metrics(manifest))))
     tensors = all_tensors(manifest)
     rows = [("ITEM", "KIND", "TYPE", "TENSORS")]
     for name, item in manifest.items.items():
@@ -142,7 +142,7 @@ def _verify(words: Sequence[str]) -> int:
     with progress("verify", total) as advance:
         told = {path: verify(path, advance) for path in found}
     for path, problems in told.items():
-        print(f"{path}: {'; '.join(problems) or 'ok'}")
+        print(show_text(f"{path}: {'; '.join(problems) or 'ok'}"))
     return _DIFFERENT if any(told.values()) else 0
 
 
@@ -162,7 +162,7 @@ def _diff(words: Sequence[str]) -> int:
             lines += differing_values(*paths, advance=advance)
     elif not same_bytes(one, other):
         lines.append("tensors may have other values: the files differ (--values tells which)")
-    print("\n".join(lines) or "no difference")
+    print("\n".join(map(show_text, lines)) or "no difference")
     return _DIFFERENT if lines else 0
 
 

@@ -7,6 +7,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 
+from accel.cli._bar import show_text
 from accel.cli._flags import add_fields, resolve_flags
 from accel.cli._menu import Option, choose, has_arrow_keys
 from accel.cli._parser import Parser
@@ -100,7 +101,7 @@ def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     if imported.left_out:
         print("\nLeft out:")
     for key, value, why in imported.left_out:
-        print(f"  {key}: {_short(value)} - {why}")
+        print(show_text(f"  {key}: {_short(value)} - {why}"))
     _write(known.output, text, force=known.force)
     return 0
 

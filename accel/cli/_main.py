@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from accel import __version__
+from accel.cli._bar import show_text
 from accel.errors import AccelError, ConfigError, did_you_mean
 
 
@@ -45,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
         status = _dispatch(words)
         sys.stdout.flush()
     except AccelError as error:
-        print(f"accel: error: {error}", file=sys.stderr)
+        print("\n".join(map(show_text, f"accel: error: {error}".split("\n"))), file=sys.stderr)
         return 2
     except BrokenPipeError:  # who reads the output has seen enough, and Python would flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -58,9 +60,7 @@ def _dispatch(words: Sequence[str]) -> int:
         print(_help())
         return 0 if words else 2
     if words[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"accel {version('accel')}")
+        print(f"accel {__version__}")
         return 0
     for command in COMMANDS:
         if command.name == words[0]:

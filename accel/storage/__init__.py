@@ -17,6 +17,7 @@ from accel.storage._files import disk_errors as disk_errors
 from accel.storage._files import is_file_name as is_file_name
 from accel.storage._files import make_folder as make_folder
 from accel.storage._files import sync_folder as sync_folder
+from accel.storage._header import MOST_TENSORS as MOST_TENSORS
 from accel.storage._header import Header as Header
 from accel.storage._header import TensorHeader as TensorHeader
 from accel.storage._header import encode_header as encode_header

@@ -14,6 +14,7 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.storage._files import is_file_name
+from accel.storage._header import MOST_TENSORS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,7 +63,8 @@ def plan_shards(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], 
 
     Args:
         sizes: bytes by name.
-        limit: bytes that a file holds at most; a larger tensor has a file for itself.
+        limit: bytes that a file holds at most; a larger tensor has a file for itself. A file holds no more tensors than
+            readers take.
 
     Returns:
         The names in each file, at least one file.
@@ -70,7 +72,7 @@ def plan_shards(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], 
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > limit:
+        if shards[-1] and (filled + size > limit or len(shards[-1]) == MOST_TENSORS):
             shards.append([])
             filled = 0
         shards[-1].append(name)

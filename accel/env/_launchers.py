@@ -82,6 +82,26 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     )
 
 
+def check_unplaced(environ: Mapping[str, str]) -> None:
+    """Refuse the environment of a rank whose place nothing tells: each would believe to be rank 0 of 1.
+
+    Raises:
+        EnvError: an MPI names a rank or a number of ranks above one, and not the rank's place on its host.
+    """
+    for names in (_OPEN_MPI, _MVAPICH, _MPICH):
+        present = [name for name in (names.rank, names.world_size) if name in environ]
+        if present and environ.get(names.world_size, "").strip() != "1":
+            wanted = (names.rank, names.world_size, names.local_rank, names.local_world_size)
+            raise EnvError(
+                "the launcher's variables are incomplete",
+                expected=", ".join(wanted),
+                got=f"{', '.join(present)} without {', '.join(name for name in wanted if name not in environ)}",
+                where="the environment",
+                fix="Let the launcher set the missing ones, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; "
+                f"for a single process, unset {', '.join(present)}.",
+            )
+
+
 def _torchrun(environ: Mapping[str, str]) -> Place | None:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None

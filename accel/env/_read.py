@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from accel.env._launchers import find_place
+from accel.env._launchers import check_unplaced, find_place
 from accel.env._record import LaunchEnv
 from accel.env._tpu import pod_hosts
 from accel.env._values import integer, seconds
@@ -60,6 +60,7 @@ def _with_place(environ: Mapping[str, str], settings: LaunchEnv) -> LaunchEnv:
                     where="the environment",
                     fix=f"Start the script with `accel launch` or `torchrun`, or unset {name}.",
                 )
+        check_unplaced(environ)
         return settings
     slurms = integer(environ, "SLURM_RESTART_COUNT", default=0) if place.launcher == "slurm" else 0
     restarts = integer(environ, "TORCHELASTIC_RESTART_COUNT", default=slurms)

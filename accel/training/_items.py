@@ -4,38 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import Content, Item, ItemKind, Kept, encode, encode_record, is_record, is_sharded, record_tag
+from accel.checkpoint import Content, Item, Kept, encode, encode_record, record_tag
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
-from accel.parallel import unwrap_model
+from accel.training._kinds import Stateful, kind_of, type_name, without_wrappers
 from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
 from accel.training._parts import divided_names, without_parts
 from accel.training._records import check_records
 from accel.training._renaming import SaveTransform, transformed_tensors
 from accel.training._rows import write_row
-from accel.training._zero import inner
 
 _OfItem = tuple[str, torch.Tensor]  # a tensor, and the item that it is of
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that gives its state as plain values and tensors, and takes it back in place."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take a state that `state_dict` gave."""
-        ...
 
 
 def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
@@ -49,7 +34,7 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     main: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     loose: dict[str, torch.Tensor] = {}
-    divided, items = divided_names(items), without_parts(items)
+    divided, items = divided_names(items), without_wrappers(without_parts(items))
     modules = module_states(items)
     parameters, buffers, names = _capture_modules(modules, transform)
     for found, to_all, to_some in ((parameters, shared, own), (buffers, main, loose)):
@@ -64,28 +49,6 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
     check_records(kept)
     return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=write_row(ctx, kept))
-
-
-def kind_of(item: object) -> ItemKind:
-    """Return how an item is saved and loaded."""
-    if isinstance(item, nn.Module):
-        return "module"
-    if isinstance(item, torch.optim.Optimizer):
-        return "optimizer"
-    if isinstance(item, msgspec.Struct):
-        return "record"
-    if isinstance(item, Stateful) and not isinstance(item, type):
-        return "stateful"
-    return "record" if is_record(item) else "value"
-
-
-def type_name(item: object) -> str:
-    """Return the name of an item's class, without wrappers."""
-    if isinstance(item, torch.Tensor) and is_sharded(item):
-        return "Tensor"  # what a mesh spreads, another mesh or none takes back
-    if isinstance(item, torch.optim.Optimizer):
-        return type(inner(item)).__qualname__
-    return type(unwrap_model(item) if isinstance(item, nn.Module) else item).__qualname__
 
 
 def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:

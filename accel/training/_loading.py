@@ -21,14 +21,14 @@ class Changes:
     Attributes:
         wanted: names of tensors, and which part of each this rank reads; None for all of it.
         makers: what makes values and the next two lists of what is read.
-        risky: pairs of a change that runs code of others, and what makes it undone.
+        risky: the item, a change of it that runs code of others, and what makes it undone.
         copies: live tensors and the names of what is copied into them; cannot fail.
         values: what `load_state` returns.
     """
 
     wanted: list[tuple[str, Box | None]] = field(default_factory=list[tuple[str, Box | None]])
     makers: list[Action] = field(default_factory=list[Action])
-    risky: list[tuple[Action, Action]] = field(default_factory=list[tuple[Action, Action]])
+    risky: list[tuple[str, Action, Action]] = field(default_factory=list[tuple[str, Action, Action]])
     copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
     values: dict[str, object] = field(default_factory=dict[str, object])
 
@@ -37,6 +37,10 @@ class Changes:
         box = held_box(template, name) if template is not None and is_sharded(template) else None
         if box is not None or template is None or not is_sharded(template):
             self.wanted.append((name, box))
+
+    def risk(self, where: str, change: Action, back: Action) -> None:
+        """Note a change that can fail, and what makes it undone."""
+        self.risky.append((where, change, back))
 
 
 def read_like(saved: Saved, name: str, template: torch.Tensor | None) -> torch.Tensor:
@@ -71,24 +75,29 @@ def try_risky(changes: Changes) -> list[Action]:
     """Make the changes that can fail; return what undoes them, last first. Undoes all if one fails.
 
     Raises:
-        CheckpointError: an object refused its state.
+        CheckpointError: an object refused its state; `where` names the item.
     """
     undo: list[Action] = []
-    for change, back in changes.risky:
+    for where, change, back in changes.risky:
         undo.insert(0, back)
         try:
             change()
         except Exception as error:
-            rollback(undo)
+            kept = "nothing has been changed" if rollback(undo) else "it did not take its former state back either"
             raise CheckpointError(
                 f"an object refused its state: {type(error).__name__}: {error}",
-                where="load_state",
-                fix="Build it the way it was when it was saved; nothing has been changed.",
+                where=where,
+                fix=f"Build it the way it was when it was saved; {kept}.",
             ) from error
     return undo
 
 
-def rollback(undo: list[Action]) -> None:
-    """Undo changes."""
+def rollback(undo: list[Action]) -> bool:
+    """Undo changes, each whether or not another one can be undone; return whether all were."""
+    undone = True
     for back in undo:
-        back()
+        try:
+            back()
+        except Exception:
+            undone = False
+    return undone

@@ -30,7 +30,8 @@ from accel.checkpoint import (
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState
-from accel.training._items import Stateful, kind_of, module_states, parameter_names, type_name
+from accel.training._items import module_states, parameter_names
+from accel.training._kinds import Stateful, compare_class, follow, same_kind, without_wrappers
 from accel.training._loading import Action, Changes, read_like, read_parts
 from accel.training._modules import ModuleState
 from accel.training._optimizers import (
@@ -43,6 +44,7 @@ from accel.training._optimizers import (
     part_of_value,
     read_value,
 )
+from accel.training._overlaps import memory_under, overlaps, put_under, unwritable
 from accel.training._parts import part_names, without_parts
 from accel.training._problems import Facts, Problems, facts, is_floating
 from accel.training._records import compare_fields, make_item, making
@@ -81,7 +83,8 @@ class Matching:
     """
 
     def __init__(self, ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> None:
-        self.left, self._parts, items = set[str](), part_names(items), without_parts(items)
+        self.left, self._parts, passed = set[str](), part_names(items), without_parts(items)
+        items, self._passed = without_wrappers(passed), passed
         self.problems, self.skipped, self.changes = Problems(options.cast), Problems(), Changes()
         self._options = options
         self._sources = transformed_names(saved.manifest, saved.entries, options.transform)
@@ -101,7 +104,7 @@ class Matching:
         found.missing += [f"item {name}" for name in items.keys() - stored.keys()]
         found.unasked += stored.keys() - items.keys()
         self._judge(found)
-        self.changes.values = {name: items[name] for name in sorted(items)}
+        self.changes.values = {name: self._passed[name] for name in sorted(items)}
         for name in sorted(items.keys() & stored.keys()):
             self._compare_item(name, items[name], stored[name])
         if self.problems:
@@ -132,7 +135,7 @@ class Matching:
         """Compare an item; if it does not fit and may be left out, it is, but for the tensors of a module that fit."""
         outer, self.problems = self.problems, Problems(self._options.cast)
         before, makers = len(self.changes.wanted), len(self.changes.makers)
-        if _same_kind(name, live, item, self.problems):
+        if same_kind(name, live, item, self.problems):
             if isinstance(live, nn.Module):
                 self._module(name, self._modules[name], item)
             elif isinstance(live, torch.optim.Optimizer):
@@ -144,7 +147,7 @@ class Matching:
         found, self.problems = self.problems, outer
         if found and not isinstance(live, nn.Module):
             del self.changes.wanted[before:], self.changes.makers[makers:]
-            self.changes.values[name] = live
+            self.changes.values[name] = self._passed[name]
         self._judge(found)
 
     def _module(self, name: str, live: ModuleState, item: Item) -> None:
@@ -164,8 +167,14 @@ class Matching:
             tensor, old = tensors[key], sources[key]
             if not self.problems.compare_tensor(key, facts(tensor), self._facts(old)):
                 continue
+            if problem := unwritable(tensor):
+                self.problems.wrong_type(key, "a tensor that can be written to", problem)
+                continue
             self.changes.want(old, tensor)
-            self.changes.copies.append((tensor, old))
+            if overlaps(tensor):
+                self.changes.makers.append(_call(self._make_overlapping, key, tensor, old))
+            else:
+                self.changes.copies.append((tensor, old))
             twin = first.setdefault(id(tensor), key)
             if entries[sources[twin]] is not entries[old]:
                 self.changes.makers.append(_call(self._compare_tied, tensor, twin, key))
@@ -179,12 +188,19 @@ class Matching:
         if not torch.equal(one, other):
             self.problems.wrong_type(key, f"the same tensor as {twin}", "another one")
 
+    def _make_overlapping(self, key: str, live: torch.Tensor, old: str) -> None:
+        memory = memory_under(live)
+        before, after = memory.clone(), memory.clone()
+        if not put_under(after, live, self._saved.read(old).to(live.device)):
+            self.problems.wrong_type(key, "one value for elements that share memory", "several")
+        self.changes.risk(key, _call(memory.copy_, after), _call(memory.copy_, before))
+
     def _make_extra(self, path: str, stored: Any, owner: nn.Module, before: Any) -> None:
         kept = Kept()
         if has_records(stored):
             encode(before, path, {}, kept)
         value = self._decode(path, stored, {}, self._making(kept))
-        self.changes.risky.append((_call(owner.set_extra_state, value), _call(owner.set_extra_state, before)))
+        self.changes.risk(path, _call(owner.set_extra_state, value), _call(owner.set_extra_state, before))
 
     def _optimizer(self, name: str, live: torch.optim.Optimizer, item: Item) -> None:
         moved = {old: new for new, old in reversed(self._sources.items()) if old not in self._sources}
@@ -232,7 +248,12 @@ class Matching:
         if has_records([value.state, value.rest, [group.options for group in value.groups]]):
             encode_optimizer(live, name, self._names, {}, kept)
         state = decode_optimizer(live, value, name, self._names, tensors, self._making(kept))
-        self.changes.risky.append((_call(load_optimizer, live, state), _call(put_back, contents(live))))
+        before, passed = contents(live), self._passed[name]
+        self.changes.risk(
+            f"item {name}",
+            lambda: (load_optimizer(live, state), follow(passed)),
+            lambda: (put_back(before), follow(passed)),
+        )
 
     def _state_tensor(self, key: str, owner: _Owner) -> torch.Tensor:
         """A tensor of a parameter's state: spread as that is, and cast as that is, where it was of its dtype."""
@@ -268,7 +289,7 @@ class Matching:
     ) -> None:
         state = self._decode(name, item.value, mine, self._making(kept))
         back = _call(live.load_state_dict, copy.deepcopy(before))
-        self.changes.risky.append((_call(live.load_state_dict, state), back))
+        self.changes.risk(f"item {name}", _call(live.load_state_dict, state), back)
 
     def _value(self, name: str, live: object, item: Item) -> None:
         mine, kept = dict[str, torch.Tensor](), Kept()
@@ -291,7 +312,7 @@ class Matching:
                 value = make_item(live, _fields(item.value, name), name, tensors, making)
             else:
                 value = self._decode(name, item.value, mine, making)
-                _compare_class(name, live, value, problems)
+                compare_class(name, live, value, problems)
         except MisfitError as misfit:
             problems.wrong_type(misfit.where, misfit.expected, misfit.got)
         self.changes.values[name] = live if problems else value
@@ -353,25 +374,6 @@ def finish(ctx: DistContext, saved: Saved, changes: Changes, rng: RngState | Non
     """
     read_parts(saved, changes.copies)
     apply_rng(ctx, saved, rng)
-
-
-def _same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
-    """Whether an item can be loaded at all; None leaves it in the file, unless it is a plain value."""
-    if live is None:
-        return item.kind == "value"
-    named = kind_of(live) != "module" and item.type != ""  # a module is its tensors, and other formats name no classes
-    numbers = {type_name(live), item.type} <= {"int", "float"}  # 0 stands for a number that may have become 0.5
-    if kind_of(live) != item.kind or (named and type_name(live) != item.type and not numbers):
-        problems.wrong_type(f"item {name}", f"{kind_of(live)} {type_name(live)}", f"{item.kind} {item.type}")
-        return False
-    return True
-
-
-def _compare_class(name: str, live: object, value: object, problems: Problems) -> None:
-    """Note a value of another class than the live one; None stands for any, a number for any number."""
-    classes = [torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in (live, value)]
-    if live is not None and classes[0] is not classes[1] and not set(classes) <= {int, float}:
-        problems.wrong_type(f"item {name}", classes[0].__name__, classes[1].__name__)
 
 
 def _belongs(key: str, inside: set[str]) -> bool:

@@ -20,7 +20,8 @@ from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.precision import LossScale
 from accel.storage import open_directory, read_tensors
-from accel.training._items import Stateful, check_items, module_states
+from accel.training._items import check_items, module_states
+from accel.training._kinds import Stateful
 from accel.training._leftovers import drop_gradients
 from accel.training._loading import Changes, rollback, try_risky
 from accel.training._modules import ModuleState
@@ -120,7 +121,8 @@ def _match(source: Path, items: Mapping[str, object]) -> tuple[Changes, list[Cop
             kind = "scheduler" if isinstance(item, LRScheduler) else "custom_checkpoint"
             ending, first = (".bin", "") if kind == "scheduler" else (".pkl", "_0")
             state = read_saved(source / next_name(kind, ending, first=first))
-            changes.risky.append((_call(item.load_state_dict, state), _call(item.load_state_dict, item.state_dict())))
+            back = _call(item.load_state_dict, item.state_dict())
+            changes.risk(f"item {name}", _call(item.load_state_dict, state), back)
         else:
             fix = "Leave it out, and begin with a new one."
             got = type(item).__qualname__
@@ -165,7 +167,7 @@ def _optimizer(path: Path, name: str, live: torch.optim.Optimizer, problems: Pro
                 problems.compare_tensor(
                     f"{name}: {key} of parameter {index}", ("", tuple(params[index].shape)), ("", tuple(value.shape))
                 )
-    changes.risky.append((_call(load_optimizer, live, state), _call(put_back, contents(live))))
+    changes.risk(f"item {name}", _call(load_optimizer, live, state), _call(put_back, contents(live)))
 
 
 def _loss_scale(path: Path, live: LossScale) -> LossScale:

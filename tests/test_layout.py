@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +17,7 @@ def helpers() -> list[Path]:
     imports = re.compile(r"^(?:from|import) (\w+)", flags=re.M)
     named = {name for path in TESTS.rglob("*.py") for name in imports.findall(path.read_text())}
     found = [path for path in TESTS.rglob("*.py") if path.stem in named and path.parent.name != "benchmarks"]
-    return [path for path in found if path.stem not in sys.stdlib_module_names]
+    return [path for path in found if not path.stem.startswith("test_")]
 
 
 def test_every_helper_is_found_by_its_own_name(pytestconfig: pytest.Config) -> None:

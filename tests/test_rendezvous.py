@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ending, free_port, patience
+from processes import free_port, patience, script_ranks
 
 import accel
 
@@ -92,20 +92,12 @@ def test_a_missing_rank_is_named_by_all_others(tmp_path: Path, how: str, who: in
     script.write_text(MISSING)
     port = free_port()
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), how, str(who)],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    with ending(ranks):
+    environs = [common | {"RANK": str(rank)} for rank in range(3)]
+    with script_ranks(script, environs, how, who, folder=tmp_path) as ranks:
         for rank, process in enumerate(ranks):
             if rank != who:
-                out, _ = process.communicate(timeout=patience(60))
-                assert f"SAID {said}" in out
+                assert process.wait(60) == 0, process.said()
+                assert f"SAID {said}" in process.said()
 
 
 DISAGREEING = """
@@ -145,15 +137,12 @@ def test_ranks_that_cannot_belong_together_say_so_on_every_rank(
     script = tmp_path / "disagreeing.py"
     script.write_text(DISAGREEING)
     port = free_port()
-    common = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [common | own for own in ({"RANK": "0"}, one, other)]
-    command = [sys.executable, str(script)]
-    ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for environ in environs]
-    with ending(ranks):
-        told = [(process.communicate(timeout=patience(120))[0], process.returncode) for process in ranks]
-    assert [status for _, status in told] == [7, 7, 7], told
-    assert len({text for text, _ in told}) == 1
-    assert all(words in told[0][0] for words in said), told
+    with script_ranks(script, environs, folder=tmp_path) as ranks:
+        assert [rank.wait(120) for rank in ranks] == [7, 7, 7], [rank.said() for rank in ranks]
+        (told,) = {rank.said() for rank in ranks}
+    assert all(words in told for words in said), told
 
 
 def test_an_address_that_is_taken_or_empty_is_named() -> None:

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import ending, free_port, patience
+from processes import free_port, script_ranks
 
 SCRIPT = """
 import collections, json, sys, time
@@ -108,11 +105,10 @@ def test_every_mismatch_is_told_on_both_ranks_within_a_second(tmp_path: Path) ->
     script = tmp_path / "wrong.py"
     script.write_text(SCRIPT)
     port = free_port()
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(script), str(tmp_path / "said")]
-    processes = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(2)]
-    with ending(processes):
-        assert [process.wait(timeout=patience(120)) for process in processes] == [0, 0]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environs = [common | {"RANK": str(rank)} for rank in range(2)]
+    with script_ranks(script, environs, tmp_path / "said", folder=tmp_path) as processes:
+        assert [each.wait(120) for each in processes] == [0, 0], [each.said() for each in processes]
     ranks = [json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2)]
     for name, (left, right) in SAID.items():
         for said in ranks:

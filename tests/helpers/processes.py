@@ -7,11 +7,12 @@ import contextlib
 import multiprocessing
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,83 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
+# What the process that forks has imported, once for all tests; the packages that training imports late, too.
+_IMPORTED = ["pytest", "hypothesis", "torch._dynamo", "accel.training", "accel.testing"]
+
+
 def run_ranks(worker: Callable[..., None], *args: object, count: int = 2) -> None:
-    """Run `worker(rank, *args)` in processes that are forked from one that has imported torch, once for all tests."""
-    multiprocessing.set_forkserver_preload(["pytest", "hypothesis", "torch._dynamo", "accel.training", "accel.testing"])
+    """Run `worker(rank, *args)` in processes that are forked from one that has imported torch."""
+    multiprocessing.set_forkserver_preload(_IMPORTED)
     mp.start_processes(worker, args, nprocs=count, start_method="forkserver")
+
+
+def job(count: int, **settings: str) -> list[dict[str, str]]:
+    """What a launcher on this machine tells so many ranks, and further variables for all of them."""
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), **settings}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+class ScriptRank:
+    """A process that runs a script as `python script.py` would, forked from one that has imported torch.
+
+    Its interpreter ends as multiprocessing's do; a test of how processes end starts real ones.
+
+    Args:
+        script: the script.
+        arguments: what follows it on the command line.
+        environ: the whole environment.
+        out: a file for what it prints, on both streams.
+    """
+
+    def __init__(self, script: Path, arguments: Sequence[object], environ: Mapping[str, str], out: Path) -> None:
+        multiprocessing.set_forkserver_preload(_IMPORTED)
+        words = [str(script), *map(str, arguments)]
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_run_script, args=(words, dict(environ), str(out)))
+        self._out = out
+        self._process.start()
+
+    def wait(self, seconds: float) -> int:
+        """Wait up to so long on a quiet machine; return the status, that of a signal below 0."""
+        self._process.join(patience(seconds))
+        assert self._process.exitcode is not None, f"still runs:\n{self.said()}"
+        return self._process.exitcode
+
+    def said(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+@contextlib.contextmanager
+def script_ranks(
+    script: Path, environs: Iterable[Mapping[str, str]], *arguments: object, folder: Path
+) -> Generator[list[ScriptRank]]:
+    """Run a script once for each environment, which is added to this one's; end what still runs behind the block."""
+    ranks: list[ScriptRank] = []
+    try:
+        for at, environ in enumerate(environs):
+            ranks.append(ScriptRank(script, arguments, os.environ | environ, folder / f"out-{at}"))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+def _run_script(words: list[str], environ: dict[str, str], out: str) -> None:
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def end(process: subprocess.Popen[Any]) -> None:

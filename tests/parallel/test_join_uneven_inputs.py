@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import patience, same_path
+from processes import job, script_ranks
 from torch import nn
 
 import accel
@@ -114,5 +112,5 @@ with accel.session(device="cpu") as ctx:
 def test_uneven_inputs_over_gloo(tmp_path: Path) -> None:
     script = tmp_path / "real.py"
     script.write_text(REAL)
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*command, str(Path(__file__).parent)], env=same_path(), check=True, timeout=patience(120))
+    with script_ranks(script, job(2), Path(__file__).parent, folder=tmp_path) as ranks:
+        assert not any(rank.wait(120) for rank in ranks), [rank.said() for rank in ranks]

@@ -295,4 +295,4 @@ def test_simulated_ranks_equal_gloo_processes(drawn):
 
 
 if __name__ == "__main__":
-    serve(_run, _cases(int(sys.argv[3])))
+    serve(_run, _cases(int(sys.argv[2])))

@@ -274,4 +274,4 @@ def test_accel_on_simulated_ranks_equals_gloo_processes(drawn):
 
 
 if __name__ == "__main__":
-    serve(_run, _cases(int(sys.argv[3])))
+    serve(_run, _cases(int(sys.argv[2])))

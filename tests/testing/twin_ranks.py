@@ -10,16 +10,17 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from processes import ending, free_port, patience, same_path
+from processes import job, script_ranks
 
 from accel.testing import simulate_groups
 
@@ -65,12 +66,13 @@ def _plain_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def serve(run: Run, cases: Sequence[object]) -> None:
-    """Be one of two gloo processes: print what becomes of the cases. The rank and a port are on the command line."""
-    rank, port = map(int, sys.argv[1:3])
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    """Be one of two gloo processes: write what becomes of the cases to the file that the command line begins with."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    print(json.dumps([outcome(run, group, case) for case in cases]), flush=True)
+    found = [outcome(run, group, case) for case in cases]
+    Path(f"{sys.argv[1]}-{dist.get_rank()}").write_text(json.dumps(found))
     os._exit(0)  # torch may abort an interpreter that ends while something still refers to a group
 
 
@@ -81,7 +83,7 @@ def differences(
 
     Args:
         script: the path of the file that calls `serve` with these cases.
-        arguments: what its command line has after rank and port.
+        arguments: what its command line has after the file for the outcomes.
         run: what to do with a case.
         cases: the cases.
         same: compares what gloo gave with what the simulation did.
@@ -100,21 +102,12 @@ def differences(
 
 
 def _real(script: str, arguments: Sequence[str]) -> Outcomes:
-    port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", script, str(rank), port, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=same_path(),
-        )
-        for rank in range(2)
-    ]
-    with ending(processes):
-        outputs = [process.communicate(timeout=patience(240)) for process in processes]
-    assert not any(process.returncode for process in processes), [errors[-2000:] for _, errors in outputs]
-    return [json.loads(output) for output, _ in outputs]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        script_ranks(Path(script), job(2), Path(folder) / "outcomes", *arguments, folder=Path(folder)) as ranks,
+    ):
+        assert not any(rank.wait(240) for rank in ranks), [rank.said()[-2000:] for rank in ranks]
+        return [json.loads(Path(folder, f"outcomes-{rank}").read_text()) for rank in range(2)]
 
 
 def _simulated(run: Run, cases: Sequence[object]) -> Outcomes:

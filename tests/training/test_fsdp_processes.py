@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import patience
+from processes import job, script_ranks
 
 import accel
 
@@ -78,10 +76,9 @@ if __name__ == "__main__":
 def test_two_processes_are_one(tmp_path: Path) -> None:
     script, both, alone = tmp_path / "train_shared.py", str(tmp_path / "both"), str(tmp_path / "alone")
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", "--strategy", "fsdp"]
-    done = subprocess.run([*command, script, both], capture_output=True, text=True, timeout=patience(200), check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # not a warning either
+    with script_ranks(script, job(2, ACCEL_STRATEGY="fsdp"), both, folder=tmp_path) as ranks:
+        assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+        assert [rank.said() for rank in ranks] == ["", ""]  # not a warning either
 
     names = {"__name__": "train_shared"}
     exec(SCRIPT, names)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import patience
+from processes import job, script_ranks
 
 import accel
 from accel.comm import peer_error
@@ -59,11 +57,12 @@ with accel.session(device="cpu", timeout_s=20) as ctx:
 def test_a_rank_that_left_is_told_of_in_forward_and_backward(tmp_path: Path, layout: str, moment: str) -> None:
     script = tmp_path / "leaves.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script), layout, moment]
-    done = subprocess.run(command, check=True, timeout=patience(120), capture_output=True, text=True)
-    assert "told: 1" in done.stdout
-    assert "did not complete" in done.stdout
-    assert "Another rank has left or hangs" in done.stdout
+    with script_ranks(script, job(2), layout, moment, folder=tmp_path) as ranks:
+        assert [rank.wait(120) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+        told = ranks[0].said()
+    assert "told: 1" in told
+    assert "did not complete" in told
+    assert "Another rank has left or hangs" in told
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import patience
+from processes import job, script_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -181,8 +179,8 @@ def test_resume_on_three_ranks_keeps_every_bit(tmp_path: Path) -> None:
     script.write_text(RESUME)
 
     def run(out: str, stop: int) -> None:
-        command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "3"]
-        subprocess.run([*command, str(script), str(tmp_path / out), str(stop)], check=True, timeout=patience(120))
+        with script_ranks(script, job(3), tmp_path / out, stop, folder=tmp_path) as ranks:
+            assert not any(rank.wait(120) for rank in ranks), [rank.said() for rank in ranks]
 
     run("straight", 0)
     run("stopped", 3)

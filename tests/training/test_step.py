@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import patience, same_path
+from processes import job, script_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
@@ -160,10 +158,9 @@ with accel.session(device="cpu") as ctx:
 def test_real_processes_train_the_same_model(tmp_path: Path, world_size: int) -> None:
     script = tmp_path / "real.py"
     script.write_text(REAL)
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(world_size), str(script)]
-    subprocess.run(
-        [*command, str(Path(__file__).parent), str(world_size)], env=same_path(), check=True, timeout=patience(120)
-    )
+    words = (Path(__file__).parent, world_size)
+    with script_ranks(script, job(world_size), *words, folder=tmp_path) as ranks:
+        assert not any(rank.wait(120) for rank in ranks), [rank.said() for rank in ranks]
 
 
 @settings(max_examples=25, deadline=None)

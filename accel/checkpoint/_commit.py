@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def write_share(stage: Place, snapshot: Snapshot) -> Share:
 
 
 def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[Share]) -> None:
-    """Write the manifest of what all ranks have written, and commit. Rank 0's work; no communication.
+    """Write the manifest of what all ranks have written, commit, and log that. Rank 0's work; no communication.
 
     Raises:
         CheckpointError: the disk failed; whatever had the target's name has it back.
@@ -128,11 +129,12 @@ def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
             stage.lock.check()
         commit_objects(target, manifest, files)
         sweep_step(target)
-        return
-    assert isinstance(stage.path, Path)
-    write_file(stage.path, MANIFEST, [manifest])
-    if (aside := commit(stage.path, target)) is not None:
-        discard(aside)
+    else:
+        assert isinstance(stage.path, Path)
+        write_file(stage.path, MANIFEST, [manifest])
+        if (aside := commit(stage.path, target)) is not None:
+            discard(aside)
+    logging.getLogger("accel.checkpoint").info("wrote %s, %d bytes", target, sum(each.size for each in files.values()))
 
 
 def _make(target: Place, mark: str) -> Stage:

@@ -44,7 +44,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     if known.dry_run:
         print(_dry_run(target, config, environ), end="")
         return 0
-    return launch(target.name, target.args, kind=target.kind, config=config, environ=environ)
+    return launch(target.name, target.args, kind=target.kind, config=config, environ=environ, summary=True)
 
 
 def parser() -> Parser:

@@ -6,11 +6,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from numbers import Real
 from typing import TextIO
+
+import torch
 
 from accel.context import DistContext, context_first
 from accel.data._batches import Batch
+from accel.errors import ConfigError
 
 _BAR = 24
 
@@ -25,6 +29,7 @@ def progress(
     show: bool = True,
     file: TextIO | None = None,
     every_s: float | None = None,
+    values: Callable[[], Mapping[str, float | torch.Tensor]] | None = None,
 ) -> Generator[Batch]:
     """Give the batches, and show on the main rank how far they are. No communication beyond theirs.
 
@@ -40,9 +45,14 @@ def progress(
         show: whether to show anything.
         file: where to; standard error by default.
         every_s: seconds between two showings; by default 0.2 on a terminal and 10 elsewhere.
+        values: returns numbers and scalar tensors by name, such as the loss and the learning rate. Called on the main
+            rank alone, after a batch that is shown, so it must not communicate; a tensor of a GPU is waited for then.
 
     Yields:
         The batches.
+
+    Raises:
+        ConfigError: `values` returned something else than numbers by name; on the main rank.
     """
     out = sys.stderr if file is None else file
     terminal = out.isatty()
@@ -61,7 +71,8 @@ def progress(
                 shown = now
                 name = label or f"epoch {batch.next.epoch - batch.is_last}"
                 at = (total if batch.is_last else batch.next.consumed) or seen
-                line = _line(name, at, total, seen, now - started, _columns(out) if terminal else None)
+                facts = "" if values is None else _facts(values())
+                line = _line(name, at, total, seen, now - started, _columns(out) if terminal else None, facts)
                 out.write(f"\r{line}\x1b[K" if terminal else f"{line}\n")
                 out.flush()
     finally:
@@ -78,10 +89,12 @@ def _columns(terminal: TextIO) -> int:
         return 80
 
 
-def _line(label: str, at: int, total: int | None, seen: int, seconds: float, columns: int | None) -> str:
+def _line(
+    label: str, at: int, total: int | None, seen: int, seconds: float, columns: int | None, facts: str = ""
+) -> str:
     """Say how far an epoch is; in less than so many columns, because what breaks into two lines is not redrawn."""
     rate = seen / seconds if seconds > 0 else 0.0
-    speed = f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2f} samples/s"
+    speed = f"{rate:,.0f} samples/s{facts}" if rate >= 10 else f"{rate:.2f} samples/s{facts}"
     if not total:
         return f"{label}: {at:,} samples  {speed}"[: columns and columns - 1]
     done = min(at / total, 1.0)
@@ -90,6 +103,20 @@ def _line(label: str, at: int, total: int | None, seen: int, seconds: float, col
     width = _BAR if columns is None else min(_BAR, columns - len(f"{head} []{rest}") - 1)
     bar = f" [{'#' * int(done * width):.<{width}}]" if width > 0 else ""
     return f"{head}{bar}{rest}"[: columns and columns - 1]
+
+
+def _facts(values: Mapping[str, float | torch.Tensor]) -> str:
+    """Return names with four digits of each number."""
+    for name, value in values.items():
+        if not isinstance(value, Real) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise ConfigError(
+                "a progress line shows numbers only",
+                expected="a number or a tensor of one element",
+                got=f"{type(value).__name__}{shape}",
+                where=f"progress(values=), {name}",
+            )
+    return "".join(f"  {name} {float(value):.4g}" for name, value in values.items())
 
 
 def _clock_text(seconds: float) -> str:

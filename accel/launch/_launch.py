@@ -32,6 +32,7 @@ def launch(
     config: LaunchConfig | None = None,
     kind: Literal["script", "module", "program"] = "script",
     environ: Mapping[str, str],
+    summary: bool = False,
 ) -> int:
     """Run a script on N processes of this machine, alone or together with launches on other hosts, and wait for them.
 
@@ -41,6 +42,7 @@ def launch(
         config: how many processes, where, and how; None for what `environ` says, as for `accel launch`.
         kind: what `script` is.
         environ: the environment that each process's own one starts from; `os.environ` is never written.
+        summary: whether the last line on stderr reports the end of a run of several ranks, or of one with log files.
 
     Returns:
         The exit status: 0, the failing rank's, or 128 plus the number of the signal that stopped the launch.
@@ -61,7 +63,7 @@ def launch(
         plans = (plan_here(target, config, environ, record_dir=folder, place=place) for place in places)
         first = next(plans)
         make_log_dir(config.log_dir)
-        return run_plans(itertools.chain([first], plans))
+        return run_plans(itertools.chain([first], plans), summary=summary)
 
 
 def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:

@@ -58,6 +58,41 @@ def failure_report(
     return "\n".join(lines) + "\n" + _visible(first.crash) + raised
 
 
+def last_line(
+    status: int,
+    *,
+    ranks: int,
+    seconds: float,
+    restarts: int = 0,
+    stopped: int = 0,
+    culprit: int | None = None,
+    log_dir: str = "",
+) -> str:
+    """Return the last line of a launch: its end, its time, the folder of its files.
+
+    Args:
+        status: the exit status of the launch.
+        ranks: processes started.
+        seconds: time since the first start.
+        restarts: times that all ranks have started again.
+        stopped: number of the signal that stopped it, or 0.
+        culprit: the rank that failed first, None if none did.
+        log_dir: folder of the ranks' output; empty if there is none.
+    """
+    if stopped:
+        end = f"stopped by {signal.Signals(stopped).name}"
+    elif culprit is not None:
+        end = f"rank {culprit} failed"
+    else:
+        end = f"{ranks} ranks finished" if ranks > 1 else "finished"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    text = f"accel: {end} after {hours}:{minutes:02}:{rest:02}"
+    text += f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+    text += f", exit status {status}" if status else ""
+    return f"{text}; output of each rank in {log_dir}\n" if log_dir else f"{text}\n"
+
+
 def stop_report(signum: int, failures: Iterable[Failure], killed: Sequence[int]) -> str:
     """Return the report of a run that was asked to stop: where the ranks were, and which had to be killed."""
     name = signal.Signals(signum).name

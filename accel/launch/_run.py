@@ -14,7 +14,7 @@ from accel.launch._hang import Watch
 from accel.launch._plan import LaunchPlan
 from accel.launch._record import Failure, culprit, exit_code, stop_number
 from accel.launch._relay import Relay, log_path
-from accel.launch._report import failure_report, stop_report
+from accel.launch._report import failure_report, last_line, stop_report
 from accel.launch._signals import NOTICES, STOPPING, Signals, listening
 
 SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
@@ -60,25 +60,47 @@ def run_plan(plan: LaunchPlan) -> int:
     return run_plans([plan])
 
 
-def run_plans(plans: Iterable[LaunchPlan]) -> int:
+def run_plans(plans: Iterable[LaunchPlan], *, summary: bool = False) -> int:
     """Run plans one after another as `run_plan` does, each because the one before has failed; return the last status.
 
     Args:
         plans: taken one by one, so that each can be made when its time comes.
+        summary: whether the last line on stderr reports the end of the run. Without log files, one rank gets none, as
+            its streams are this process's own, nor does a stop, whose report says it; nor a good end with `quiet`.
 
     Raises:
         LaunchError: as `run_plan`.
     """
-    ending = Ending(0)
+    ending, latest, started = Ending(0), None, time.monotonic()
     with listening() as signals:
         for plan in plans:
+            latest = plan
             if plan.restarts:
                 tell(f"accel: all ranks start again, restart {plan.restarts} of {plan.max_restarts}\n")
             ending = _carry_out(plan, signals)
             tell(ending.report)
             if ending.first is None:
                 break
+    if summary and latest is not None:
+        tell(_summary(latest, ending, time.monotonic() - started))
     return ending.status
+
+
+def _summary(plan: LaunchPlan, ending: Ending, seconds: float) -> str:
+    ranks = len(plan.processes)
+    said = ranks == 1 or ending.stopped  # one rank has this process's own streams; a stop's report is one line
+    if (said and not plan.log_dir) or (plan.quiet and not ending.status):
+        return ""
+    culprit = None if ending.first is None else ending.first.rank
+    return last_line(
+        ending.status,
+        ranks=ranks,
+        seconds=seconds,
+        restarts=plan.restarts,
+        stopped=ending.stopped,
+        culprit=culprit,
+        log_dir=plan.log_dir,
+    )
 
 
 def run_to_end(plan: LaunchPlan) -> Ending:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -140,6 +141,8 @@ class Loading:
                 "".join(f"\n  {line}" for line in loaded.skipped),
             )
             logging.getLogger("accel.checkpoint").warning(text, self._held.path, lines)
+        if self._ctx.is_main_process:
+            _report(self._verb, self._held.path)
         return loaded
 
     def _open(self, saved: Saved, matching: Matching) -> _Wish:
@@ -168,6 +171,14 @@ class Loading:
                 readers[name] = [rank for rank, wish in enumerate(self._wishes) if 2 * wish.bytes_of_files[at] >= most]
         mine = plan_checks({name: len(parts) for name, parts in spans.items()}, readers, self._ctx.rank)
         return [(name, span) for name, share in mine.items() for span in spans[name][share.start : share.stop]]
+
+
+def _report(verb: str, path: Place) -> None:
+    """Log a load. A run that goes on from a checkpoint shows that on stderr too, unless the script logs by itself."""
+    logger = logging.getLogger("accel.checkpoint")
+    logger.info("%s: loaded %s", verb, path)
+    if verb == "resume" and not logger.hasHandlers():
+        print(f"accel: resumes from {path}", file=sys.stderr, flush=True)
 
 
 def _half_loaded(failure: CheckpointError) -> CheckpointError:

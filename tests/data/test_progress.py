@@ -8,6 +8,7 @@ import os
 import re
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import accel
@@ -95,3 +96,21 @@ def test_without_a_total_it_counts():
     first, last = out.getvalue().splitlines()
     assert re.fullmatch(r"epoch 0: 5 samples  [\d,.]+ samples/s", first)
     assert re.fullmatch(r"epoch 0: 7 samples  [\d,.]+ samples/s", last)
+
+
+def test_values_of_the_loop_stand_in_the_line_and_are_read_only_then():
+    loss, read = torch.tensor(0.25), []
+
+    def values():
+        read.append(loss)
+        return {"loss": loss, "lr": 3e-4}
+
+    _, text = _run(accel.single(), io.StringIO(), values=values)
+    assert re.search(r"50/50 samples  [\d,.]+ samples/s  loss 0\.25  lr 0\.0003  0:00:00\n$", text)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize(("value", "got"), [("low", "got str"), (torch.ones(2), r"got Tensor of shape \[2\]")])
+def test_a_value_that_is_no_number_is_named(value, got):
+    with pytest.raises(accel.ConfigError, match=rf"{got} - at progress\(values=\), loss"):
+        _run(accel.single(), io.StringIO(), values=lambda: {"loss": value})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -29,7 +30,9 @@ def test_the_last_output_is_the_culprits_report_once(workspace: Workspace, n: st
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == f"accel: rank {rank} failed: ValueError: bad batch - at {script}:4"
     assert done.stderr.splitlines()[1] == "Traceback (most recent call last):"
-    assert done.stderr.endswith("ValueError: bad batch\n")
+    *_, raised, last = ["", *done.stderr.splitlines()] if n == "2" else ["", *done.stderr.splitlines(), ""]
+    assert raised == "ValueError: bad batch"
+    assert re.fullmatch(r"accel: rank 1 failed after 0:00:\d\d, exit status 1", last) or n == "1"
     assert done.stderr.count("ValueError: bad batch") == 2
     assert "_worker" not in done.stderr
     assert "to the end" in done.stdout
@@ -150,11 +153,22 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.stderr.splitlines()[-2].startswith("accel: rank 0 was killed by SIGKILL")
 
 
-def test_a_clean_end_says_nothing(workspace: Workspace) -> None:
+@pytest.mark.parametrize(
+    ("flags", "last"),
+    [
+        ([], ""),
+        (["--nproc-per-node", "2"], "accel: 2 ranks finished after TIME\n"),
+        (["--nproc-per-node", "2", "--quiet"], ""),
+        (["--log-dir", "logs"], "accel: finished after TIME; output of each rank in logs\n"),
+    ],
+)
+def test_a_clean_end_is_one_line_where_there_is_something_to_say(
+    workspace: Workspace, flags: list[str], last: str
+) -> None:
     script = workspace.write("import sys\nsys.exit(0)\n")
-    for n in ("1", "2"):
-        done = workspace.accel("launch", "--nproc-per-node", n, script)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = workspace.accel("launch", *flags, script)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.sub(r"\d:\d\d:\d\d", "TIME", done.stderr) == last
 
 
 def test_what_a_successful_rank_leaves_running_is_its_own_business(workspace: Workspace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from accel.launch import FailureRecord
 from accel.launch._record import Failure, crash_path, culprit, exit_code, read_failure, write_record
-from accel.launch._report import failure_report, stop_report
+from accel.launch._report import failure_report, last_line, stop_report
 
 
 def raised(rank: int, time_s: float, exception: str = "ValueError", message: str = "bad", status: int = 1) -> Failure:
@@ -109,3 +110,19 @@ def test_a_record_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) 
     assert read_failure(0, 1, str(path), 9.0) == failure
     path.write_bytes(path.read_bytes()[:-5])
     assert read_failure(0, 1, str(path), 9.0) == died(0, 9.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        ({"ranks": 1}, "finished after 1:01:05"),
+        ({"ranks": 8, "restarts": 1}, "8 ranks finished after 1:01:05 and 1 restart"),
+        (
+            {"status": 3, "culprit": 5, "log_dir": "logs"},
+            "rank 5 failed after 1:01:05, exit status 3; output of each rank in logs",
+        ),
+        ({"status": 143, "stopped": signal.SIGTERM}, "stopped by SIGTERM after 1:01:05, exit status 143"),
+    ],
+)
+def test_the_last_line_has_the_end_the_time_and_the_files(end: dict[str, Any], text: str) -> None:
+    assert last_line(**({"status": 0, "ranks": 8} | end), seconds=3665.2) == f"accel: {text}\n"

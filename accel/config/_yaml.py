@@ -1,34 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strict reader for the plain part of YAML that Accelerate writes: nested keys, lists of scalars, no anchors or tags.
-
-Scalars mean what they mean in YAML 1.1, https://yaml.org/type: an unquoted `no` is false.
-"""
+"""YAML files as mappings: by PyYAML's safe loader where it is installed, else by a reader of the plain part."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import importlib
+from typing import Any, cast
 
+from accel.config._yaml_plain import MOST_DEPTH, decode_plain, malformed
 from accel.errors import ConfigError
 
-_KEY = re.compile(r"([A-Za-z_][\w.-]*|'[^']*'|\"[^\"]*\")\s*:(?:\s+|$)")
-_WORDS: dict[str, Any] = {
-    **dict.fromkeys(("", "~", "null"), None),
-    **dict.fromkeys(("true", "yes", "on"), True),
-    **dict.fromkeys(("false", "no", "off"), False),
-    "{}": {},
-    "[]": [],
-}
-_INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?")
-
-
-class _Line(NamedTuple):
-    number: int
-    indent: int
-    text: str
+_MOST_NODES = 100_000  # with each alias counted as all that it stands for
 
 
 def decode_yaml(text: str, path: str) -> dict[str, Any]:
@@ -39,87 +20,84 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
         path: for errors.
 
     Raises:
-        ConfigError: it is malformed, or uses what this reader does not know; the message has line and column.
+        ConfigError: the document is malformed, is no mapping, has a key twice with different values, or is nested or
+            repeated by aliases beyond reason; without PyYAML also if the plain reader does not know what stands there.
+            The message has line and column.
     """
-    lines = list(_lines(text, path))
-    values, end = _mapping(lines, 0, 0, path)
-    if end < len(lines):
-        raise _malformed("the indentation fits no line above", path, lines[end])
-    return values
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        return decode_plain(text, path)
+    try:
+        _check_events(yaml, text, path)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _check_keys(yaml, node, path, set())
+        values: object = loader.construct_document(node) if node is not None else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise malformed(str(error.problem or error.context), path, mark.line + 1, mark.column + 1) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise malformed(f"a character that YAML does not allow: U+{error.character:04X}", path, line, 1) from None
+    except (ValueError, OverflowError) as error:  # such as a date that no calendar has
+        raise malformed(str(error), path, 1, 1) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError("not a mapping", expected="key: value", got=type(values).__name__, where=path)
+    for key in cast("dict[object, object]", values):
+        if not isinstance(key, str):
+            raise ConfigError("a key that is no text", expected="a name", got=repr(key), where=path, fix="Quote it.")
+    return cast("dict[str, Any]", values)
 
 
-def _lines(text: str, path: str) -> Iterator[_Line]:
-    for number, raw in enumerate(text.splitlines(), 1):
-        body = raw.lstrip(" ")
-        line = _Line(number, len(raw) - len(body), body.rstrip())
-        if line.text.startswith("\t"):
-            raise _malformed("a tab in the indentation", path, line)
-        if line.text and not line.text.startswith("#") and not (number == 1 and line.text == "---"):
-            yield line
+def _check_events(yaml: Any, text: str, path: str) -> None:
+    """Refuse what would exhaust a reader: deep nesting, and aliases of aliases."""
+    sizes, total = dict[str, int](), 0
+    opened: list[tuple[str | None, int]] = []  # anchor of each open collection, and how many nodes came before it
+    problem = ""
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, total))
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            if anchor is not None:
+                sizes[anchor] = total - before
+        if isinstance(event, yaml.NodeEvent):
+            anchor = event.anchor if isinstance(event, yaml.AliasEvent) else None
+            total += sizes.get(anchor, 1) if anchor is not None else 1
+            if anchor is not None and anchor in (name for name, _ in opened):
+                problem = "a value that contains itself"
+        if len(opened) > MOST_DEPTH:
+            problem = f"nested more than {MOST_DEPTH} deep"
+        if total > _MOST_NODES:
+            problem = f"more than {_MOST_NODES} values"
+        if problem:
+            mark = event.start_mark
+            raise malformed(problem, path, mark.line + 1, mark.column + 1)
 
 
-def _mapping(lines: list[_Line], at: int, indent: int, path: str) -> tuple[dict[str, Any], int]:
-    values: dict[str, Any] = {}
-    while at < len(lines) and lines[at].indent == indent and not lines[at].text.startswith("- "):
-        line = lines[at]
-        found = _KEY.match(line.text)
-        if not found:
-            raise _malformed("expected `key: value`", path, line)
-        key, rest = found[1].strip("'\""), line.text[found.end() :]
-        value, at = _value(lines, at, rest, found.end(), path)
-        if key in values and values[key] != value:
-            raise _malformed(f"{key} stands twice, with different values", path, line)
-        values[key] = value
-    return values, at
+def _check_keys(yaml: Any, node: Any, path: str, seen: set[int]) -> None:
+    """Refuse a key that stands twice in a mapping with different values; the loader would take the last."""
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_keys(yaml, value, path, seen)
+        return
+    found = dict[str, Any]()
+    for key, value in node.value:
+        first = found.setdefault(key.value, value) if isinstance(key, yaml.ScalarNode) else value
+        if first is not value and _plain(yaml, first) != _plain(yaml, value):
+            mark = key.start_mark
+            raise malformed(f"{key.value} stands twice, with different values", path, mark.line + 1, mark.column + 1)
+        _check_keys(yaml, value, path, seen)
 
 
-def _value(lines: list[_Line], at: int, rest: str, offset: int, path: str) -> tuple[Any, int]:
-    """Return what stands behind a key, on its line or nested below it, and the line after it."""
-    line = lines[at]
-    text = _uncommented(rest)
-    if text:
-        return _scalar(text, path, line, offset), at + 1
-    at += 1
-    if at < len(lines) and lines[at].indent >= line.indent and lines[at].text.startswith("- "):
-        return _list(lines, at, lines[at].indent, path)
-    if at < len(lines) and lines[at].indent > line.indent:
-        return _mapping(lines, at, lines[at].indent, path)
-    return None, at
-
-
-def _list(lines: list[_Line], at: int, indent: int, path: str) -> tuple[list[Any], int]:
-    values: list[Any] = []
-    while at < len(lines) and lines[at].indent == indent and lines[at].text.startswith("- "):
-        values.append(_scalar(_uncommented(lines[at].text[2:].strip()), path, lines[at], 2))
-        at += 1
-    return values, at
-
-
-def _uncommented(text: str) -> str:
-    quoted = re.match(r"""('(?:[^']|'')*'|"(?:[^"\\]|\\.)*")\s*(#.*)?$""", text)
-    return quoted[1] if quoted else re.sub(r"(^|\s)#.*", "", text).strip()
-
-
-def _scalar(text: str, path: str, line: _Line, offset: int) -> Any:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    if text[0] == "'" and len(text) > 1 and text[-1] == "'":
-        return text[1:-1].replace("''", "'")
-    if text[0] == '"':
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            raise _malformed("a string that does not end", path, line, offset) from None
-    if text[0] == "[" and text[-1] == "]":
-        return [_scalar(part.strip(), path, line, offset) for part in text[1:-1].split(",")]
-    if text[0] in "'[]{}&*!|>%@`" or re.search(r":(\s|$)", text):
-        raise _malformed(f"{text!r} is more than a plain value", path, line, offset)
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    return float(text) if _FLOAT.fullmatch(text) else text
-
-
-def _malformed(reason: str, path: str, line: _Line, offset: int = 0) -> ConfigError:
-    return ConfigError(
-        "malformed YAML", got=reason, where=f"{path}, line {line.number}, column {line.indent + offset + 1}"
-    )
+def _plain(yaml: Any, node: Any) -> Any:
+    """Return a node as values that can be compared."""
+    if isinstance(node, yaml.MappingNode):
+        return node.tag, [(_plain(yaml, key), _plain(yaml, value)) for key, value in node.value]
+    return node.tag, [_plain(yaml, each) for each in node.value] if isinstance(node, yaml.SequenceNode) else node.value

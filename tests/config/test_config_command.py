@@ -236,7 +236,10 @@ def test_import_writes_what_it_took_and_lists_the_rest(capsys: pytest.CaptureFix
         (["--output", "no/where.toml"], "the input ended"),
         (["import"], "the following arguments are required: file"),
         (["import", "nowhere.yaml"], "there is no such file"),
-        (["import", "bad.yaml"], "malformed YAML: got expected `key: value` - at bad.yaml, line 1, column 1"),
+        (
+            ["import", "bad.yaml"],
+            "malformed YAML: got mapping values are not allowed here - at bad.yaml, line 1, column 5",
+        ),
         (["show", "--config", "wrong.toml"], "got 0 - at wrong.toml, key nproc_per_node"),
         (["--output", "wrong.toml"], "got 0 - at wrong.toml, key nproc_per_node"),
         (["show", "extra"], "unknown"),
@@ -246,7 +249,7 @@ def test_what_is_wrong_is_one_line_and_status_2(
     words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("wrong.toml").write_text("nproc_per_node = 0\n")
-    Path("bad.yaml").write_text("what\n")
+    Path("bad.yaml").write_text("a: b: c\n")
     answer(monkeypatch)
     assert main(["config", *words]) == 2
     err = capsys.readouterr().err

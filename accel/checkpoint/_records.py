@@ -35,16 +35,16 @@ def is_record(value: object) -> bool:
 
 def class_name(kind: type) -> str:
     """Return the name that a class is stored under; accel's own begin with `accel.`, whatever module they are in."""
-    ours = kind.__module__.partition(".")[0] == "accel"
-    return f"accel.{kind.__qualname__}" if ours else kind.__qualname__
+    return f"accel.{kind.__qualname__}" if _is_ours(kind) else kind.__qualname__
 
 
 def stored_names(kind: type[Any]) -> tuple[str, ...]:
-    """Return the names of a record's fields that are saved: all but those that a Struct's `unsaved_fields` lists."""
+    """Return the names of a record's fields."""
     if issubclass(kind, msgspec.Struct):
-        unsaved: frozenset[str] = getattr(kind, "unsaved_fields", frozenset[str]())
-        return tuple(name for name in kind.__struct_fields__ if name not in unsaved)
-    return _field_names(kind)
+        return kind.__struct_fields__
+    if issubclass(kind, tuple):
+        return cast("Any", kind)._fields
+    return tuple(field.name for field in dataclasses.fields(cast("Any", kind)))
 
 
 def fields_of(record: object, path: str) -> dict[str, object]:
@@ -55,8 +55,8 @@ def fields_of(record: object, path: str) -> dict[str, object]:
             value, or its class refuses what it holds.
     """
     names = stored_names(type(record))
-    known = {*_field_names(type(record)), *_cached_properties(type(record))}
-    beside = [name for name in getattr(record, "__dict__", {}) if name not in known]
+    known = {*names, *_cached_properties(type(record))}
+    beside = [name for name in getattr(record, "__dict__", {}) if name not in known and not _is_ours(type(record))]
     unset = [name for name in names if not hasattr(record, name)]
     if beside or unset:
         raise CheckpointError(
@@ -94,7 +94,7 @@ def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact:
     """
     names, gone = stored_names(kind), {name for name, value in fields.items() if value is None}
     missing = [name for name in names if name not in fields]
-    if class_name(kind).startswith("accel."):
+    if _is_ours(kind):
         missing = []  # an older accel had no such field yet, and the class checks what it needs
     unexpected = sorted(fields.keys() - names - gone)
     if exact and (missing or unexpected):
@@ -129,12 +129,9 @@ def _is_record_class(kind: type[Any]) -> bool:
     return issubclass(kind, tuple) and isinstance(getattr(cast("type[Any]", kind), "_fields", None), tuple)
 
 
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
-    if issubclass(kind, msgspec.Struct):
-        return kind.__struct_fields__
-    if issubclass(kind, tuple):
-        return cast("Any", kind)._fields
-    return tuple(field.name for field in dataclasses.fields(cast("Any", kind)))
+def _is_ours(kind: type) -> bool:
+    """Whether a class is accel's; what such a record holds beside its fields is meant for the running process only."""
+    return kind.__module__.partition(".")[0] == "accel"
 
 
 def _cached_properties(kind: type) -> set[str]:

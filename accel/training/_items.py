@@ -45,6 +45,9 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
         same, first = (own, loose) if name in divided else (shared, main)
         try:
             entries[name] = _capture_item(name, item, modules, names, same, first, kept)
+        except CheckpointError:
+            check_records(kept)  # a record within a step may hold what cannot be stored, and has more to say
+            raise
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
     check_records(kept)

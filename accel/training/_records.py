@@ -14,6 +14,7 @@ from accel.parallel import LocalSgd
 from accel.precision import LossScale
 from accel.random import Key, RngState
 from accel.training._problems import Problems
+from accel.training._train_state import TrainState
 
 _NAMED_SINCE = 4  # the format whose values name the classes of the records in them
 
@@ -83,4 +84,4 @@ def make_item(live: object, stored: Mapping[str, Any], name: str, tensors: Mappi
 
 
 def _own_classes() -> dict[str, tuple[type, ...]]:
-    return dict(named_classes([Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState]))
+    return dict(named_classes([TrainState, Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState]))

@@ -4,7 +4,7 @@
 import dataclasses
 from collections import OrderedDict, namedtuple
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,8 +46,6 @@ class State(msgspec.Struct, frozen=True):
     accum: accel.Accumulation = accel.Accumulation()
     scaler: accel.LossScale | None = None
     more: dict[str, Any] = {}
-    told: Any = None
-    unsaved_fields: ClassVar[frozenset[str]] = frozenset({"told"})
 
 
 def there_and_back(item: object, into: object, tmp_path: Path) -> Any:
@@ -128,9 +126,29 @@ def test_tensors_in_nested_records_come_back(tmp_path: Path) -> None:
     assert torch.equal(found[0].best.weights, torch.arange(3.0))
 
 
-def test_fields_that_a_record_does_not_save_take_their_default(tmp_path: Path) -> None:
-    assert there_and_back(State(told=object()), State(told=3), tmp_path) == State()
-    assert there_and_back([State(told=object())], [State()], tmp_path) == [State()]
+def test_a_train_state_is_saved_after_a_step_at_any_depth(tmp_path: Path) -> None:
+    model, optimizer = accel.prepare(CPU, *((m := torch.nn.Linear(2, 2)), torch.optim.SGD(m.parameters(), lr=0.1)))
+    state = accel.train_state(CPU)
+    loader = accel.prepare_loader(CPU, torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2))
+    for batch in accel.batches(CPU, loader, state):
+        state = state.next(batch)
+        with pytest.raises(ConfigError, match=r"item item\[0\]"):
+            accel.save_state(CPU, tmp_path, {"item": [state]}, step=1)
+        with accel.accumulate(CPU, state, model):
+            state = accel.backward(CPU, model(batch.data).mean(), state)
+        state = accel.optimizer_step(CPU, optimizer, state, max_norm=1.0)
+    saved = {"runs": [state], "nested": State(more={"x": state})}
+    path = accel.save_state(CPU, tmp_path, saved, step=1)
+    assert accel.load_state(CPU, path, {"runs": [], "nested": State()}) == saved
+
+
+def test_a_record_of_users_with_attributes_beside_its_fields_is_refused_by_its_path(tmp_path: Path) -> None:
+    kind = msgspec.defstruct("Cached", [("at", int, 0)], dict=True)
+    record = kind()
+    record.more = 3
+    with pytest.raises(CheckpointError, match="also more") as caught:
+        accel.save_state(CPU, tmp_path, {"item": [record]}, step=1)
+    assert caught.value.where == "item[0]"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         scale: loss scale that the window's gradients carry; 0 before its first backward.
         retained: whether ranks exchanged gradients of a graph that was kept, so that others may have followed.
         divided: gradients that `unscale_gradients` has divided by weight and loss scale: those of the whole step, or 0.
+        weighted: whether backward passes of this window gave a weight; None before its first.
     """
 
     steps: int = 1
@@ -49,6 +50,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
     scale: float = 0.0
     retained: bool = False
     divided: int = 0
+    weighted: bool | None = None
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or self.steps < 1:
@@ -86,6 +88,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         *,
         scale: float,
         unit: float,
+        weighted: bool | None = None,
         world: float | torch.Tensor = 0.0,
         own: float | torch.Tensor | None = None,
     ) -> Accumulation:
@@ -94,6 +97,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         Args:
             scale: loss scale of the gradients it added.
             unit: what their weight was measured in.
+            weighted: whether the caller gave it.
             world: their weight over all ranks, where it is known.
             own: else their weight on this rank.
 
@@ -119,6 +123,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
             unit=unit,
             world_weight=self.world_weight + world,
             own_weight=both,
+            weighted=weighted,
         )
 
     def share(self, total: float | torch.Tensor) -> Accumulation:

@@ -20,6 +20,8 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> list[torch
     """Return the norm of each tensor, shape [] each; that of a 16-bit one in float32, whose range it needs."""
     dtypes = {tensor.dtype for tensor in tensors}
     if not dtypes.isdisjoint(_HALVES):
+        if any(dtype.is_complex for dtype in dtypes):  # whose norms cannot be had in a real dtype
+            return [norm for tensor in tensors for norm in norms([tensor], norm_type)]
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         return list(_torch._foreach_norm(list(tensors), norm_type, dtype=wide))
     return list(_torch._foreach_norm(list(tensors), norm_type))

@@ -8,6 +8,7 @@ ranks and micro-batches therefore gives the same gradient.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from numbers import Real
 from typing import overload
@@ -197,17 +198,35 @@ def _weigh(
             got="it in the first",
             where="backward",
         )
+    _check_alike(accum, weight)
+    weighted = weight is not None
     if weight is None:
         world = 0.0 if again else float(ctx.world_size)
-        return accum.add(scale=scaler.scale, unit=unit, world=world), scaler.scale / unit
+        return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world), scaler.scale / unit
     if isinstance(weight, SampleCount):
-        world = 0.0 if same_units else float(weight.world * weight.copies)
-        return accum.add(scale=scaler.scale, unit=unit, world=world), weight / unit * scaler.scale
-    own = _own_weight(ctx, weight)
-    factor = own / unit * scaler.scale
-    if ctx.world_size == 1:
-        return accum.add(scale=scaler.scale, unit=unit, world=0.0 if same_units else own), factor
-    return accum.add(scale=scaler.scale, unit=unit, own=None if same_units else own), factor
+        world, own = 0.0 if same_units else float(weight.world * weight.copies), None
+        factor = weight / unit * scaler.scale
+    else:
+        known = _own_weight(ctx, weight)
+        factor = known / unit * scaler.scale
+        alone = ctx.world_size == 1
+        world, own = (known if alone else 0.0), (None if alone else known)
+        if same_units:
+            world, own = 0.0, None
+    return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world, own=own), factor
+
+
+def _check_alike(accum: Accumulation, weight: float | torch.Tensor | None) -> None:
+    """Raise `StepError` where a window has backward passes with a weight and without."""
+    if accum.weighted is None or accum.weighted == (weight is not None):
+        return
+    raise StepError(
+        "some backward passes of this window have a weight, and others not",
+        expected="weight= in all of them, or in none",
+        got=f"{'none' if weight is None else 'one'} in micro-batch {accum.micro} of {accum.steps}",
+        where="backward, weight=",
+        fix="Pass weight= each time, such as batch.valid; beside same_units=True too.",
+    )
 
 
 def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
@@ -277,16 +296,24 @@ def _check_loss(loss: torch.Tensor) -> None:
 
 
 def _own_weight(ctx: DistContext, weight: float | torch.Tensor) -> float | torch.Tensor:
-    """A weight that only this rank knows: a number where reading one waits for nothing."""
+    """A weight that only this rank knows: a number where reading one waits for nothing.
+
+    A wrong one on a device becomes NaN, which the step reads together with the total weight.
+    """
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1 or weight.is_complex():
             raise _no_weight(f"a tensor of shape {list(weight.shape)} and {weight.dtype}")
-        return (
-            float(weight.detach()) if weight.is_cpu else weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
-        )
-    if not isinstance(weight, Real) or not 0 <= weight < float("inf"):
-        raise _no_weight(repr(weight))
-    return float(weight)
+        if not weight.is_cpu:
+            there = weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
+            return torch.where(there >= 0, there, math.nan)
+        weight = weight.item()
+    try:
+        number = float(weight) if isinstance(weight, Real) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise _no_weight("a number too large" if number == math.inf else repr(weight))
+    return number
 
 
 def _on_device(ctx: DistContext, number: float) -> torch.Tensor:

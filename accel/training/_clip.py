@@ -24,6 +24,7 @@ from accel.training._window import (
     check_alone,
     check_limit,
     check_norm_type,
+    check_real,
     checked_window,
     division,
     shortening,
@@ -99,12 +100,13 @@ def clip_grad_value_(
 
     Raises:
         StepError: the window has not ended, or there are no gradients.
-        ConfigError: clip_value is not above 0.
+        ConfigError: clip_value is not above 0, or gradients are complex.
     """
     check_limit(clip_value, "clip_value=")
     scaler, accum = _parts(scaler, accum, "accel.clip_grad_value_")
     window = checked_window(ctx, scaler, accum)
     [grads] = window_gradients(ctx, window, parameters)
+    check_real(grads, "clip_grad_value_")
     factor = division(ctx, scaler, window, total_weight(window))
     if not isinstance(factor, torch.Tensor) and factor == 0.0:
         return  # the window is empty, and all gradients are zero

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
@@ -19,12 +20,14 @@ from accel.optim import Accumulation, clamp_, first_nonfinite, is_whole, paramet
 from accel.parallel import name_of
 from accel.precision import LossScale
 from accel.training._leftovers import refuse_leftovers
+from accel.training._schedulers import check_not_exhausted
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
     check_alone,
     check_limit,
     check_norm_type,
+    check_real,
     checked_window,
     division,
     shortening,
@@ -146,7 +149,8 @@ def optimizer_step(
         StepError: calls out of order, a parameter took no part in the loss, or held a gradient before the window
             began; nothing was changed.
         NonFiniteError: as `nonfinite` says, on every rank; parameters and gradients are left as they were.
-        ConfigError: an option outside its range, or a scheduler or optimizer that needs more than a step.
+        ConfigError: an option outside its range, a scheduler or optimizer that needs more than a step, or a scheduler
+            that has no further one; nothing was changed.
         ContextClosedError: the context is closed.
     """
     if isinstance(scaler, TrainState):
@@ -165,6 +169,7 @@ def optimizer_step(
         return after_step(scaler, step.accum, step.scaler, stepped=step.stepped, grad_norm=step.grad_norm)
     optimizers = _listed(optimizer, Optimizer, "optimizer_step, optimizer")
     schedulers = [] if scheduler is None else _listed(scheduler, LRScheduler, "optimizer_step, scheduler=")
+    check_not_exhausted(schedulers)
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     limits = _check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum)
@@ -172,6 +177,8 @@ def optimizer_step(
         refuse_leftovers(ctx, optimizers)
     joint = not isinstance(max_norm, Sequence)
     parts = _parts(ctx, optimizers, window, joint=joint)
+    if max_value is not None:
+        check_real(itertools.chain(*parts), "max_value=")
     weight = total_weight(window)
     looks = nonfinite != "ignore" or scaler.dynamic
     clips = any(limit is not None for limit in limits)
@@ -260,8 +267,14 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
         read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
         values = [next(read) if isinstance(value, torch.Tensor) else value for value in values]
     *lengths, total = map(float, values)
-    if not total >= 0:
-        raise ConfigError("not a weight", expected="a sum of 0 or above", got=repr(total), where="backward(weight=)")
+    if not 0 <= total < math.inf:
+        raise ConfigError(
+            "a weight of this window is none",
+            expected="finite numbers, 0 or above",
+            got=f"a sum of {total}",
+            where="backward, weight=",
+            fix="The window's gradients are spoilt: give it up by accel.discard or accel.clear_gradients.",
+        )
     return all(map(math.isfinite, lengths)), total == 0
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +13,8 @@ from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, gradients, is_whole
 from accel.parallel import average_, check_exchanged
 from accel.precision import LossScale
+
+_MOST_BITS = 1024  # of what a float holds
 
 
 def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None) -> Accumulation:
@@ -118,14 +121,26 @@ def check_alone(accum: object, where: str) -> None:
 
 def check_limit(limit: float, where: str) -> None:
     """Raise `ConfigError` unless a number is above 0."""
-    if not limit > 0:
-        raise ConfigError("not a limit to clip to", expected="above 0", got=repr(limit), where=where)
+    if not _is_above_zero(limit):
+        raise ConfigError("not a limit to clip to", expected="above 0", got=_shown(limit), where=where)
+
+
+def check_real(grads: Iterable[torch.Tensor], where: str) -> None:
+    """Raise `ConfigError` if a gradient is complex: its elements have no order to cut them in."""
+    if found := sum(grad.is_complex() for grad in grads):
+        raise ConfigError(
+            "complex gradients cannot be cut to a value",
+            expected="real gradients",
+            got=f"{found} complex ones",
+            where=where,
+            fix="Clip by norm instead: max_norm=, or accel.clip_grad_norm_.",
+        )
 
 
 def check_norm_type(norm_type: float) -> None:
     """Raise `ConfigError` unless there is such a p-norm."""
-    if not norm_type > 0:
-        raise ConfigError("no such norm", expected="p above 0, or inf", got=repr(norm_type), where="norm_type=")
+    if not _is_above_zero(norm_type):
+        raise ConfigError("no such norm", expected="p above 0, or inf", got=_shown(norm_type), where="norm_type=")
 
 
 def as_tensor(
@@ -147,6 +162,18 @@ def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Ten
     if isinstance(norm, torch.Tensor):
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return min(max_norm / (norm + 1e-6), 1.0)
+
+
+def _is_above_zero(number: object) -> bool:
+    try:
+        return not isinstance(number, str) and float(cast(Any, number)) > 0
+    except (OverflowError, TypeError, ValueError):
+        return False
+
+
+def _shown(number: object) -> str:
+    """A number as an error shows it; Python writes no integer of thousands of digits."""
+    return "a number too large" if isinstance(number, int) and number.bit_length() > _MOST_BITS else repr(number)
 
 
 def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -444,14 +444,6 @@ class TestCallsOutOfOrder:
         with pytest.raises(StepError, match="got float"):
             accel.backward(self.ctx, 1.0, accel.LossScale())  # type: ignore[call-overload]
 
-    def test_a_weight_on_the_device_that_is_negative(self) -> None:
-        model, optimizer = one_weight(self.ctx)
-        accum = accel.Accumulation().next()
-        accum = accel.backward(self.ctx, flat_loss(model), accel.LossScale(), accum, weight=torch.tensor(-2.0))
-        with pytest.raises(ConfigError, match="not a weight"):
-            _ = accel.optimizer_step(self.ctx, optimizer, accel.LossScale(), accum)
-        assert flat(model).item() == 0.0
-
     def test_optimizers_that_need_more_than_a_step(self) -> None:
         model, _ = one_weight(self.ctx)
         flat_loss(model).backward()

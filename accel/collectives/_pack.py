@@ -155,20 +155,22 @@ def split(group: Group, elements: torch.Tensor, *, give: bool = False) -> Iterat
     Yields:
         The number of each tensor, and its elements, shape [..., count].
     """
-    if give and elements.untyped_storage().nbytes() == elements.nbytes and len(group.members) == 1:
-        yield group.members[0], elements
+    if len(group.members) == 1:
+        own = give and elements.untyped_storage().nbytes() == elements.nbytes
+        yield group.members[0], elements if own else elements.clone(memory_format=torch.contiguous_format)
     else:
         parts = cast(Any, torch).split_with_sizes_copy(elements, group.counts, dim=-1)  # its stub forgets the result
         yield from zip(group.members, parts, strict=True)
 
 
 def _copy(group: Group, tensors: Sequence[torch.Tensor], elements: torch.Tensor) -> None:
+    if len(group.members) == 1:  # either way resolves conjugation and strides
+        single = tensors[group.members[0]].detach()
+        _ = elements.view(single.shape).copy_(single)
+        return
     chosen = [tensors[i] for i in group.members]
-    with torch.no_grad():  # and either way resolves conjugation and strides
-        if len(chosen) == 1:
-            _ = elements.view_as(chosen[0]).copy_(chosen[0])
-        else:
-            torch.cat([each if each.ndim == 1 else each.reshape(-1) for each in chosen], out=elements)
+    with torch.no_grad():
+        torch.cat([each if each.ndim == 1 else each.reshape(-1) for each in chosen], out=elements)
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ gets one from each, so it is smaller where there are many.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -129,7 +130,7 @@ def start(
     if failure:
         fill(sent, failure)
         payload_bytes, variant = len(failure), failure
-    fingerprint = _digest(f"{call.name}\n{call.detail}".encode())
+    fingerprint = _fingerprint(call.name, call.detail)
     place = call_place() if call.ordered else b""
     _HEADER.pack_into(sent, 0, fingerprint, _digest(variant), payload_bytes, bool(failure), place)
     earlier = comm.met
@@ -294,6 +295,11 @@ def _texts(comm: Comm, mine: bytes, ranks: Sequence[int]) -> list[bytes]:
 def _message_bytes(comm: Comm) -> int:
     share = _RECEIVED_BYTES // comm.size // HEADER_BYTES * HEADER_BYTES
     return max(_LEAST_BYTES, min(share, _MOST_BYTES))
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(name: str, detail: str) -> bytes:
+    return _digest(f"{name}\n{detail}".encode())
 
 
 def _digest(data: bytes) -> bytes:

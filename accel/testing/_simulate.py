@@ -6,8 +6,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
-from typing import TypeVar, cast, get_args
+from typing import Generic, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
@@ -67,7 +68,7 @@ class Simulator:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         __tracebackhide__ = True
         return self.run_groups(
-            _with_context(fn),
+            _OnContext(fn),
             world_size,
             seed=seed,
             timeout_s=timeout_s,
@@ -157,7 +158,7 @@ def simulate(
     """
     __tracebackhide__ = True  # pytest shows the test and the rank's function, and not what lies between
     return simulate_groups(
-        _with_context(fn),
+        _OnContext(fn),
         world_size,
         seed=seed,
         timeout_s=timeout_s,
@@ -222,7 +223,8 @@ def _run(
     with changed_process(world_size), groups as around:
         own_group = dist.group.WORLD
         ranks = RankStreams(streams, world_size)
-        world = World(fn, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around)
+        prepare = cast(_OnContext[T], fn).prepare if isinstance(fn, _OnContext) else partial(partial, fn)
+        world = World(prepare, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around)
         workers = threads.take(world_size)
         free = False
         try:
@@ -242,17 +244,26 @@ def _run(
     return results
 
 
-def _with_context(fn: Callable[[DistContext], T]) -> Callable[[dist.ProcessGroup], T]:
-    _check_callable(fn)
+class _OnContext(Generic[T]):
+    """A function of a context as one of a group, which can be prepared before the rank runs."""
 
-    def run(group: dist.ProcessGroup) -> T:
+    def __init__(self, fn: Callable[[DistContext], T]) -> None:
+        _check_callable(fn)
+        self._fn = fn
+
+    def __call__(self, group: dist.ProcessGroup) -> T:
         __tracebackhide__ = True
-        ctx = from_group(group, device="cpu")
-        result = fn(ctx)
+        return self.prepare(group)()
+
+    def prepare(self, group: dist.ProcessGroup) -> Callable[[], T]:
+        """Make the context, and return what the rank is to call."""
+        return partial(self._call, from_group(group, device="cpu"))
+
+    def _call(self, ctx: DistContext) -> T:
+        __tracebackhide__ = True
+        result = self._fn(ctx)
         ctx.comm.finish()
         return result
-
-    return run
 
 
 def _check_callable(fn: object) -> None:

@@ -106,7 +106,7 @@ class _Watched(ABC):
 
     @abstractmethod
     def _read_memory(self) -> object:
-        """All that drawing changes; None where that cannot be told."""
+        """Memory that differs once something was drawn or seeded; None where that cannot be told."""
 
     @abstractmethod
     def _get(self) -> Any: ...
@@ -115,7 +115,9 @@ class _Watched(ABC):
     def _set(self, state: Any) -> None: ...
 
 
-_MT19937_BYTES = 625 * 4  # 624 words and a position
+_WORDS, _WORD_BYTES = 624, 4  # of a Mersenne Twister, which has a position among them besides
+# The position and 16 words beside it: a draw moves the position; seeding and a whole round of draws change all words.
+_SAMPLE_BYTES = 17 * _WORD_BYTES
 
 
 class _PythonStream(_Watched):
@@ -129,9 +131,9 @@ class _PythonStream(_Watched):
         self._bytes = base.__basicsize__ - object.__basicsize__
 
     def _read_memory(self) -> object:
-        if self._bytes < _MT19937_BYTES:
+        if self._bytes < (_WORDS + 1) * _WORD_BYTES:
             return None
-        return ctypes.string_at(self._start, self._bytes), self._generator.gauss_next
+        return ctypes.string_at(self._start, _SAMPLE_BYTES), self._generator.gauss_next
 
     def _get(self) -> Any:
         return random.getstate()
@@ -156,7 +158,8 @@ class _NumpyStream(_Watched):
         if not isinstance(generator, self._random.MT19937) or (self._state and self._state["has_gauss"]):
             return None
         address: int = generator.ctypes.state_address
-        return address, ctypes.string_at(address, _MT19937_BYTES)
+        end = address + (_WORDS + 1) * _WORD_BYTES  # the position comes last
+        return address, ctypes.string_at(end - _SAMPLE_BYTES, _SAMPLE_BYTES)
 
     def _get(self) -> Any:
         return self._random.get_state(legacy=False)

@@ -36,18 +36,18 @@ class World(Generic[T]):
     """The ranks of one run.
 
     Args:
-        fn: called on every rank with its group.
+        prepare: makes what a rank calls, from its group; called for all ranks before the first one runs.
         size: number of ranks.
         seed: of the schedule.
         faults: failures that were asked for.
         streams: each rank's random streams.
         network: the backend whose limits calls keep; None for hardly any.
-        around: what a rank's thread is in while it runs `fn`.
+        around: what a rank's thread is in while it runs.
     """
 
     def __init__(
         self,
-        fn: Callable[[SimulatedGroup], T],
+        prepare: Callable[[SimulatedGroup], Callable[[], T]],
         size: int,
         *,
         seed: int | None,
@@ -56,7 +56,7 @@ class World(Generic[T]):
         network: Network | None,
         around: Callable[[SimulatedGroup], AbstractContextManager[object]],
     ) -> None:
-        self._fn = fn
+        self._prepare = prepare
         self._size = size
         self._around = around
         self._seed = seed
@@ -75,7 +75,8 @@ class World(Generic[T]):
             Whether the workers are free again.
         """
         try:
-            self._scheduler.start([partial(worker.submit, self._job(rank)) for rank, worker in enumerate(workers)])
+            jobs = self._jobs()
+            self._scheduler.start([partial(worker.submit, job) for worker, job in zip(workers, jobs, strict=True)])
             if self._scheduler.join(timeout_s, _UNWIND_S):
                 return True
         except BaseException as error:  # such as KeyboardInterrupt: no rank may go on behind the caller's back
@@ -117,11 +118,16 @@ class World(Generic[T]):
         """Let go of what the ranks' groups hold."""
         self._traffic.close()
 
-    def _job(self, rank: int) -> Callable[[], None]:
-        context = contextvars.copy_context()
-        return lambda: context.run(self._body, rank)
+    def _jobs(self) -> list[Callable[[], None]]:
+        """Make what ranks need at their start, in one go: that is faster than on each rank's thread."""
+        groups = [SimulatedGroup(self._everyone, rank) for rank in range(self._size)]
+        calls = [self._prepare(group) for group in groups]
+        return [
+            partial(contextvars.copy_context().run, partial(self._body, rank, group, call))
+            for rank, (group, call) in enumerate(zip(groups, calls, strict=True))
+        ]
 
-    def _body(self, rank: int) -> None:
+    def _body(self, rank: int, group: SimulatedGroup, call: Callable[[], T]) -> None:
         __tracebackhide__ = True
         scheduler = self._scheduler
         scheduler.enter(rank)
@@ -130,9 +136,8 @@ class World(Generic[T]):
             if scheduler.cause is None:
                 self._faults.enter(rank)
                 enter_rank()
-                group = SimulatedGroup(self._everyone, rank)
                 with self._around(group), torch.enable_grad():
-                    self._results[rank] = _check_ran(self._fn(group))
+                    self._results[rank] = _check_ran(call())
                 how = "returned"
         except Stopped:
             pass

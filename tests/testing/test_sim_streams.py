@@ -123,3 +123,26 @@ def test_a_gaussian_that_numpy_has_pending_is_used_once():
         return drawn
 
     assert simulate_groups(rank, 3) == [np.random.RandomState(seed).standard_normal(4).tolist() for seed in range(3)]
+
+
+def test_a_whole_round_of_draws_and_a_new_seed_are_noticed():
+    """Both leave the generators' positions where they were: 624 words make one round."""
+
+    def rank(group):
+        _seed(group.rank())
+        drawn = []
+        for _ in range(3):
+            dist.barrier(group=group)
+            drawn.append([random.getrandbits(32) for _ in range(624)])
+            drawn.append(np.random.randint(2**32, size=624, dtype=np.uint32).tolist())
+        return drawn
+
+    def alone(seed):
+        python, numpy = random.Random(seed), np.random.RandomState(seed)
+        rounds = [
+            ([python.getrandbits(32) for _ in range(624)], numpy.randint(2**32, size=624, dtype=np.uint32).tolist())
+            for _ in range(3)
+        ]
+        return [each for both in rounds for each in both]
+
+    assert simulate_groups(rank, 3) == [alone(seed) for seed in range(3)]

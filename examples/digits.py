@@ -82,47 +82,42 @@ def main(ctx: accel.DistContext, settings: Settings) -> tuple[Epoch, ...]:
     size = part_size(ctx, settings)
     loader = accel.prepare_loader(ctx, DataLoader(train_set, size, shuffle=True), global_batch=size)
     test_loader = accel.prepare_loader(ctx, DataLoader(test_set, 512))
-    steps = settings.epochs * math.ceil(len(loader) / ctx.accumulation)
+    steps = accel.total_steps(loader, accumulation=ctx.accumulation, epochs=settings.epochs)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(cosine, steps=steps))
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
 
-    cursor, accum = accel.Cursor(seed=settings.seed), accel.Accumulation(ctx.accumulation)
-    scaler, log, recipe = accel.loss_scale(ctx), Log(), make_recipe(ctx, settings)
-
-    def items() -> dict[str, object]:  # what a checkpoint of this run holds
-        live = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        return live | {"cursor": cursor, "accum": accum, "scaler": scaler, "log": log, "recipe": recipe}
-
+    recipe, log = make_recipe(ctx, settings), Log()
+    items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "recipe": recipe}
+    state = accel.train_state(ctx, seed=settings.seed)
     if found := accel.latest_checkpoint(settings.out):
-        loaded: dict[str, Any] = accel.load_state(ctx, found, items())
+        loaded = accel.load_state(ctx, found, items | {"state": state, "log": log})
         check_recipe(recipe, loaded["recipe"], found)
-        cursor, accum, scaler, log = (loaded[name] for name in ("cursor", "accum", "scaler", "log"))
+        state, log = loaded["state"], loaded["log"]
     show_start(ctx, log, found)
 
-    while cursor.epoch < settings.epochs:
+    while state.epoch < settings.epochs:
         model.train()
         began = time.perf_counter()
-        for batch in accel.batches(ctx, loader, cursor):
+        for batch in accel.batches(ctx, loader, state):
             inputs, targets = batch.data
-            accum = accum.next(last=batch.is_last)
-            with accel.accumulate(ctx, accum, model):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
                 with accel.autocast(ctx):
                     loss = cross_entropy(model(inputs), targets)
-                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
-            cursor, log = batch.next, add(log, loss, batch)
+                state = accel.backward(ctx, loss, state)
+            log = add(log, loss, batch)
             show_progress(ctx, f"epoch {len(log.epochs) + 1}", log.samples / len(train_set))
-            if not accum.sync:
+            if not state.sync:
                 continue
             lr = scheduler.get_last_lr()[0]
-            step = accel.optimizer_step(ctx, optimizer, scaler, accum, scheduler=scheduler)
-            accum, scaler = step.accum, step.scaler
-            if settings.save_every and accum.updates % settings.save_every == 0 and not batch.is_last:
+            state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler)
+            if settings.save_every and state.updates % settings.save_every == 0 and not batch.is_last:
                 log = settle(ctx, log, began)
-                accel.save_state(ctx, settings.out, items(), step=accum.updates, keep=3)
+                accel.save_state(ctx, settings.out, items | {"state": state, "log": log}, step=state.updates, keep=3)
                 began = time.perf_counter()
         log = close(settle(ctx, log, began), lr, *evaluate(ctx, model, test_loader))
         show_epoch(ctx, len(log.epochs), log.epochs[-1])
-        accel.save_state(ctx, settings.out, items(), step=accum.updates, keep=3)
+        accel.save_state(ctx, settings.out, items | {"state": state, "log": log}, step=state.updates, keep=3)
     last = log.epochs[-1]
     accel.print(ctx, f"{last.right} right of {last.tested} tested images; the test split has {len(test_set)}")
     accel.on_main_process(ctx, draw_curves)(figure, log.epochs, Path(settings.out, "curves.png"))
@@ -134,7 +129,7 @@ def evaluate(ctx: accel.DistContext, model: nn.Module, loader: accel.Loader) -> 
     """Return mean loss, right answers and number of the samples, each counted once on any number of ranks."""
     model.eval()
     loss, right, tested = 0.0, 0, 0
-    for batch in accel.batches(ctx, loader, accel.Cursor()):
+    for batch in accel.batches(ctx, loader):
         inputs, targets = batch.data
         with accel.autocast(ctx):
             logits = model(inputs).float()

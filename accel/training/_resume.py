@@ -131,8 +131,12 @@ def _check_seed(manifest: Manifest, names: dict[str, str], start: TrainState) ->
 
 
 def _field(record: object, name: str) -> object:
-    """Return a field of a stored record; None if it is none, which loading will report."""
-    return cast("dict[str, object]", record).get(name) if isinstance(record, dict) else None
+    """Return a field of a stored record, which names its class if it is nested; None if it is none."""
+    if not isinstance(record, dict):
+        return None
+    fields = cast("dict[str, object]", record)
+    nested = fields.get("$record")
+    return _field(cast("list[object]", nested)[-1], name) if isinstance(nested, list) else fields.get(name)
 
 
 def _joined(loaded: Mapping[str, object]) -> TrainState:

@@ -2,27 +2,35 @@
 """How many simulated runs and collectives a second, and the time of a training step on simulated ranks.
 
     python tests/benchmarks/simulation.py
+    python tests/benchmarks/simulation.py --ratios  # nothing but the ratios to a bare simulator
 
-The median of blocks of runs, and the best one. "gather" is `torch.distributed.all_gather_single` of four numbers,
-beside it is `accel.gather`. Fresh runs are `simulate_groups`; the others are those of one `Simulator`, which keeps
-its threads.
+First ratios of least times, of runs of each kind in turn, to the start of bare ranks and one raw all-gather
+(`bare_ranks.py`): by CPU time, which other work on the machine disturbs least, and by the clock. Beside them what
+starting and joining so many threads takes that do nothing, as single `simulate` calls must.
+
+Then rates: the median of blocks of runs, and the best one. "gather" is `torch.distributed.all_gather_single` of four
+numbers, beside it is `accel.gather`. Fresh runs are `simulate_groups`; the others are those of one `Simulator`, which
+keeps its threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+import threading
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from bare_ranks import BareRanks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from accel.testing import Simulator, simulate_groups
+from accel.testing import Simulator, simulate, simulate_groups
 
 ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 STEPS = 20
@@ -88,6 +96,67 @@ def rate(run: Callable[[], object], blocks: int, budget_s: float) -> str:
     return shown(found)
 
 
+def ratios(budget_s: float) -> None:
+    """Runs of one gather in ratio to the same of bare ranks, in an order drawn anew for each round."""
+    order = random.Random(0)
+    with Simulator() as simulator:
+        for size in (4, 64, 256):
+            bare = BareRanks(size)
+            kinds: dict[str, Callable[[], object]] = {
+                "bare ranks, raw all-gather": lambda bare=bare: bare.run(raw_gather),
+                "Simulator, accel.gather": lambda size=size: simulator.run(checked_gather, size),
+                "Simulator, raw all-gather": lambda size=size: simulator.run_groups(raw_gather, size),
+                "simulate, accel.gather": lambda size=size: simulate(checked_gather, size),
+                "threads alone": lambda size=size: idle_threads(size),
+            }
+            least = least_times(kinds, order, budget_s)
+            cpu, wall = least["bare ranks, raw all-gather"]
+            for name, (own_cpu, own_wall) in least.items():
+                shown = f"CPU {own_cpu * 1e3:7.2f} ms {own_cpu / cpu:5.2f}x, wall {own_wall * 1e3:7.2f} ms"
+                print(f"  {name:<26} {size:>3} ranks: {shown} {own_wall / wall:5.2f}x", flush=True)
+
+
+def least_times(
+    kinds: dict[str, Callable[[], object]], order: random.Random, budget_s: float
+) -> dict[str, tuple[float, float]]:
+    """Return the least CPU time and the least time by the clock of each kind of run, in seconds."""
+    least = dict.fromkeys(kinds, (float("inf"), float("inf")))
+    for run in kinds.values():
+        run()
+    ends = time.perf_counter() + budget_s
+    while time.perf_counter() < ends:
+        for name in order.sample(list(kinds), len(kinds)):
+            cpu, wall = time.process_time(), time.perf_counter()
+            kinds[name]()
+            took = time.process_time() - cpu, time.perf_counter() - wall
+            least[name] = min(least[name][0], took[0]), min(least[name][1], took[1])
+    return least
+
+
+def raw_gather(group: dist.ProcessGroup) -> float:
+    """One all-gather of torch's."""
+    out = torch.empty(4 * group.size())
+    ALL_GATHER_SINGLE(out, torch.arange(4.0), group=group)
+    return float(out[-1])
+
+
+def checked_gather(ctx: accel.DistContext) -> torch.Tensor:
+    """One gather of ours."""
+    return accel.gather(ctx, torch.arange(4.0))
+
+
+def idle_threads(count: int) -> None:
+    """Start threads that wait until all have started, and end."""
+    gate = threading.Lock()
+    _ = gate.acquire()
+    threads = [threading.Thread(target=lambda: gate.acquire() and gate.release(), daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    gate.release()
+    for thread in threads:
+        thread.join()
+
+
 def starts(blocks: int, budget_s: float) -> None:
     """Starting a world and one collective in it."""
     with Simulator() as simulator:
@@ -149,8 +218,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--budget-s", type=float, default=3.0, help="seconds for each figure")
+    parser.add_argument("--ratios", action="store_true", help="leave the rates out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    ratios(arguments.budget_s)
+    if arguments.ratios:
+        return
     starts(arguments.blocks, arguments.budget_s)
     default_groups(arguments.blocks, arguments.budget_s)
     steady(arguments.blocks, arguments.budget_s)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,6 +47,16 @@ def _no_process_is_left() -> Iterator[None]:
     assert not left, f"processes that the test has started and not waited for: {left}"
 
 
+class _Patient(Simulator):
+    """A simulator whose limit of 60 s grows with the machine's load: ranks with workers take their time."""
+
+    def run(self, *args: Any, **options: Any) -> list[Any]:
+        __tracebackhide__ = True
+        return super().run(*args, **{"timeout_s": patience(60), **options})
+
+
 @pytest.fixture(scope="module")
-def ranks(simulator: Simulator) -> Simulator:
-    return simulator
+def ranks() -> Iterator[Simulator]:
+    """`simulator`, with more patience."""
+    with _Patient() as opened:
+        yield opened

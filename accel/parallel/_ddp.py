@@ -15,6 +15,7 @@ from accel.context import DistContext
 from accel.parallel._hooks import DdpOptions, register_hook
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
+from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import is_sharded
 from accel.parallel._strategy import Strategy, compare_models
 from accel.parallel._unwrap import wrapped_name
@@ -65,7 +66,7 @@ class Replica(DistributedDataParallel):
         if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
             return cast(Any, super()).forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            cast(Any, self).reducer._rebuild_buckets()  # raises if the exchange before did not end
+            rebuild_buckets(self)  # raises if the exchange before did not end
         with _Running(self):
             return cast(Any, self).module(*inputs, **kwargs)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel.errors import PrepareError, StepError
+from accel.parallel._private import is_view
 
 _LABEL = "accel_label"  # holds plain values, so that a pickled model needs nothing of accel
 _HEIR = "accel_heir"
@@ -72,7 +73,7 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
                 unused.append(label[0])
         elif label is None:
             _check_spread(rank, each)
-        elif label[2] and not grad._is_view():  # pyright: ignore[reportPrivateUsage] - torch has no public name for it
+        elif label[2] and not is_view(grad):
             own.append(label[0])
     if unused:
         raise unused_parameters(rank, unused)

@@ -19,6 +19,7 @@ from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._labels import unused_parameters
+from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots
 
 Exchanger = DistributedDataParallel | Sharded
@@ -208,7 +209,7 @@ def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
     if unused:
         raise unused_parameters(rank, unused)
     try:
-        cast(Any, exchanger).reducer._rebuild_buckets()  # what the next forward does; raises if DDP still waits
+        rebuild_buckets(exchanger)  # what the next forward does; raises if DDP still waits
     except RuntimeError as error:
         listed = re.search(r"for rank \d+: ([\d ]+)", str(error))  # torch counts them
         names = [exchanger.exchanged[int(at)][0] for at in listed[1].split()] if listed else ["some of them"]

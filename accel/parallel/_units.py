@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accel.errors import PrepareError
 from accel.parallel._labels import heir_of
+from accel.parallel._private import has_hooks
 from accel.parallel._select import repeated
 
 _WHERE = "prepare_model, strategy fsdp"
@@ -156,7 +157,6 @@ def _problem(parameter: nn.Parameter) -> tuple[str, str]:
         return "one without elements", "Take it out of the model."
     if not parameter.is_contiguous():
         return f"strides {parameter.stride()}", "Make it contiguous: parameter.data = parameter.data.contiguous()."
-    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")  # torch has no public name for them
-    if any(getattr(parameter, name, None) for name in hooks):
+    if has_hooks(parameter):
         return "one with hooks, which its shards would not have", "Register them after prepare_model."
     return "", ""

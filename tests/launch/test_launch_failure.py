@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 
 import pytest
@@ -176,9 +178,9 @@ def test_what_a_successful_rank_leaves_running_is_its_own_business(workspace: Wo
 import subprocess
 if rank == 0:
     with open("pid-sleep", "w") as file:
-        file.write(str(subprocess.Popen(["sleep", "4"]).pid))
+        file.write(str(subprocess.Popen(["sleep", "600"]).pid))
 """)
-    began = time.monotonic()
     assert workspace.accel("launch", "--nproc-per-node", "2", script).returncode == 0
-    assert time.monotonic() - began < 4
-    assert alive(workspace.pids(1)[0])
+    (left,) = workspace.pids(1)
+    assert alive(left)
+    os.kill(left, signal.SIGKILL)

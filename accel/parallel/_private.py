@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of torch that this package uses and that torch does not promise to keep: a list, and the calls of several.
+
+A test looks for each of them in the torch that is installed, and in the package for names that are not listed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+# By what has them. Those of `fully_shard` are used in `_unsharded.py` alone.
+PRIVATE = {
+    # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
+    "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
+    "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets",),
+    "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
+    "torch.nn.Module": ("_parameters", "_modules"),
+    "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_fsdp_param_groups", "_fsdp_param_group"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": ("_unsharded_param",),
+}
+
+
+def rebuild_buckets(replica: object) -> None:
+    """Let DDP arrange its buckets as it does at a forward.
+
+    Raises:
+        RuntimeError: DDP still waits for gradients of the backward before; it counts the parameters, "for rank N: ...".
+    """
+    cast(Any, replica).reducer._rebuild_buckets()
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another, as gradients in DDP's buckets are."""
+    return tensor._is_view()  # pyright: ignore[reportPrivateUsage]
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether somebody registered a hook on a parameter or on the accumulation of its gradient."""
+    each = cast(Any, parameter)
+    return bool(each._backward_hooks or each._post_accumulate_grad_hooks)

@@ -2,13 +2,15 @@
 """Nested values to JSON and back, exactly and by type; tensors are taken out by name.
 
 What JSON has stays as it is. Everything else is an object with one key that begins with "$": tuples, keys that are
-no text, bytes, complex numbers, integers beyond 64 bits, floats that are not finite, tensors, records.
+no text, bytes, complex numbers, integers beyond 64 bits, floats that are not finite, tensors, records, members of
+enums, paths, values of numpy.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import enum
 import json
 import math
 import re
@@ -23,6 +25,7 @@ import torch
 
 from accel.checkpoint._records import Classes, MisfitError, class_name, fields_of, is_record, make_record
 from accel.checkpoint._sharded import held_box, is_sharded, local_part
+from accel.checkpoint._values import is_special, make_array, make_path, make_scalar, take_apart
 from accel.errors import CheckpointError
 from accel.storage import stored_dtype
 
@@ -30,18 +33,18 @@ _PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
 _WORD = 2**63
 
 
-Kept = dict[str, object]  # by path: records, each with a class of its own
+Kept = dict[str, object]  # by path: records and members of enums, each with a class of its own
 
 
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:
     """Turn a value into what JSON can hold.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, tensor, record, or a list, tuple, dict, OrderedDict or
-            Counter of such; of exactly these types.
+        value: None, bool, int, float, complex, str, bytes, tensor, record, member of an enum, path, scalar or array of
+            numpy, or a list, tuple, dict, OrderedDict or Counter of such; of exactly these types.
         path: the value's name, of which the names of its tensors are made.
         tensors: receives the tensors by name.
-        kept: receives the records by path.
+        kept: receives records and members of enums by path.
 
     Raises:
         CheckpointError: something else is inside, named by its path.
@@ -68,6 +71,12 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kep
         return {"$record": [class_name(type(value)), encode_record(value, path, tensors, kept)]}
     if type(value) in (dict, OrderedDict, Counter):
         return _encode_mapping(cast("dict[object, object]", value), path, tensors, kept)
+    if isinstance(value, enum.Enum):
+        return _encode_member(value, path, tensors, kept)
+    if is_special(value):
+        tag, texts, tensor = take_apart(value)
+        held = [encode(text, path, tensors) for text in texts]
+        return {tag: held if tensor is None else [*held, encode(tensor, path, tensors)]}
     raise _unsaveable(value, path)
 
 
@@ -107,13 +116,29 @@ class Making:
         Raises:
             MisfitError: there is no class of that name, or it takes no such fields.
         """
+        return self.own(path, make_record(self._class(name, path), fields, path))
+
+    def member(self, name: str, member: str | None, value: Any, path: str) -> object:
+        """Return a member of an enum, by its name or, of a combination of flags, its value.
+
+        Raises:
+            MisfitError: there is no class of that name, or it has no such member.
+        """
+        kind = cast("type[enum.Enum]", self._class(name, path))
+        try:
+            return kind(value) if member is None else kind[member]
+        except (KeyError, ValueError, TypeError) as error:
+            expected = f"a member of {kind.__qualname__}"
+            raise MisfitError(path, expected=expected, got=str(value if member is None else member)) from error
+
+    def _class(self, name: str, path: str) -> type:
         live = self.kept.get(path)
         found = (type(live),) if live is not None and class_name(type(live)) == name else self.classes.get(name, ())
         if len(found) != 1:
             shown = name.removeprefix("accel.")
             expected = f"one class {shown} among the values that are passed"
             raise MisfitError(path, expected=expected, got=f"a {shown} in the file, and {len(found)} such classes")
-        return self.own(path, make_record(found[0], fields, path))
+        return found[0]
 
 
 def decode(
@@ -146,7 +171,7 @@ def decode(
         return make_record(type(live), made, path, exact=False)
     try:
         return _decode_tagged(tag, fields[tag], where, tensors, path, making)
-    except (TypeError, ValueError, LookupError, binascii.Error, struct.error) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, binascii.Error, struct.error) as error:
         raise CheckpointError(f"not a stored value: {tag}", where=where) from error
 
 
@@ -166,13 +191,15 @@ def tensors_in(value: Any) -> set[str]:
 
 
 def has_records(value: Any) -> bool:
-    """Whether an encoded value names classes, of records."""
+    """Whether an encoded value names classes, of records or enums."""
     if isinstance(value, list):
         return any(map(has_records, cast("list[Any]", value)))
     if not isinstance(value, dict):
         return False
     fields = cast("dict[str, Any]", value)
-    return (len(fields) == 1 and "$record" in fields) or has_records(list(fields.values()))
+    return (len(fields) == 1 and not fields.keys().isdisjoint(("$record", "$enum"))) or has_records(
+        list(fields.values())
+    )
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
@@ -221,7 +248,7 @@ def _encode_mapping(value: dict[object, object], path: str, tensors: dict[str, t
     for key, child in value.items():
         if isinstance(key, torch.Tensor) or is_record(key):
             raise _unsaveable(key, f"a key of {path}")
-        pairs.append([encode(key, f"a key of {path}", {}), encode(child, path + _step(key), tensors, kept)])
+        pairs.append([encode(key, f"a key of {path}", {}, kept), encode(child, path + _step(key), tensors, kept)])
     return {kinds[type(value)]: pairs}
 
 
@@ -234,7 +261,7 @@ def _decode_tagged(
     def pairs(value: list[Any]) -> list[tuple[Any, Any]]:
         found: list[tuple[Any, Any]] = []
         for stored, held in value:
-            key = decode(stored, where, tensors)
+            key = decode(stored, where, tensors, f"a key of {path}", making)
             found.append((key, child(held, _step(key))))
         return found
 
@@ -249,9 +276,19 @@ def _decode_tagged(
             raise TypeError
         return number
 
+    def member(value: Any) -> object:
+        name, chosen, stored = str(value[0]), value[1], child(value[2])
+        if making is None:
+            return stored if chosen is None else chosen
+        return making.member(name, chosen, stored, path)
+
     makers: dict[str, Callable[[Any], Any]] = {
         "$tuple": lambda value: tuple(child(part, f"[{i}]") for i, part in enumerate(cast("list[Any]", value))),
         "$record": record,
+        "$enum": member,
+        "$path": lambda value: make_path(value[0], child(value[1])),
+        "$scalar": lambda value: make_scalar(*map(str, value)),
+        "$array": lambda value: make_array(str(value[0]), child(value[1])),
         "$dict": lambda value: dict(pairs(value)),
         "$ordered": lambda value: OrderedDict(pairs(value)),
         "$counter": lambda value: Counter(dict(pairs(value))),
@@ -263,6 +300,14 @@ def _decode_tagged(
         "$tensor": lambda value: tensors[value],
     }
     return makers[tag](inner)
+
+
+def _encode_member(value: enum.Enum, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None) -> Any:
+    if kept is not None:
+        kept[path] = value
+    combined = isinstance(value, enum.Flag) and value.name not in type(value).__members__
+    chosen = [None, encode(value.value, path, tensors)] if combined else [value.name, None]
+    return {"$enum": [class_name(type(value)), *chosen]}
 
 
 def record_tag(value: object) -> dict[str, Any]:
@@ -297,16 +342,18 @@ def _unsaveable(value: object, path: str) -> CheckpointError:
         "function": "Leave functions out of the state and pass them to the constructor again.",
         "set": "Use sorted(...), a list.",
         "frozenset": "Use sorted(...), a list.",
-        "ndarray": "Use torch.from_numpy(...).",
+        "ndarray": "Use an array of numbers, texts, bytes or dates.",
         "defaultdict": "Use dict(...).",
         "deque": "Use list(...).",
         "bytearray": "Use bytes(...).",
     }
-    numpy_scalar = type(value).__module__ == "numpy" and name != "ndarray"
-    known = "Use float(...), int(...) or bool(...)." if numpy_scalar else fixes.get(name)
+    known = fixes.get(name)
+    if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
+        known = "Pass it as an item of its own, or what its state_dict() returns."
     return CheckpointError(
         f"a {name} cannot be stored",
-        expected="None, bool, int, float, complex, str, bytes, a tensor, a record, or a list, tuple or dict of such",
+        expected="None, bool, int, float, complex, str, bytes, a tensor, a record, an enum, a path, a scalar or array "
+        "of numpy, or a list, tuple or dict of such",
         got=f"{name} of {type(value).__module__}",
         where=path,
         fix=known or "Give it state_dict() and load_state_dict(), or store plain values.",

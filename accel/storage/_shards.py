@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 
 import msgspec
 
@@ -20,7 +21,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}(\.old-[0-9a-f]{8})?\.safetensors", re.ASCII)
-_SIZE = re.compile(r"([0-9]+)\s*([KMGT]?)(I?)B", re.ASCII)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B", re.ASCII)
 _POWERS = " KMGT"
 
 
@@ -42,14 +43,14 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def parse_size(size: int | str, where: str) -> int:
-    """Return a number of bytes: "5GB" is 5 * 10**9, "5GiB" is 5 * 2**30.
+    """Return a number of bytes, rounded down: "1.5GB" is 15 * 10**8, "5GiB" is 5 * 2**30.
 
     Raises:
         ConfigError: it is neither an integer nor such a text, or below 1.
     """
     match = _SIZE.fullmatch(size.strip().upper()) if isinstance(size, str) else None
     if match is not None:
-        count = int(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2] or " ")
+        count = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2] or " "))
     else:
         count = size if type(size) is int else 0
     if count < 1:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -14,6 +15,9 @@ from accel.checkpoint import Item, ItemKind, is_record, is_sharded
 from accel.parallel import unwrap_model
 from accel.training._problems import Problems
 from accel.training._zero import inner
+
+_BITS = ("8", "16", "32", "64")
+_NUMBERS = frozenset({"int", "float", "longdouble", *(kind + n for kind in ("int", "uint", "float") for n in _BITS)})
 
 
 @runtime_checkable
@@ -48,6 +52,8 @@ def type_name(item: object) -> str:
         return "Tensor"  # what a mesh spreads, another mesh or none takes back
     if isinstance(item, torch.optim.Optimizer):
         return type(inner(bare_optimizer(item))).__qualname__
+    if isinstance(item, Path):
+        return "Path"  # whatever system it is of
     return type(unwrap_model(item) if isinstance(item, nn.Module) else item).__qualname__
 
 
@@ -80,7 +86,7 @@ def same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
     if live is None:
         return item.kind == "value"
     named = kind_of(live) != "module" and item.type != ""  # a module is its tensors, and other formats name no classes
-    numbers = {type_name(live), item.type} <= {"int", "float"}  # 0 stands for a number that may have become 0.5
+    numbers = {type_name(live), item.type} <= _NUMBERS  # 0 stands for a number that may have become 0.5
     if kind_of(live) == item.kind == "optimizer" and _is_wrapper_name(item.type):
         return True
     if kind_of(live) != item.kind or (named and type_name(live) != item.type and not numbers):
@@ -92,7 +98,7 @@ def same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
 def compare_class(name: str, live: object, value: object, problems: Problems) -> None:
     """Note a value of another class than the live one; None stands for any, a number for any number."""
     classes = [torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in (live, value)]
-    if live is not None and classes[0] is not classes[1] and not set(classes) <= {int, float}:
+    if live is not None and classes[0] is not classes[1] and not {each.__name__ for each in classes} <= _NUMBERS:
         problems.wrong_type(f"item {name}", classes[0].__name__, classes[1].__name__)
 
 

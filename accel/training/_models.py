@@ -61,8 +61,8 @@ def save_model(
         model: plain, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism. Names are those
             without wrappers; of tied tensors the first name in the model's order is written.
         folder: on a file system that all nodes share; made if it is missing.
-        max_shard_size: bytes that a file holds at most, or a text such as "5GB" or "512MiB"; a larger tensor has a file
-            for itself.
+        max_shard_size: bytes that a file holds at most, or a text such as "1.5GB" or "512MiB"; a larger tensor has a
+            file for itself.
 
     Returns:
         The folder, on every rank, once everything is on the disk.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +21,7 @@ from accel.context import DistContext
 from accel.testing import simulate
 
 HERE = Path(__file__).parent / "golden"
+RECORDS = 4  # the first format that holds records within values, and values of numpy
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -39,7 +41,7 @@ def start() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "progress": Progress(), "extra": {}}
 
 
-def filled(spread: Callable[[nn.Module], object] = lambda model: model) -> dict[str, Any]:
+def filled(number: int, spread: Callable[[nn.Module], object] = lambda model: model) -> dict[str, Any]:
     """What a golden checkpoint holds: numbers that arithmetic gives, whatever the version of torch."""
     items = start()
     model = items["model"]
@@ -56,6 +58,9 @@ def filled(spread: Callable[[nn.Module], object] = lambda model: model) -> dict[
         "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
         "wide": torch.tensor([1 + 2j, 3j]).to(torch.complex128),
     }
+    if number >= RECORDS:
+        extra |= {"records": [accel.Cursor(1, 2, 3), {"window": accel.Accumulation(4, updates=5)}]}
+        extra |= {"score": numpy.float64(0.5), "table": numpy.arange(6.0).reshape(2, 3), "path": Path("runs")}
     return items | {
         "optimizer": optimizer,
         "progress": Progress(4, 0.25, torch.tensor([1.0, 2.0]).double()),
@@ -65,7 +70,7 @@ def filled(spread: Callable[[nn.Module], object] = lambda model: model) -> dict[
 
 def make(ctx: DistContext) -> Path:
     """Save the golden checkpoint, of a model that two ranks share."""
-    items = filled(lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
+    items = filled(FORMAT, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
     _ = torch.manual_seed(40 + ctx.rank)  # pyright: ignore[reportUnknownMemberType]
     return accel.save_state(ctx, HERE / "making", items, step=12)
 

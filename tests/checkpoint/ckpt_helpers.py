@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import msgspec
+import numpy
 import torch
 from torch import nn
 
@@ -98,6 +99,8 @@ def equal(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and one.equal(other)
+    if isinstance(one, numpy.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):

@@ -105,8 +105,9 @@ class Opaque:
         ({1, 2}, "sorted"),
         (frozenset({1}), "sorted"),
         (Opaque(), "state_dict"),
-        (numpy.float64(1.0), "float"),
-        (numpy.zeros(2), "from_numpy"),
+        (numpy.zeros(2, dtype=object), "numbers, texts"),
+        (numpy.zeros(2, dtype="i4,f8"), "numbers, texts"),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "an item of its own"),
         (collections.defaultdict(int), "dict"),
         (collections.deque([1]), "list"),
         (bytearray(b"x"), "bytes"),
@@ -128,7 +129,7 @@ def test_keys_that_cannot_be_stored_are_refused() -> None:
 
 
 TAGS = ["$tuple", "$dict", "$ordered", "$counter", "$int", "$float"]
-TAGS += ["$text", "$bytes", "$complex", "$tensor", "$x", "a"]
+TAGS += ["$text", "$bytes", "$complex", "$tensor", "$x", "a", "$record", "$enum", "$path", "$scalar", "$array"]
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.floats(), st.text(max_size=4)),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(TAGS), inner, max_size=2)),

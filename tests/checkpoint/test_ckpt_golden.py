@@ -34,7 +34,7 @@ def test_a_checkpoint_of_every_format_loads(number: int, world: int) -> None:
         items = start()
         return state(items | accel.load_state(ctx, HERE / f"format-{number}", items))
 
-    assert all(equal(found, state(filled())) for found in simulate(body, world))
+    assert all(equal(found, state(filled(number))) for found in simulate(body, world))
 
 
 @pytest.mark.parametrize("number", range(1, FORMAT + 1))

@@ -44,13 +44,23 @@ def test_shards_hold_every_tensor_once_in_order_and_at_most_the_limit(sizes: lis
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1 GiB", 2**30), ("512mib", 2**29), ("7kb", 7000), ("3B", 3), (12, 12)]
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("1 GiB", 2**30),
+        ("512mib", 2**29),
+        ("7kb", 7000),
+        ("3B", 3),
+        (12, 12),
+        ("1.5GB", 15 * 10**8),
+        ("0.5 KiB", 512),
+    ],
 )
 def test_sizes_are_decimal_or_binary_as_they_say(text: str | int, size: int) -> None:
     assert parse_size(text, "here") == size
 
 
-@pytest.mark.parametrize("wrong", ["5", "GB", "-1GB", "0GB", 0, -3, True, 2.5, None, "5PB"])
+@pytest.mark.parametrize("wrong", ["5", "GB", "-1GB", "0GB", 0, -3, True, 2.5, None, "5PB", "1.GB", ".5GB", "0.5B"])
 def test_what_is_no_size_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"not a size.*'5GB'"):
         parse_size(wrong, "here")  # type: ignore[arg-type]

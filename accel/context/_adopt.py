@@ -135,6 +135,9 @@ def replace(
 ) -> DistContext:
     """Return a copy of the context with something changed; the group is shared. No communication but for a new mesh.
 
+    A setting that is given here is the script's: the first step does not ask whether what the launcher set has an
+    effect.
+
     Args:
         ctx: the context.
         device: where to compute; None for where it does.
@@ -165,8 +168,10 @@ def replace(
         mesh = open_mesh(ctx.comm, sizes, place, ctx.timeout_s) if sizes else None
     if mesh is not None:
         handle, at = mesh, place_on_mesh(ctx.comm, mesh, data_dims)
+    arguments = {"accumulation": accumulation, "precision": precision, "mesh": mesh}
     return dataclasses.replace(
         ctx,
+        launched=ctx.launched - {name for name, given in arguments.items() if given is not None},
         device=place,
         precision=ctx.precision if precision is None else precision_of(precision),
         accumulation=ctx.accumulation if accumulation is None else check_accumulation(accumulation),

@@ -31,6 +31,8 @@ class DistContext:
         containers: kinds of containers besides those that `accel.tree` knows; set by `replace`.
         mesh_place: what the mesh says about `data_parallel`; None without a mesh.
         mesh: the mesh of all ranks, if `replace` or `from_mesh` was given one.
+        launched: which of `accumulation`, `precision` and `mesh` a variable has set, as `accel launch` sets those of
+            its flags and files; a step refuses them if they have no effect. Not part of equality either.
         comm: the handle on the process group; like the mesh not part of equality, nor of what is printed.
     """
 
@@ -49,6 +51,7 @@ class DistContext:
     containers: tuple[Container, ...] = ()
     mesh_place: tuple[int, int] | None = None
     mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
+    launched: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
     comm: Comm = dataclasses.field(compare=False, repr=False)
 
     @property

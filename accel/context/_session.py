@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -67,6 +68,8 @@ def from_env(
     carrier = check_backend(backend or env.backend)
     spans = _first(mesh, env.mesh, "")
     _ = fit_mesh(spans, env.world_size, where="mesh=")
+    arguments = {"accumulation": accumulation, "precision": precision, "mesh": mesh}
+    launched = frozenset(name for name, given in arguments.items() if given is None and getattr(env, name))
     comm = connect(env, chosen, carrier, seconds) if env.world_size > 1 or spans else alone()
     ctx = build(
         env,
@@ -78,7 +81,7 @@ def from_env(
         comm=comm,
     )
     try:
-        return replace(ctx, mesh=spans)
+        return dataclasses.replace(replace(ctx, mesh=spans), launched=launched)
     except BaseException:
         close(ctx)
         raise

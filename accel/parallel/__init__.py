@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a model is spread over ranks, and how to get the plain model back."""
 
+from accel.parallel._autocast_seen import runs_without_autocast as runs_without_autocast
 from accel.parallel._average import average_ as average_
 from accel.parallel._checkpointing import checkpoint_activations as checkpoint_activations
 from accel.parallel._compile import compile_model as compile_model

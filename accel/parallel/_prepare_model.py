@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.context import DistContext, context_first
 from accel.errors import DeviceError, PrepareError
 from accel.formats import StrategyName
+from accel.parallel._autocast_seen import watch_autocast
 from accel.parallel._ddp import DDP, Replica, replica_of
 from accel.parallel._fsdp import FSDP
 from accel.parallel._hooks import CommHook, DdpOptions
@@ -93,12 +94,16 @@ def prepare_model(
     check_model(ctx, model)
     if strategy.is_done(ctx, model):
         _check_free_of_options(options)
-        return _adopt(ctx, model)
-    if ctx.world_size > 1:
-        return strategy.spread(ctx, model, options)
-    move_model(model, ctx.device)
-    label_parameters(model)
-    return model
+        prepared = _adopt(ctx, model)
+    elif ctx.world_size > 1:
+        prepared = strategy.spread(ctx, model, options)
+    else:
+        move_model(model, ctx.device)
+        label_parameters(model)
+        prepared = model
+    if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
+        watch_autocast(prepared, ctx.device.type)
+    return prepared
 
 
 def check_model(ctx: DistContext, model: nn.Module) -> None:

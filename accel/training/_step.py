@@ -21,6 +21,7 @@ from accel.parallel import name_of
 from accel.precision import LossScale
 from accel.training._leftovers import refuse_leftovers
 from accel.training._schedulers import check_not_exhausted
+from accel.training._settings import check_settings
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import (
     as_tensor,
@@ -149,8 +150,8 @@ def optimizer_step(
         StepError: calls out of order, a parameter took no part in the loss, or held a gradient before the window
             began; nothing was changed.
         NonFiniteError: as `nonfinite` says, on every rank; parameters and gradients are left as they were.
-        ConfigError: an option outside its range, a scheduler or optimizer that needs more than a step, or a scheduler
-            that has no further one; nothing was changed.
+        ConfigError: an option outside its range, a scheduler or optimizer that needs more than a step, a scheduler that
+            has no further one, or a setting of the launcher that has no effect; nothing was changed.
         ContextClosedError: the context is closed.
 
     Example:
@@ -179,8 +180,7 @@ def optimizer_step(
     check_choice(nonfinite, _POLICIES, "unknown policy", where="nonfinite=")
     limits = _check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum)
-    if accum is not None:
-        refuse_leftovers(ctx, optimizers)
+    _check_begin(ctx, optimizers, accum)
     joint = not isinstance(max_norm, Sequence)
     parts = _parts(ctx, optimizers, window, joint=joint)
     if max_value is not None:
@@ -207,6 +207,14 @@ def optimizer_step(
     if ctx.device.type == "xla":
         xla.end_step()
     return _result(True, accum, scaler, told, finite=True)
+
+
+def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:
+    """Raise if the launcher's settings have no effect, or the window began with gradients."""
+    if ctx.launched:
+        check_settings(ctx, accum, optimizers)
+    if accum is not None:
+        refuse_leftovers(ctx, optimizers)
 
 
 def _parts(

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the launcher that the script ignores: refused at the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+from accel.errors import ConfigError
+from accel.optim import Accumulation, parameters_of
+from accel.parallel import runs_without_autocast
+from accel.topology import EXPERT_DIMS, SHARED_DIMS
+
+_BY = "as `accel launch` sets it by its flag or file"
+
+
+def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
+    """Raise `ConfigError` if a setting that a variable gave this run has no effect on its step. No communication."""
+    if "accumulation" in ctx.launched:
+        _check_accumulation(ctx, accum)
+    if not ctx.launched.isdisjoint({"precision", "mesh"}):
+        parameters = parameters_of(optimizers)
+        if "precision" in ctx.launched and runs_without_autocast(parameters):
+            raise ConfigError(
+                "the precision that this run was given has no effect",
+                expected=f"ACCEL_PRECISION, {_BY}: forward passes in {ctx.precision.compute}",
+                got="a prepared model whose forward ran without autocast",
+                where="optimizer_step",
+                fix="Run forward and loss in the block `with accel.autocast(ctx):`.",
+            )
+        if "mesh" in ctx.launched:
+            _check_mesh(ctx, parameters)
+
+
+def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
+    steps = 1 if accum is None else accum.steps
+    if steps == ctx.accumulation:
+        return
+    raise ConfigError(
+        "the accumulation that this run was given has no effect",
+        expected=f"ACCEL_ACCUMULATION={ctx.accumulation}, {_BY}",
+        got=f"a step of {steps}, by " + ("no Accumulation" if accum is None else f"Accumulation(steps={steps})"),
+        where="optimizer_step",
+        fix="Take the setting: accel.train_state(ctx), or accel.Accumulation(ctx.accumulation); the number of a"
+        " checkpoint is replaced by msgspec.structs.replace(accum, steps=ctx.accumulation). For a loop that is to have"
+        f" its own: ctx = accel.replace(ctx, accumulation={steps}).",
+    )
+
+
+def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
+    if ctx.mesh is None:
+        return
+    names = ctx.mesh.mesh_dim_names or ()
+    asked = {
+        name: size
+        for name, size in zip(names, ctx.mesh.shape, strict=False)
+        if size > 1 and name in SHARED_DIMS + EXPERT_DIMS
+    }
+    if not asked:
+        return
+    spread = (cast(Any, each).device_mesh for each in parameters if hasattr(each, "device_mesh"))
+    used = {name for mesh in spread for name in mesh.mesh_dim_names or ()}
+    if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
+        raise ConfigError(
+            "a dimension of the mesh that this run was given has no effect",
+            expected=f"ACCEL_MESH, {_BY}: parameters that are spread along {', '.join(asked)}",
+            got=f"none along {', '.join(idle)}",
+            where="optimizer_step",
+            fix="Spread the model along it before prepare, or leave it out of the mesh. If your own code uses it in"
+            " another way: ctx = accel.replace(ctx, mesh=ctx.mesh).",
+        )

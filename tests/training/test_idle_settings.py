@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher was asked for has an effect, or the first step says that it has none."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import SGD
+
+import accel
+from accel import ConfigError
+
+FOUR = {"ACCEL_ACCUMULATION": "4"}
+HALF = {"ACCEL_PRECISION": "bf16"}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+
+
+def _step(ctx: accel.DistContext, steps: int | None, model: nn.Module | None = None) -> Any:
+    """A step after one backward; None for one without an accumulation."""
+    model = accel.prepare_model(ctx, _model()) if model is None else model
+    accum = None if steps is None else accel.Accumulation(steps=steps).next(last=True)
+    accum = accel.backward(ctx, model(torch.ones(3, 2)).square().mean(), accel.LossScale(), accum)
+    return accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum)
+
+
+def _sessions(environ: dict[str, str], **arguments: Any) -> Iterator[accel.DistContext]:
+    with accel.session(environ, device="cpu", **arguments) as ctx:
+        yield ctx
+
+
+@pytest.mark.parametrize("steps", [None, 1, 3])
+def test_another_accumulation_than_the_one_asked_for_is_refused_with_both_numbers(steps):
+    for ctx in _sessions(FOUR):
+        with pytest.raises(ConfigError) as caught:
+            _step(ctx, steps)
+        assert "ACCEL_ACCUMULATION=4" in caught.value.expected
+        assert str(steps or 1) in caught.value.got
+        assert _step(ctx, 4).stepped
+
+
+def test_the_state_takes_the_accumulation_asked_for():
+    for ctx in _sessions(FOUR):
+        assert accel.train_state(ctx).accum.steps == 4
+        assert accel.train_state(ctx, accumulation=2).accum.steps == 2  # which its first step refuses, as any other
+
+
+def test_a_second_loop_may_have_a_number_of_its_own():
+    for ctx in _sessions(FOUR):
+        own = accel.replace(ctx, accumulation=1)
+        assert _step(own, None).stepped
+        assert _step(own, 3).stepped
+        with pytest.raises(ConfigError):
+            _step(accel.replace(ctx, precision="fp32"), 3)
+
+
+@pytest.mark.parametrize("environ", [{}, FOUR])
+def test_an_argument_of_the_script_is_no_order_to_itself(environ):
+    for ctx in _sessions(environ, accumulation=2):
+        assert _step(ctx, 3).stepped
+
+
+def _half(ctx: accel.DistContext, model: nn.Module, *, autocast: bool) -> Any:
+    with accel.autocast(ctx) if autocast else torch.autocast("cpu", enabled=False):
+        loss = model(torch.ones(3, 2)).float().square().mean()
+    accel.backward(ctx, loss, accel.LossScale())
+    return accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale())
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_precision_that_no_forward_computes_in_is_refused(compiles):
+    for ctx in _sessions(HALF):
+        model = accel.prepare_model(ctx, _model())
+        if compiles:
+            accel.compile_model(model, backend="aot_eager", fullgraph=True)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ConfigError, match=r"ACCEL_PRECISION.*with accel.autocast\(ctx\)"):
+            _half(ctx, model, autocast=False)
+        assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+        accel.clear_gradients(model)
+        assert _half(ctx, model, autocast=True).stepped
+        assert _half(ctx, model, autocast=False).stepped  # one forward has shown that the script knows of it
+
+
+def test_hooks_are_gone_after_the_first_forward_with_autocast():
+    for ctx in _sessions(HALF):
+        model = accel.prepare_model(ctx, _model())
+        assert any(each._forward_pre_hooks for each in model.modules())
+        _half(ctx, model, autocast=True)
+        assert not any(each._forward_pre_hooks for each in model.modules())
+
+
+class Inner(nn.Module):
+    """A model whose own forward turns autocast on."""
+
+    def __init__(self, ctx: accel.DistContext) -> None:
+        super().__init__()
+        self.layers, self.ctx = _model(), ctx
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with accel.autocast(self.ctx):
+            return self.layers(inputs)
+
+
+def test_autocast_within_a_model_counts():
+    for ctx in _sessions(HALF):
+        assert _half(ctx, accel.prepare_model(ctx, Inner(ctx)), autocast=False).stepped
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "pure-bf16"])
+def test_a_precision_that_needs_no_autocast_is_not_asked_for_one(precision):
+    for ctx in _sessions({"ACCEL_PRECISION": precision}):
+        if precision != "tf32":  # which CPUs may lack
+            assert not any(each._forward_pre_hooks for each in accel.prepare_model(ctx, _model()).modules())
+
+
+def test_a_precision_of_the_script_is_not_asked_for():
+    for ctx in _sessions({}, precision="bf16"):
+        assert _half(ctx, accel.prepare_model(ctx, _model()), autocast=False).stepped
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_autocast_is_seen_whatever_the_strategy(ranks, strategy):
+    def rank(ctx):
+        ctx = dataclasses.replace(
+            accel.replace(ctx, strategy=strategy, precision="bf16"), launched=frozenset({"precision"})
+        )
+        model = accel.prepare_model(ctx, _model())
+        with pytest.raises(ConfigError, match="the precision that this run was given"):
+            _half(ctx, model, autocast=False)
+        accel.clear_gradients(model)
+        return _half(ctx, model, autocast=True).stepped
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
+def _on_mesh(ctx: accel.DistContext, mesh: str, *, launched: bool = True) -> accel.DistContext:
+    """What a session makes of ACCEL_MESH, or of its argument."""
+    names = frozenset({"mesh"} if launched else ())
+    return dataclasses.replace(accel.replace(ctx, mesh=mesh), launched=names)
+
+
+@pytest.mark.parametrize("dim", ["tp", "cp"])
+def test_a_mesh_that_no_model_uses_is_refused(ranks, dim):
+    def rank(ctx):
+        meshed = _on_mesh(ctx, f"dp=1,{dim}=2")
+        model = accel.prepare_model(meshed, _model())
+        with pytest.raises(ConfigError, match=f"none along {dim}=2"):
+            _step(meshed, None, model)
+        return [
+            _step(accel.replace(meshed, mesh=meshed.mesh), None, model).stepped,  # the script says that it uses it
+            _step(_on_mesh(ctx, f"dp=1,{dim}=2", launched=False), None, model).stepped,
+            _step(_on_mesh(ctx, "dp=2"), None, model).stepped,
+            _step(_on_mesh(ctx, f"dp=2,{dim}=1"), None, model).stepped,
+        ]
+
+    assert ranks.run(rank, 2, default_group=True) == [[True] * 4] * 2
+
+
+def test_a_mesh_along_which_a_model_is_spread_has_its_effect(ranks):
+    def rank(ctx):
+        ctx = _on_mesh(ctx, "dp=1,tp=2")
+        model = _model()
+        parallelize_module(model, ctx.mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return _step(ctx, None, accel.prepare_model(ctx, model)).stepped
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "launched"),
+    [
+        ({}, {}, set()),
+        ({**FOUR, **HALF}, {}, {"accumulation", "precision"}),
+        ({**FOUR, **HALF}, {"precision": "fp32"}, {"accumulation"}),
+        ({"ACCEL_MESH": "dp=1"}, {}, {"mesh"}),
+        ({"ACCEL_MESH": "dp=1"}, {"mesh": ""}, set()),
+    ],
+)
+def test_a_context_knows_what_a_variable_has_set(environ, arguments, launched):
+    for ctx in _sessions(environ, **arguments):
+        assert ctx.launched == launched
+        assert accel.replace(ctx, strategy="fsdp").launched == launched
+    assert accel.single().launched == frozenset()

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from typing_extensions import TypeIs
 
 from accel import xla
 from accel.checkpoint._boxes import Box, Split, local_box, whole
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
     """Whether a tensor is a DTensor. No communication."""
     if type(tensor) is torch.Tensor or "torch.distributed.tensor" not in sys.modules:  # its import takes long
         return False

@@ -54,14 +54,15 @@ from accel.storage._stage import remove_flat as remove_flat
 from accel.storage._stage import set_aside as set_aside
 
 if TYPE_CHECKING:
+    from accel.storage._reference import read_reference as read_reference
     from accel.storage._safetensors import dtype_name as dtype_name
     from accel.storage._safetensors import memory_of as memory_of
-    from accel.storage._safetensors import read_tensors as read_tensors
     from accel.storage._safetensors import stored_dtype as stored_dtype
     from accel.storage._safetensors import view_tensors as view_tensors
     from accel.storage._safetensors import write_tensors as write_tensors
 
 _WITH_TORCH = {
-    "_safetensors": ("dtype_name", "memory_of", "read_tensors", "stored_dtype", "view_tensors", "write_tensors")
+    "_reference": ("read_reference",),
+    "_safetensors": ("dtype_name", "memory_of", "stored_dtype", "view_tensors", "write_tensors"),
 }
 __getattr__ = exports("accel.storage", _WITH_TORCH)

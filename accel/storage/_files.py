@@ -150,6 +150,16 @@ class OpenDirectory:
         with self._opened(name) as file:
             self._fill(file, name, start, memory)
 
+    @contextlib.contextmanager
+    def descriptor(self, name: str) -> Generator[str]:
+        """Give a path by which another library opens a file of this folder during the block; no link is followed.
+
+        Raises:
+            CheckpointError: it is missing, a link, or no regular file.
+        """
+        with self._opened(name) as file:
+            yield f"/proc/self/fd/{file}"
+
     def check(self, name: str, span: Span) -> None:
         """Compare a part of a file with its digest.
 

@@ -23,11 +23,14 @@ _LONGEST_ENTRY = 4096
 _SPARE = 2**16  # for texts beside the tensors
 _WORD = 8
 _METADATA = "__metadata__"
-_ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+_ITEM_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 8),
+    **dict.fromkeys(("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
 }
 
 
@@ -96,10 +99,10 @@ def read_header(data: memoryview, where: str, names: Collection[str] | None = No
     tensors = dict(sorted(tensors.items(), key=lambda item: item[1].data_offsets))
     for name, entry in tensors.items():
         start, end = entry.data_offsets
-        if entry.dtype not in _ITEM_BYTES:
+        if entry.dtype not in _ITEM_BITS:
             raise _broken(f"{name!r} has the unknown dtype {entry.dtype!r}", where)
-        size = math.prod(entry.shape) * _ITEM_BYTES[entry.dtype]
-        if start != position or not start <= end <= payload or size != end - start:
+        bits = math.prod(entry.shape) * _ITEM_BITS[entry.dtype]
+        if start != position or not start <= end <= payload or bits != 8 * (end - start):
             raise _broken(f"the byte range of {name!r} does not fit its shape and its neighbours", where)
         position = end
     if position != payload:

@@ -19,6 +19,8 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from accel.errors import AccelError, CheckpointError, MissingExtraError
 from accel.storage._digests import SPAN_BYTES, Bytes, FileEntry, Span, cut
 from accel.storage._files import OpenDirectory
@@ -51,6 +53,7 @@ class RemoteDirectory(OpenDirectory):
         if not self._found:
             raise CheckpointError("nothing is there", where=str(path), fix="See whether the URL is right.")
 
+    @override
     def check_size(self, name: str, size: int) -> None:
         """Look whether an object is there and has as many bytes as it should.
 
@@ -59,6 +62,7 @@ class RemoteDirectory(OpenDirectory):
         """
         self._compare_size(name, self._size(name), size)
 
+    @override
     def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
         """Return an object's bytes: of a small one in memory, of a larger one mapped from an unnamed temporary file.
 
@@ -76,6 +80,7 @@ class RemoteDirectory(OpenDirectory):
             self._fetched[name] = _fetch(self._at(name), found)
         return self._fetched[name]
 
+    @override
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
         """Fill memory with an object's bytes from `start` on.
 
@@ -90,6 +95,7 @@ class RemoteDirectory(OpenDirectory):
             raise self.refusal(name, "wrong size", expected=f"{len(memory)} bytes from {start} on", got="its end")
         memory[:] = data
 
+    @override
     def check(self, name: str, span: Span) -> None:
         """Compare a part of an object with its digest; of one that was read, the bytes that were.
 
@@ -104,15 +110,18 @@ class RemoteDirectory(OpenDirectory):
             digest.update(chunk)
         self._compare_digest(name, span, digest.hexdigest())
 
+    @override
     def names(self) -> list[str]:
         """List what is in the folder, sorted."""
         return sorted(self._found)
 
+    @override
     @contextlib.contextmanager
     def kept(self) -> Generator[bool]:
         """Give True: a store has no locks, and readers notice what is deleted meanwhile."""
         yield True
 
+    @override
     def is_in_place(self) -> bool:
         """Return whether the objects that were listed are still there, as large and as old; False if nobody knows."""
         assert isinstance(self.path, RemotePath)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import torch
 
+from accel.errors import CheckpointError
 from accel.storage._digests import Bytes, FileEntry
 from accel.storage._either import write_file
-from accel.storage._header import Header, TensorHeader, encode_header, read_header
+from accel.storage._header import Header, TensorHeader, encode_header
 from accel.storage._place import Place
 
 
@@ -70,22 +71,16 @@ def write_tensors(
     return write_file(folder, name, chunks)
 
 
-def read_tensors(data: memoryview, where: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file as views on its bytes.
-
-    Args:
-        data: the whole file, in memory that may be written to.
-        where: the file's path, for errors.
+def view_tensors(data: memoryview, header: Header) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file as views on its bytes; copies of those that are unaligned, or truth values.
 
     Raises:
-        CheckpointError: the header contradicts itself or the file's length.
+        CheckpointError: a tensor is of a dtype that is never written here; see `read_reference`.
     """
-    return view_tensors(data, read_header(data, where))
-
-
-def view_tensors(data: memoryview, header: Header) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file as views on its bytes; copies of those that are unaligned, or truth values."""
     payload, dtypes = data[header.end :], _dtypes()
+    for name, entry in header.tensors.items():
+        if entry.dtype not in dtypes:
+            raise CheckpointError(f"{name!r} has the dtype {entry.dtype}", expected=", ".join(sorted(dtypes)))
     return {
         name: _view(payload[slice(*entry.data_offsets)], dtypes[entry.dtype], entry.shape)
         for name, entry in header.tensors.items()

@@ -16,7 +16,7 @@ from accel.checkpoint import Manifest, encode_manifest, manifest_of
 from accel.cli import main
 from accel.context import single
 from accel.errors import CheckpointError
-from accel.storage import MOST_TENSORS, plan_shards, read_header, read_tensors
+from accel.storage import MOST_TENSORS, open_directory, plan_shards, read_header, read_reference, view_tensors
 from accel.training import load_state, save_state
 
 CPU = single()
@@ -57,7 +57,8 @@ def test_a_header_of_too_many_numbers_is_refused(header: bytes, problem: str) ->
 def test_what_the_reference_writes_is_read_with_long_texts_beside_the_tensors() -> None:
     texts = {"tags": '{"a": 1, "b": [{}]}' * 20_000}
     tensors = {"x" * 9000: torch.ones(2), "deep": torch.ones([1] * 64)}
-    found = read_tensors(memoryview(bytearray(save(tensors, texts))), "a.safetensors")
+    data = memoryview(bytearray(save(tensors, texts)))
+    found = view_tensors(data, read_header(data, "a.safetensors"))
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"x" * 9000: (2,), "deep": (1,) * 64}
 
 
@@ -123,3 +124,45 @@ def test_the_packages_version_is_a_constant(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(metadata, "version", searched)
     assert manifest_of(save_state(CPU, tmp_path, {"x": 1}, step=0)).accel == __version__
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "size"),
+    [("F8_E8M0", 2, 2), ("F8_E4M3FNUZ", 2, 2), ("F8_E5M2FNUZ", 2, 2), ("F4", 4, 2), ("BOOL", 2, 2), ("C64", 2, 16)],
+)
+def test_files_of_other_writers_hold_any_dtype_of_the_format(dtype: str, count: int, size: int, tmp_path: Path) -> None:
+    header = b'{"x":{"dtype":"%s","shape":[%d],"data_offsets":[0,%d]}}' % (dtype.encode(), count, size)
+    (tmp_path / "a.safetensors").write_bytes(of(header, b"\5" * size))
+    with open_directory(tmp_path) as folder:
+        found = read_reference(folder, "a.safetensors")["x"]
+    assert found.nbytes == size
+    assert dtype != "BOOL" or found.view(torch.uint8).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"x":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}',
+        b'{"x":{"dtype":"F99","shape":[3],"data_offsets":[0,3]}}',
+        b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,3]}}',
+        b'{"x":' + entry(",".join(["1"] * 66), 1) + b"}",
+        b"{",
+    ],
+)
+def test_files_of_other_writers_that_are_damaged_are_a_typed_error(header: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(of(header, b"\0" * 3))
+    (tmp_path / "b.safetensors").symlink_to("a.safetensors")
+    with open_directory(tmp_path) as folder:
+        for name in ("a.safetensors", "b.safetensors", "c.safetensors"):
+            with pytest.raises(CheckpointError) as caught:
+                read_reference(folder, name)
+            assert caught.value.where == str(tmp_path / name)
+
+
+def test_a_dtype_that_is_never_saved_is_a_typed_error_in_a_checkpoint(tmp_path: Path) -> None:
+    path = save_state(CPU, tmp_path, {"x": torch.ones(2)}, step=0)
+    header = b'{"$rng":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"x":'
+    header += b'{"dtype":"F8_E8M0","shape":[4],"data_offsets":[4,8]}}'
+    resealed(path, header)
+    with pytest.raises(CheckpointError, match="dtype"):
+        load_state(CPU, path, {"x": torch.ones(2)})

@@ -19,7 +19,7 @@ from accel.comm import Call, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.precision import LossScale
-from accel.storage import open_directory, read_tensors
+from accel.storage import open_directory, read_reference
 from accel.training._items import check_items, module_states
 from accel.training._kinds import Stateful
 from accel.training._leftovers import drop_gradients
@@ -137,7 +137,7 @@ def _match(source: Path, items: Mapping[str, object]) -> tuple[Changes, list[Cop
 
 def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies: list[Copy]) -> None:
     with open_directory(path.parent) as folder:
-        stored = read_tensors(folder.read(path.name), str(path))
+        stored = read_reference(folder, path.name)
     tensors = {**live.parameters, **live.buffers}
     if any(is_sharded(tensor) for tensor in tensors.values()):
         fix = "Load into the plain model, then spread it."

@@ -13,7 +13,7 @@ import torch
 from accel.checkpoint import Content, Item, ItemKind, check_tensor, encode, save
 from accel.context import single
 from accel.errors import CheckpointError
-from accel.storage import Place, RemotePath, as_place, open_directory, read_tensors
+from accel.storage import Place, RemotePath, as_place, open_directory, read_reference
 from accel.training._rows import write_row
 from accel.training.foreign._accelerate import read_saved
 
@@ -47,7 +47,7 @@ def import_accelerate(folder: str | os.PathLike[str], out: str | os.PathLike[str
         names = opened.names()
         for file in names:
             if (match := _MODULE.fullmatch(file)) is not None:
-                for key, tensor in read_tensors(opened.read(file), str(source / file)).items():
+                for key, tensor in read_reference(opened, file).items():
                     check_tensor(tensor, f"{match[1]}.{key}")
                     tensors[f"{match[1]}.{key}"] = tensor
                 items[match[1]] = _item("module", {})

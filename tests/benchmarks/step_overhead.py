@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -127,12 +128,27 @@ def with_accel(
     nonfinite: Literal["raise", "ignore"] = "raise",
 ) -> Loop:
     """The loop of the README, its batch made once; `ignore` looks for inf and NaN as little as the hand-written one."""
-    model = make_model(width)
-    model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    inputs, targets = make_batch(ctx)
-    dataset = torch.utils.data.TensorDataset(inputs.cpu(), targets.cpu())
-    loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(dataset, batch_size=BATCH), global_batch=BATCH)
-    batch = next(iter(accel.batches(ctx, loader, accel.Cursor())))
+    model, optimizer, batch = prepared(ctx, width)
+    inputs, targets = batch.data
+
+    def loop(count: int) -> None:
+        state = accel.train_state(ctx, accumulation=steps)
+        for _ in range(count):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                with accel.autocast(ctx):
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                state = accel.backward(ctx, loss, state, weight=float(BATCH) if token_weights else None)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state, max_norm=max_norm, nonfinite=nonfinite)
+
+    return loop
+
+
+def with_parts(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
+    """The same loop, its accumulation and its loss scale carried apart."""
+    model, optimizer, batch = prepared(ctx, width)
+    inputs, targets = batch.data
 
     def loop(count: int) -> None:
         accum, scaler = accel.Accumulation(steps=steps), accel.loss_scale(ctx)
@@ -141,13 +157,27 @@ def with_accel(
             with accel.accumulate(ctx, accum, model):
                 with accel.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                weight = float(BATCH) if token_weights else batch.valid
-                accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
+                accum = accel.backward(ctx, loss, scaler, accum, weight=batch.valid)
             if accum.sync:
-                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm, nonfinite=nonfinite)
+                step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=max_norm)
                 accum, scaler = step.accum, step.scaler
 
     return loop
+
+
+def prepared(ctx: accel.DistContext, width: int) -> tuple[nn.Module, torch.optim.Optimizer, accel.Batch]:
+    """A model, its optimizer, and a batch that can be taken again and again: it ends where it begins."""
+    model = make_model(width)
+    model, optimizer = accel.prepare(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    dataset = torch.utils.data.TensorDataset(*(each.cpu() for each in make_batch(ctx)))
+    loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(dataset, batch_size=BATCH), global_batch=BATCH)
+    batch = next(iter(accel.batches(ctx, loader)))
+    start = accel.Cursor()
+    return (
+        model,
+        optimizer,
+        msgspec.structs.replace(batch, data=make_batch(ctx), start=start, next=start, is_last=False),
+    )
 
 
 def with_accelerate(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
@@ -207,6 +237,7 @@ def variants_of(ctx: accel.DistContext, width: int, steps: int, max_norm: float 
     if ctx.precision.compute == "fp16":  # which always looks; Accelerate computes in fp32 on a CPU
         return variants
     variants["accel, ignore"] = with_accel(*arguments, nonfinite="ignore")
+    variants["accel, by the parts"] = with_parts(*arguments)
     variants[CHECKED] = hand_written(*arguments, looks=True)
     if importlib.util.find_spec("accelerate") is not None:
         variants["accelerate"] = with_accelerate(*arguments)

@@ -254,7 +254,38 @@ _HOMES = {
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-__getattr__ = exports("accel", _HOMES)
+_CONTEXT = "Use `with accel.session() as ctx`, and pass ctx to each function."
+_OTHERS = {  # names of Accelerate, Fabric and torch.distributed
+    "Accelerator": "Use `with accel.session() as ctx`, then accel.prepare(ctx, ...) and accel.backward(ctx, ...).",
+    "Fabric": "Use `with accel.session() as ctx`, then accel.prepare(ctx, ...) and accel.backward(ctx, ...).",
+    "PartialState": _CONTEXT,
+    "AcceleratorState": _CONTEXT,
+    "init_process_group": _CONTEXT,
+    "InitProcessGroupKwargs": "Use accel.session(timeout_s=...).",
+    "GradientState": "Use accel.Accumulation, which says at which micro-batch a step is due.",
+    "GradientAccumulationPlugin": "Use accel.Accumulation.",
+    "DataLoaderConfiguration": "Use the arguments of accel.prepare_loader.",
+    "prepare_data_loader": "Use accel.prepare_loader.",
+    "prepare_dataloader": "Use accel.prepare_loader.",
+    "DistributedDataParallelKwargs": "Use the arguments of accel.prepare_model.",
+    "DistributedDataParallel": "Use accel.prepare_model.",
+    "FullyShardedDataParallelPlugin": 'Use accel.session(strategy="fsdp"), then accel.prepare.',
+    "DeepSpeedPlugin": 'Use accel.session(strategy="fsdp"), then accel.prepare.',
+    "AutocastKwargs": "Use the arguments of accel.autocast.",
+    "GradScalerKwargs": "Use the arguments of accel.loss_scale.",
+    "GradScaler": "Use accel.loss_scale.",
+    "ProjectConfiguration": "Use the arguments of accel.save_state.",
+    "LocalSGD": "Use accel.LocalSgd.",
+    "clip_grad_norm": "Use accel.clip_grad_norm_.",
+    "extract_model_from_parallel": "Use accel.unwrap_model.",
+    "all_gather": "Use accel.gather.",
+    "all_reduce": "Use accel.reduce.",
+    "barrier": "Use accel.wait_for_everyone.",
+    "is_main_process": "Use ctx.is_main_process, of the ctx of accel.session.",
+    "device": "Use ctx.device, of the ctx of accel.session.",
+}
+
+__getattr__ = exports("accel", _HOMES, _OTHERS)
 
 
 def __dir__() -> list[str]:

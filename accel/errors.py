@@ -165,16 +165,22 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def check_choice(
-    got: object, choices: Sequence[str], problem: str, *, where: str, error: type[AccelError] = ConfigError
+    got: object,
+    choices: Sequence[str],
+    problem: str,
+    *,
+    where: str,
+    error: type[AccelError] = ConfigError,
+    fix: str = "",
 ) -> None:
-    """Raise `error` if a value is none of the choices; the message lists them and names the closest."""
+    """Raise `error` if a value is none of the choices; the message lists them, with a fix or the closest name."""
     if got not in choices:
         raise error(
             problem,
             expected=f"one of {', '.join(choices)}",
             got=repr(got),
             where=where,
-            fix=_nearest(str(got), choices),
+            fix=fix or _nearest(str(got), choices),
         )
 
 

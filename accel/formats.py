@@ -24,6 +24,23 @@ _SCALINGS: dict[str, tuple[Fp8Scaling, ...]] = {
     "transformer_engine": ("delayed", "current", "mxfp8"),
 }
 
+# names that other libraries and torch use
+_FOREIGN: dict[str, PrecisionName] = {
+    "no": "fp32",
+    "none": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "bf16-true": "pure-bf16",
+}
+
 
 class Fp8(msgspec.Struct, frozen=True, kw_only=True):
     """Which linear layers multiply in 8-bit floats, and how their scales are found.
@@ -137,8 +154,14 @@ def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> 
     """
     if isinstance(what, Precision):
         return what
-    check_choice(what, get_args(PrecisionName), "unknown precision", where=where)
+    check_choice(what, get_args(PrecisionName), "unknown precision", where=where, fix=precision_fix(what))
     return dict(_named())[what]
+
+
+def precision_fix(what: object) -> str:
+    """Return the sentence that names the precision which others call so, as in "float16" or torch.float16; or ""."""
+    name = _FOREIGN.get(str(what).removeprefix("torch.").lower())
+    return f'Use "{name}".' if name else ""
 
 
 @functools.cache

@@ -6,14 +6,18 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 
 
-def exports(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
+def exports(
+    package: str, homes: Mapping[str, Sequence[str]], others: Mapping[str, str] | None = None
+) -> Callable[[str], object]:
     """Return a package's `__getattr__`.
 
     Args:
         package: its full name.
         homes: the module inside of it that each name is from; the module's own name means the module.
+        others: names that other libraries have, and the sentence that says how it is done here.
     """
 
     def find(name: str) -> object:
@@ -23,6 +27,16 @@ def exports(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str],
                 found = module if name == home else getattr(module, name)
                 setattr(sys.modules[package], name, found)  # later look-ups cost nothing
                 return found
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        fix = (others or {}).get(name)
+        if fix and _is_imported(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+            raise ImportError(f"cannot import name {name!r} from {package!r}. {fix}", name=package)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}" + (f". {fix}" if fix else ""))
 
     return find
+
+
+def _is_imported(caller: FrameType) -> bool:
+    """Whether a name is looked up by `from package import name`, which replaces the text of an AttributeError."""
+    import opcode
+
+    return opcode.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"

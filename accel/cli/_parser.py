@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
+from accel.cli._other_flags import other_flag
 from accel.errors import ConfigError, did_you_mean
 
 
@@ -25,7 +26,8 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(words)
         for word in unknown:
             name = word.partition("=")[0]
-            raise ConfigError("unknown flag", got=repr(name), where=self.prog, fix=did_you_mean(name, self.flags()))
+            fix = other_flag(word, self.flags()) or did_you_mean(name, self.flags())
+            raise ConfigError("unknown flag", got=repr(name), where=self.prog, fix=fix)
         return known
 
     def error(self, message: str) -> NoReturn:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from accel.errors import ConfigError, did_you_mean
+from accel.formats import precision_fix
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -168,5 +169,7 @@ def _metavar(kind: inspect.Type) -> str | None:
 
 
 def _near(field: Field, got: object) -> str:
+    if field.name == "precision" and (fix := precision_fix(got)):
+        return fix
     hint = did_you_mean(str(got), field.names) if field.names else ""
     return hint if hint.startswith("Did") else ""

@@ -13,7 +13,7 @@ from accel.env._record import LaunchEnv
 from accel.env._tpu import pod_hosts
 from accel.env._values import integer, seconds
 from accel.errors import EnvError, check_choice, check_spelling
-from accel.formats import PrecisionName, StrategyName
+from accel.formats import PrecisionName, StrategyName, precision_fix
 from accel.topology import fit_mesh
 
 SETTINGS = (
@@ -86,5 +86,6 @@ def _chosen(environ: Mapping[str, str], name: str, names: Any) -> Any:
     if not (said := environ.get(name)):
         return None
     what = name.removeprefix("ACCEL_").lower()
-    check_choice(said, get_args(names), f"unknown {what}", where=name, error=EnvError)
+    fix = precision_fix(said) if names is PrecisionName else ""
+    check_choice(said, get_args(names), f"unknown {what}", where=name, error=EnvError, fix=fix)
     return said

@@ -12,9 +12,9 @@ import numpy
 import torch
 from torch import nn
 
+from accel import load_state
 from accel.context import DistContext, single
 from accel.errors import ConfigError
-from accel.training._state import load_state
 
 CPU = single()
 

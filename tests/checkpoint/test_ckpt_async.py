@@ -17,13 +17,13 @@ import torch
 from ckpt_helpers import CPU, Run, equal
 from processes import free_port, run_ranks
 
+from accel import load_state, save_state
 from accel.checkpoint import latest_checkpoint
 from accel.checkpoint._commit import Share, Stage
 from accel.checkpoint._notes import Note, collect_notes, leave_note
 from accel.context import DistContext, session, single
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
 from accel.testing import WriteFault, simulate
-from accel.training._state import load_state, save_state
 
 
 def outcome(call: Callable[[], object]) -> str:

@@ -15,10 +15,10 @@ import torch
 from ckpt_helpers import CPU, Run, equal
 from processes import free_port, patience
 
+from accel import save_state
 from accel.checkpoint import latest_checkpoint
 from accel.context import DistContext, session
 from accel.testing import simulate
-from accel.training._state import save_state
 
 OPERATIONS = ["open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "close"]
 DONE, CRASHED = 7, 9

@@ -19,10 +19,10 @@ from ckpt_helpers import CPU, Run, equal, streams
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from accel import load_state, save_state
 from accel.checkpoint import latest_checkpoint
 from accel.errors import CheckpointError
 from accel.storage import LOCK
-from accel.training._state import load_state, save_state
 
 PAGE = 4096
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from ckpt_helpers import CPU
 
+from accel import load_state, save_state
 from accel.checkpoint import Keep, latest_checkpoint
 from accel.errors import CheckpointError
 from accel.storage import LOCK, take_lock
-from accel.training._state import load_state, save_state
 
 
 def test_retention_keeps_the_newest_and_the_one_just_written(tmp_path: Path) -> None:

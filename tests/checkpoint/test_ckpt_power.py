@@ -12,8 +12,8 @@ import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal
 
+from accel import save_state
 from accel.checkpoint import latest_checkpoint
-from accel.training._state import save_state
 
 DONE, CUT = 7, 9
 Loss = Literal["emptied", "torn"]

@@ -13,12 +13,11 @@ from ckpt_helpers import CPU, Cursor, Run, Window, equal, network, streams
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from accel import DistContext
+from accel import DistContext, load_state, save_state
 from accel.checkpoint import latest_checkpoint
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import LOCK
 from accel.testing import simulate
-from accel.training._state import load_state, save_state
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

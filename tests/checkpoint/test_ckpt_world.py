@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from processes import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
+from accel import load_state, save_state
 from accel.checkpoint import latest_checkpoint
 from accel.context import DistContext, session
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
 from accel.storage import take_lock
 from accel.testing import simulate
-from accel.training._state import load_state, save_state
 
 
 def outcome(call: Callable[[], object]) -> str:

@@ -202,6 +202,7 @@ def test_the_progress_bar_keeps_to_its_line_and_leaves_nothing(
         assert drawn[1:3] == ["epoch 1 ############............  50%", "epoch 1 ########################  99%"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_reach_97_percent(digits: ModuleType, tmp_path: Path) -> None:
     printed = finish(launch(EXAMPLE, 2, "--out", tmp_path))

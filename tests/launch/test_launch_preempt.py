@@ -105,6 +105,7 @@ def test_at_any_moment(workspace: Workspace, n: int, trial: int) -> None:
     stop_at(workspace, n, signal.SIGTERM, random.Random(trial).uniform(0, 1), one_rank=trial % 4 == 3, most_s=6)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(workspace: Workspace) -> None:
     """The ranks would take 60 s to the end of their step."""
     script = workspace.write(TRAINING.replace("here()\n", f"here()\n                {REST}\n"))

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests use public names; where one reaches into a package, this list says what for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+# By package: what its private modules hold that no public name shows.
+REASONS = {
+    "checkpoint": "arithmetic of boxes and of what is kept, the format's number, notes that ranks leave each other",
+    "cli": "the words that a command takes, what a terminal shows, completion without a shell",
+    "comm": "gloo's threads at exit; transport that a test counts or lets fail",
+    "config": "the reader of YAML, value by value",
+    "context": "devices and sessions that a test replaces, limits that pages of docs quote",
+    "data": "what goes through the wire of a dispatched batch; transfers and reads that a test counts",
+    "env": "names of hosts in Slurm's notation",
+    "estimate": "the arithmetic of a plan, without a model",
+    "launch": "pure parts of a launcher (plans, relays, reports, stacks, records), without processes",
+    "parallel": "plans of sharding without ranks; the list of torch's private names",
+    "precision": "fp8 backends that are not installed",
+    "storage": "disks and stores that a test lets fail, sizes that pages of docs quote",
+    "testing": "the simulator's own threads, hooks into torch and checks",
+    "training": "the step's parts, exchanged for others to see that a law notices; which files a load has read",
+}
+PRIVATE = re.compile(r"accel\.(?:(?P<package>[a-z]\w*)\.)(?:[a-z]\w*\.)*_[a-z]\w*(?:\.\w+)*")
+
+
+def reached(tree: ast.Module) -> Iterator[str]:
+    """The private names of accel that a test imports, or replaces by their path."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_each_reach_into_a_package_has_its_reason() -> None:
+    found: dict[str, set[str]] = {}
+    for path in TESTS.rglob("*.py"):
+        for name in reached(ast.parse(path.read_text())):
+            if match := PRIVATE.fullmatch(name):
+                found.setdefault(match["package"], set()).add(f"{path.name}: {name}")
+    unknown = {package: sorted(found[package]) for package in found.keys() - REASONS.keys()}
+    assert not unknown, f"use public names, or say why not in {Path(__file__).name}: {unknown}"
+    assert REASONS.keys() <= found.keys()
+
+
+def test_checkpoints_are_saved_and_loaded_by_public_names() -> None:
+    entries = {"save_state", "load_state", "save_model", "resume", "optimizer_step", "backward", "prepare", "gather"}
+    found = {
+        f"{path.name}: {name}"
+        for path in TESTS.rglob("*.py")
+        for name in reached(ast.parse(path.read_text()))
+        if PRIVATE.fullmatch(name) and name.rpartition(".")[2] in entries
+    }
+    assert not found, found

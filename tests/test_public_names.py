@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names: each stands on a page of docs/, and the verbs of the loop have examples that run."""
+"""Public names: each stands on a page of docs/, and the verbs of the loop have examples that run.
+
+`python tests/test_public_names.py` writes tests/public_names.txt anew: the names with their signatures.
+"""
 
 from __future__ import annotations
 
+import difflib
 import doctest
 import importlib
 import inspect
@@ -20,6 +24,8 @@ import accel
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs"
+SNAPSHOT = HERE / "public_names.txt"
+PACKAGES = ("accel", "accel.testing", "accel.schedules")
 
 VERBS = (
     "autocast",
@@ -42,7 +48,7 @@ def mentioned() -> set[str]:
     return set(re.findall(r"(?:\baccel\.|`)(\w+)", text)) | set(re.findall(r"\w+", imports))
 
 
-@pytest.mark.parametrize("package", ["accel", "accel.testing", "accel.schedules"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_each_public_name_stands_on_a_page(package: str) -> None:
     missing = sorted(set(public_names(package)) - mentioned())
     assert not missing, f"{', '.join(missing)}: on no page of docs/, neither as `name` nor as accel.name"
@@ -99,3 +105,74 @@ def _defined(module: Any) -> Iterator[str]:
         here = getattr(each, "__module__", "").startswith(module.__name__)
         if not name.startswith("_") and here and (inspect.isclass(each) or inspect.isfunction(each)):
             yield name
+
+
+def snapshot() -> str:
+    """Every public name with its signature, one a line; of a class, its public methods and properties too."""
+    lines = [line for package in PACKAGES for name in public_names(package) for line in described(package, name)]
+    return "\n".join(lines) + "\n"
+
+
+def described(package: str, name: str) -> Iterator[str]:
+    found = getattr(importlib.import_module(package), name)
+    if not inspect.isclass(found):
+        yield f"{package}.{name}{signature(found)}"
+        return
+    bases = ", ".join(base.__name__ for base in found.__bases__ if base is not object)
+    yield f"class {package}.{name}({bases}){'' if issubclass(found, Exception) else signature(found)}"
+    for attribute, each in sorted(vars(found).items()):
+        inner = each.__func__ if isinstance(each, staticmethod | classmethod) else each
+        if attribute.startswith("_"):
+            continue
+        if isinstance(inner, property):
+            yield f"    {attribute}: {inspect.signature(inner.fget).return_annotation}"  # type: ignore[arg-type]
+        elif inspect.isfunction(inner):
+            yield f"    {attribute}{signature(inner)}"
+
+
+def signature(found: Any) -> str:
+    """Parameters, defaults and annotations as they stand in the source."""
+    if not callable(found):
+        return ""
+    try:
+        known = inspect.signature(found)
+    except (TypeError, ValueError):  # of a class made in C
+        return "(...)"
+    written = annotations(found) if inspect.isclass(found) else {}
+    parameters = [
+        each.replace(annotation=written.get(each.name, each.annotation), default=shown(each.default))
+        for each in known.parameters.values()
+    ]
+    text = str(known.replace(parameters=[each.replace(annotation=plain(each.annotation)) for each in parameters]))
+    return re.sub(r"ForwardRef\(([^()]*)\)", r"\1", text.replace("'", ""))
+
+
+def annotations(kind: type) -> dict[str, str]:
+    """The annotations of a class and its bases, as texts."""
+    found = dict[str, str]()
+    for base in reversed(kind.__mro__):
+        found |= vars(base).get("__annotations__", {})
+    return found
+
+
+def plain(annotation: Any) -> Any:
+    return annotation.replace("'", '"') if isinstance(annotation, str) else annotation
+
+
+def shown(default: Any) -> Any:
+    """A default that is written with double quotes, and without an address."""
+    if default is inspect.Parameter.empty:
+        return default
+    text = re.sub(r"<(?:function |.*\.)?(<?\w+>?) at 0x\w+>", r"\1", repr(default))
+    return type("Default", (), {"__repr__": lambda _: text.replace("'", '"')})()
+
+
+def test_the_public_names_and_signatures_are_those_on_record() -> None:
+    recorded, now = SNAPSHOT.read_text().splitlines(), snapshot().splitlines()
+    changes = list(difflib.unified_diff(recorded, now, "on record", "now", n=0, lineterm=""))
+    hint = f"If the change is wanted, record it: python {Path(__file__).relative_to(HERE.parent)}"
+    assert not changes, "\n".join([*changes, hint])
+
+
+if __name__ == "__main__":
+    _ = SNAPSHOT.write_text(snapshot())

@@ -1,4 +1,4 @@
-# pyright: strict
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 """What public functions return, as a type checker sees it."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def prepared(ctx: accel.DistContext, dataset: Dataset[Sample], net: nn.Sequentia
 
 def refused(ctx: accel.DistContext, net: nn.Module) -> None:
     accel.prepare(ctx, net, "adam")  # pyright: ignore[reportCallIssue, reportArgumentType]
-    accel.prepare(net)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    accel.prepare(net)  # pyright: ignore[reportArgumentType]
     accel.backward(ctx, 1.0, accel.loss_scale(ctx))  # pyright: ignore[reportCallIssue, reportArgumentType]
     accel.optimizer_step(ctx, net, accel.loss_scale(ctx))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
@@ -52,6 +52,21 @@ def looped(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, opt
     assert_type(accel.optimizer_step(ctx, optimizer, scaler), accel.StepResult[None])
     assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum), accel.StepResult[accel.Accumulation])
     assert_type(accel.optimizer_step(ctx, optimizer, scaler, accum).scaler, accel.LossScale)
+
+
+def carried(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, optimizer: Optimizer) -> None:
+    state = accel.resume(ctx, "run", {}, accel.train_state(ctx, seed=0, accumulation=2))
+    assert_type(state, accel.TrainState)
+    for batch in accel.batches(ctx, loader, state):
+        state = state.next(batch)
+        with accel.accumulate(ctx, state):
+            assert_type(accel.backward(ctx, loss, state), accel.TrainState)
+        assert_type(accel.optimizer_step(ctx, optimizer, state), accel.TrainState)
+    assert_type((state.epoch, state.updates, state.sync, state.stepped), tuple[int, int, bool, bool])
+    assert_type(accel.discard(state), accel.TrainState)
+    assert_type(accel.total_steps(loader, accumulation=2, epochs=3), int)
+    for batch in accel.batches(ctx, loader):  # evaluation
+        assert_type(batch, accel.Batch)
 
 
 def stored(ctx: accel.DistContext, net: nn.Module) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
     {"errors", "lazy"},
-    {"formats", "topology", "xla"},
+    {"formats", "fronts", "topology", "xla"},
     {"config", "env", "schedules"},
     {"tree", "random", "storage"},
     {"comm"},

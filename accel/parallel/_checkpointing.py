@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType] - dynamo knows the name
 
+from accel.fronts import Front
 from accel.parallel._select import Select, put_before, selected
 from accel.parallel._unwrap import unwrap_model
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class Recomputed(nn.Module):
+class Recomputed(Front, nn.Module):
     """Stands before the class of a block that is computed again in backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

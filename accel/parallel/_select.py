@@ -10,6 +10,7 @@ from typing import Literal
 from torch import nn
 
 from accel.errors import ConfigError
+from accel.fronts import Fronted
 
 Select = Literal["repeated"] | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
@@ -54,10 +55,7 @@ def put_before(modules: Iterable[nn.Module], front: type[nn.Module]) -> None:
     Modules of one class stay of one class, for which torch.compile compiles once.
     """
     listed = [module for module in modules if not isinstance(module, front)]
-    behind = {
-        cls: type(cls.__name__, (front, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-        for cls in {type(module) for module in listed}
-    }
+    behind = {cls: Fronted.before(cls, front).made for cls in {type(module) for module in listed}}
     for module in listed:
         module.__class__ = behind[type(module)]
 

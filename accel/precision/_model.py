@@ -14,6 +14,7 @@ from accel import tree as trees
 from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.formats import Precision
+from accel.fronts import Front, Fronted
 from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
 from accel.precision._names import matched, submodules
 from accel.precision._support import DTYPES, check_compute
@@ -22,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
-class InFp32(nn.Module):
+class InFp32(Front, nn.Module):
     """What a submodule becomes that computes in fp32 within an autocast."""
 
     _accel_device_type = "cpu"  # no name that a user's module may have
@@ -35,7 +36,7 @@ class InFp32(nn.Module):
             return cast(Any, super()).forward(*args, **kwargs)
 
 
-class WithOutputs(nn.Module):
+class WithOutputs(Front, nn.Module):
     """What a model becomes whose outputs are converted."""
 
     _accel_outputs = torch.float32
@@ -126,9 +127,7 @@ def _become(module: nn.Module, kind: type[nn.Module], **settings: object) -> Non
     """Give one module a class of its own, between it and its class, as torch's `fully_shard` does; names stay."""
     if isinstance(module, kind):
         return
-    own = type(module)
-    fields = {"__module__": own.__module__, "__qualname__": own.__qualname__, **settings}
-    module.__class__ = type(own.__name__, (kind, own), fields)
+    module.__class__ = Fronted.before(type(module), kind, **settings).made
 
 
 def _has_fp8(model: nn.Module) -> bool:

@@ -64,6 +64,10 @@ class Children:
         """Return the ranks that have not ended."""
         return [process.rank for process, popen in self._processes if popen.poll() is None]
 
+    def left(self) -> list[int]:
+        """Return the ranks that have ended with status 0."""
+        return [process.rank for process, popen in self._processes if popen.poll() == 0]
+
     def failures(self) -> list[Failure]:
         """Return how the ranks ended that ended with another status than 0."""
         now_s = time.time()

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -25,6 +26,11 @@ _MOST_PLACES = 4  # of which the stack is shown
 _MOST_LINES = 16
 _MOST_FRAMES = 20
 _HIDDEN = re.compile(r"/launch/_worker\.py|<frozen importlib")
+_COLLECTIVE = (
+    "torch/distributed/",
+    "torch/autograd/graph.py",
+    "accel/comm/",
+)  # the second runs backward, and DDP in it
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
@@ -56,6 +62,8 @@ class Watch:
         self._relay = relay
         self._after_s = after_s
         self._told_s = 0.0
+        self._looks = 0  # in this silence
+        self._places: dict[int, str] = {}
 
     def left_s(self) -> float | None:
         """Return in how many seconds to look; None for never."""
@@ -64,14 +72,19 @@ class Watch:
         return max(0.0, max(self._relay.last_s, self._told_s) + self._after_s - time.monotonic())
 
     def look(self) -> str:
-        """Return where the ranks are if they have been silent for too long; nothing otherwise, or if it was told."""
-        if self._relay is None or self.left_s() != 0:
+        """Return where the ranks are if they have been silent for too long; nothing if that was reported already."""
+        if self._relay is None or self._after_s is None or self.left_s() != 0:
             return ""
-        already = self._told_s > self._relay.last_s
+        if self._told_s <= self._relay.last_s:
+            self._looks, self._places = 0, {}
         self._told_s = time.monotonic()
-        return "" if already else hang_report(self._ask(), self._after_s or 0.0)
+        self._looks += 1
+        heard = self.ask()
+        places = {rank: _place(each) for rank, each in heard.items()}
+        before, self._places = self._places, places
+        return "" if places == before else hang_report(heard, self._after_s * self._looks)
 
-    def _ask(self) -> dict[int, Heard]:
+    def ask(self) -> dict[int, Heard]:
         """Ask each rank that has got so far where it is; return what they answer in time."""
         records = self._children.records()
         stacks = {rank: stack_path(record) for rank, record in records.items()}
@@ -119,6 +132,32 @@ def hang_report(heard: Mapping[int, Heard], after_s: float) -> str:
             frames[_MOST_FRAMES - 5 : -5] = ["  ..."]
         lines += [f"Stack of rank {ranks[0]} (most recent call first):", *frames] if frames else []
     return "\n".join(lines) + "\n"
+
+
+def absent_report(heard: Mapping[int, Heard], left: Sequence[int]) -> str:
+    """Return which ranks did not come to a collective that failed, one line for each place, those to look at first.
+
+    Args:
+        heard: answers of the ranks that still run.
+        left: ranks that have ended with status 0.
+    """
+    lines = [f"accel: {_subject(left)} left the run with status 0, while other ranks went on"] if left else []
+    places: dict[tuple[bool, str], list[int]] = {}
+    for rank, each in heard.items():
+        places.setdefault((_is_waiting(each), _place(each)), []).append(rank)
+    for (is_waiting, place), ranks in sorted(places.items())[:_MOST_PLACES]:
+        came = "waited" if is_waiting else "did not come"
+        lines.append(f"accel: {_subject(ranks)} {came}: {place}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _is_waiting(heard: Heard) -> bool:
+    """Whether a rank is in a collective: as it answers, or else by the functions that its user's line has called."""
+    if heard.calls:
+        return heard.calls[0].waiting
+    files = [file for file, _, _ in cast("list[tuple[str, str, str]]", _FRAME.findall(heard.stack))]
+    called = itertools.takewhile(lambda file: not is_users(file), files)
+    return any(sign in file for file in called for sign in _COLLECTIVE)
 
 
 def _waits(heard: Mapping[int, Heard]) -> list[str]:

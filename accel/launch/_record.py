@@ -8,6 +8,7 @@ import signal
 
 import msgspec
 
+_LOST = ("gloo/transport/", "Connection closed by peer", "NCCL error")  # torch's words for a peer that is gone
 STACK_SIGNAL = signal.SIGRTMAX - 1  # asks a rank for its Python stack; far from those that scripts use
 
 
@@ -130,4 +131,5 @@ def repeats(failure: Failure) -> bool:
 def _echo(failure: Failure) -> int:
     if failure.record is None:
         return 1 if failure.status == -signal.SIGABRT else 0
-    return 2 if failure.record.exception == "accel.errors.PeerError" else 1
+    is_lost = failure.record.exception == "accel.errors.PeerError" or any(map(failure.record.message.count, _LOST))
+    return 2 if is_lost else 1

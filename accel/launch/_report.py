@@ -27,6 +27,7 @@ def failure_report(
     *,
     hosts: Mapping[int, str] | None = None,
     where: str = "",
+    absent: str = "",
 ) -> str:
     """Return the report of a failed run: one line for the culprit, one for the others, the culprit's traceback.
 
@@ -36,6 +37,7 @@ def failure_report(
         log: the file that has the culprit's output.
         hosts: the host of each rank, where there are several.
         where: which ranks run on which host, if the failure is that one is missing.
+        absent: from `absent_report`, if so.
     """
 
     def told(failure: Failure) -> str:
@@ -55,7 +57,7 @@ def failure_report(
         lines.append(f"accel: after it, {len(after) - _MOST_OTHERS} more ranks failed")
     # Python shows no traceback of a SystemExit either.
     raised = _raised(first.record) if first.record and first.record.exception != "SystemExit" else ""
-    return "\n".join(lines) + "\n" + _visible(first.crash) + raised
+    return absent + "\n".join(lines) + "\n" + _visible(first.crash) + raised
 
 
 def last_line(

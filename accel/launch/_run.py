@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from accel.launch._children import Children
-from accel.launch._hang import Watch
+from accel.launch._hang import Watch, absent_report
 from accel.launch._plan import LaunchPlan
-from accel.launch._record import Failure, culprit, exit_code, stop_number
+from accel.launch._record import Failure, culprit, exit_code, repeats, stop_number
 from accel.launch._relay import Relay, log_path
 from accel.launch._report import failure_report, last_line, stop_report
 from accel.launch._signals import NOTICES, STOPPING, Signals, listening
 
 SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
-FAILED_GRACE_S = 2.5  # with the above, nothing of a failed run is left after 3 s
+FAILED_GRACE_S = 2.5  # nothing of a failed run is left after 3 s, or 4 where a rank does not answer
 _LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
 _KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
 _POLL_S = 0.05
@@ -136,17 +136,28 @@ def _supervise(children: Children, signals: Signals, plan: LaunchPlan, watch: Wa
     failures = children.failures()
     if failures and all(map(stop_number, failures)):  # the ranks agreed to stop, and the others are about to end
         return stop(children, signals, stop_number(failures[0]), plan.stop_grace_s)
-    return _fail(children, signals, plan.log_dir) if failures else Ending(0)
+    return _fail(children, signals, plan.log_dir, watch) if failures else Ending(0)
 
 
-def _fail(children: Children, signals: Signals, log_dir: str) -> Ending:
+def _fail(children: Children, signals: Signals, log_dir: str, watch: Watch) -> Ending:
+    left = children.left()
     hurry = wait(children, signals, SETTLE_S)
     failures = children.failures()
+    absent = _absent(children, watch, left, failures)
     end(children, signals, 0 if hurry else FAILED_GRACE_S)
     first = culprit(failures)
     log = log_path(log_dir, first.rank) if log_dir else ""
-    report = failure_report(first, [other for other in failures if other is not first], log)
+    report = failure_report(first, [other for other in failures if other is not first], log, absent=absent)
     return Ending(exit_code(first.status), report, first)
+
+
+def _absent(children: Children, watch: Watch, left: list[int], failures: list[Failure]) -> str:
+    """Return where the ranks are that others missed, if that is how the run failed."""
+    if not all(map(repeats, failures)):
+        return ""
+    heard = watch.ask()
+    ending = {failure.rank for failure in children.recorded()}
+    return absent_report({rank: each for rank, each in heard.items() if rank not in ending}, left)
 
 
 def end(children: Children, signals: Signals, grace_s: float) -> None:

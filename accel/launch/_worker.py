@@ -75,6 +75,8 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
 def show_stacks(record: str) -> None:
     """Let a signal of the launcher's write this process's stack; the file is there once the signal may be sent."""
     partial = f"{stack_path(record)}.partial"
+    # The fault handler gives a signal back as it was when the interpreter ends; by default this one would kill.
+    _ = signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         faulthandler.register(STACK_SIGNAL, open(partial, "ab"), all_threads=False)  # noqa: SIM115 - open until the end
         os.replace(partial, stack_path(record))

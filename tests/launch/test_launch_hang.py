@@ -169,12 +169,12 @@ print("ends", flush=True)
 """)
     done = workspace.accel("launch", "--nproc-per-node", n, "--hang-timeout-s", "1", script)
     assert (done.returncode, done.stdout.count("ends")) == (0, int(n))
-    lines = done.stderr[done.stderr.rindex("accel: no output") :].splitlines()  # starting may have taken as long
-    assert lines[0] == "accel: no output for 1 s"
+    reports = done.stderr.split("accel: no output for ")[1:]  # starting and ending may have taken as long
+    lines = next(report for report in reports if " in load" in report).splitlines()
     assert lines[1].startswith(f"accel: {'rank 0' if n == '1' else 'ranks 0, 1'}: at {script}:")
     assert lines[1].endswith(" in load")
     assert lines[2] == "Stack of rank 0 (most recent call first):"
-    assert sum(line.startswith("accel:") for line in lines) == 2 + (n == "2")  # with the launcher's last line
+    assert sum(" in load" in line and line.startswith("accel:") for line in done.stderr.splitlines()) <= 2
 
 
 @pytest.mark.multiprocess
@@ -211,7 +211,8 @@ def test_who_waits_in_which_collective_is_told_with_the_last_one_of_who_does_not
     """)
     done = workspace.accel("launch", "--cpu", "--nproc-per-node", "2", "--hang-timeout-s", "1.5", script)
     assert done.returncode == 0, done.stderr
-    report = done.stderr[done.stderr.rindex("accel: no output") :]  # imports may have taken as long
+    reports = done.stderr.split("accel: no output")  # imports and the end may have taken as long
+    report = next(report for report in reports if "rank 1 is not in" in report and "of wait_for_everyone" in report)
     who, waiting, elsewhere = report.splitlines()[1:4]
     number = int(who.split(" of gloo")[0].split()[-1])
     assert who == f"accel: rank 1 is not in collective {number} of gloo; rank 0 waits in it"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,17 +54,24 @@ def test_each_write_is_listed_above(ranks, tmp_path):
             save(ranks, tmp_path, 1, WriteFault(rank, last))
 
 
+@pytest.fixture(scope="module")
+def first(ranks, tmp_path_factory) -> Path:
+    """A folder with the checkpoint of step 1."""
+    out = tmp_path_factory.mktemp("first")
+    save(ranks, out, 1)
+    return out
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     write=st.sampled_from(WRITES),
     action=st.sampled_from(["drop", "cut", "corrupt"]),
     byte=st.integers(-2000, 2000),
 )
-def test_a_checkpoint_on_a_disk_that_lied_is_refused_by_file(ranks, write, action, byte):
+def test_a_checkpoint_on_a_disk_that_lied_is_refused_by_file(ranks, first, write, action, byte):
     rank, number, name = write
     with TemporaryDirectory() as folder:
-        out = Path(folder)
-        save(ranks, out, 1)
+        out = Path(shutil.copytree(first, folder, dirs_exist_ok=True))
         save(ranks, out, 2, WriteFault(rank, number, action, byte=byte))
         live = items(7)
         with pytest.raises(CheckpointError, match=name):

@@ -35,9 +35,9 @@ def test_second(simulator):
     assert seen == [(simulator, threading.active_count())]
 """
 FEWER = """
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-settings.register_profile("fewer", max_examples=30)
+settings.register_profile("fewer", max_examples=30, phases=[Phase.generate, Phase.shrink])
 settings.load_profile("fewer")
 """
 AFTERWARDS = """

@@ -87,7 +87,7 @@ def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 
         check_rank(ctx, src, "broadcast_object_list, src=")
         count = len(objects)
         payload = _pickled(list(objects), "broadcast_object_list") if ctx.rank == src else as_tensor(b"")
-    detail = tagged(f"src={src}, {count} objects", tag)
+    detail = tagged(f"src={src}\n{count} objects", tag)
     parts = exchange(ctx.comm, Call("broadcast_object_list", detail, ordered=tag is None), payload)
     (received,) = _all_unpickled(ctx, [parts[src]], "broadcast_object_list")
     return received

@@ -130,6 +130,8 @@ def map_leaves(
 def replace_tensors(tree: T, new: Iterable[object], containers: Containers = ()) -> T:
     """Return a copy of the tree with its tensors replaced, in the order of `tensors`, by the values of `new`."""
     source = iter(new)
+    if type(tree) is torch.Tensor:
+        return cast(T, next(source))
     return map_leaves(lambda leaf: next(source) if isinstance(leaf, torch.Tensor) else leaf, tree, containers)
 
 

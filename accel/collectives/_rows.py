@@ -169,6 +169,11 @@ def _parcels(ctx: DistContext, leaves: Leaves, shares: list[_Share]) -> list[_Pa
 
 def _join_first(leaves: Leaves, shares: list[_Share], packings: list[Packing], answers: Answers) -> list[torch.Tensor]:
     """Join what came in the first message."""
+    if answers.same and len(leaves.tensors) == 1:
+        (group,) = packings[0].groups
+        elements = answers.elements(group.dtype, aligned(len(shares[0].head)), group.counts[0])
+        joined = elements.clone(memory_format=torch.contiguous_format)
+        return [_shaped(joined, leaves.shapes[0], shares[0].rows[0] * len(shares))]
     if answers.same:
         own, skip = packings[0], aligned(len(shares[0].head))
         parts = ((each, answers.elements(each.dtype, skip + each.start, sum(each.counts))) for each in own.groups)

@@ -35,8 +35,9 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float |
     for grad in grads:
         if not is_whole(grad):
             spreads.setdefault(spread_of(grad), []).append(local_part(grad))
-    parts = [_spread_norm(spread, locals_, norm_type) for spread, locals_ in spreads.items()]
-    return _joined([*parts, _local_norm(whole, norm_type)] if whole else parts, norm_type)
+    alone = _local_norm(whole, norm_type) if whole else 0.0
+    parts = [_spread_norm(spread, locals_, norm_type, alone * 0.0) for spread, locals_ in spreads.items()]
+    return _joined([*parts, alone] if whole else parts, norm_type)
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torch.Tensor:
@@ -50,12 +51,17 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torc
     return get_total_norm(_foreach.norms(grads, norm_type), norm_type)
 
 
-def _spread_norm(spread: Spread, parts: Sequence[torch.Tensor], norm_type: float) -> float | torch.Tensor:
-    """The norm of tensors that are split over the same dimensions of the same mesh."""
+def _spread_norm(
+    spread: Spread, parts: Sequence[torch.Tensor], norm_type: float, alone: float | torch.Tensor
+) -> float | torch.Tensor:
+    """The norm of tensors that are split over the same dimensions of the same mesh.
+
+    `alone` is 0, or NaN where this rank has a gradient that is not finite and not split: so all ranks hear of it.
+    """
     mesh, dims = spread
     device = parts[0].device
     mine = torch.as_tensor(_local_norm(parts, norm_type), dtype=torch.float64, device=device).reshape(1)
-    power = mine if norm_type == math.inf else mine**norm_type
+    power = (mine if norm_type == math.inf else mine**norm_type) + torch.as_tensor(alone).to(device)
     for dim in dims:
         comm = adopt(mesh.get_group(dim), device)
         # a reduction by max need not keep NaN

@@ -160,6 +160,7 @@ if ctx.rank == 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_train_on_the_mesh_that_the_launcher_names(tmp_path: Path):
     script, said = tmp_path / "program.py", tmp_path / "said.json"

@@ -28,6 +28,7 @@ def accel_test(folder: Path, *words: str, **environ: str) -> subprocess.Complete
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_two_ranks_pass_every_check_with_the_users_configuration(tmp_path: Path) -> None:
     (tmp_path / "accel.toml").write_text('nproc_per_node = 2\ndevice = "cpu"\n')
     done = accel_test(tmp_path, ACCEL_PRECISION="bf16")

@@ -189,7 +189,7 @@ def test_a_program_that_has_no_python_stack_is_left_alone(workspace: Workspace) 
 @pytest.mark.parametrize(
     ("call", "operation"),
     [
-        ("backward()", "all_reduce"),
+        pytest.param("backward()", "all_reduce", marks=pytest.mark.slow),
         pytest.param("accel.gather(ctx, torch.ones(2))", r"all_\w+", marks=pytest.mark.slow),
     ],
 )

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import fake_xla
 import pytest
 import torch
-from processes import ending, free_port, patience
+from processes import job, script_ranks
 
 import accel
 from accel import xla
@@ -95,24 +93,13 @@ def test_steps_end_where_they_are_told_to(torch_xla: Any) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_ranks_in_xlas_order_talk_through_the_host() -> None:
-    port = free_port()
-    shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", fake_xla.DEVICES: "2"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(HERE)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "rank_on_xla.py")],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), fake_xla.ORDINAL: str(1 - rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    with ending(ranks):
-        said = [rank.communicate(timeout=patience(200)) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert [out.splitlines()[-1] for out, _ in said] == [
+def test_two_ranks_in_xlas_order_talk_through_the_host(tmp_path: Path) -> None:
+    told = job(2, **{fake_xla.DEVICES: "2"})
+    environs = [environ | {fake_xla.ORDINAL: str(1 - rank)} for rank, environ in enumerate(told)]
+    with script_ranks(HERE / "rank_on_xla.py", environs, folder=tmp_path) as ranks:
+        assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+        said = [rank.said() for rank in ranks]
+    assert [out.splitlines()[-1] for out in said] == [
         "launcher's local rank 0 is rank 1",
         "launcher's local rank 1 is rank 0",
     ]

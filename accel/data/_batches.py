@@ -19,6 +19,7 @@ from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, Request, plan_epoch, requests
 from accel.data._loader import Loader
 from accel.data._plan import Cursor, Positioned, SampleCount, Shard, check_entry, copies_of
+from accel.data._read_error import read_error
 from accel.data._reading import Asked, RequestedDataset, has_epochs, read_here, seed_base
 from accel.data._stream import StreamLoader
 from accel.data._stream_steps import stream_steps
@@ -171,7 +172,7 @@ def _read(ctx: DistContext, loader: Loader, epoch: Epoch, wanted: Iterator[Reque
     except Exception as error:  # whatever the user's dataset and collate function raise, and what a dead worker does
         if loader.num_workers:  # which live as long as a frame holds their iterator
             traceback.clear_frames(error.__traceback__)
-        raise _unread(loader, epoch, asked, f"{type(error).__name__}: {error}") from error
+        raise _unread(loader, epoch, asked, *read_error(error)) from error
     if not is_last:  # torch takes a StopIteration from the dataset for the end of the epoch
         raise _unread(loader, epoch, asked, "StopIteration")
 
@@ -195,12 +196,12 @@ def _reader(loader: Loader, asked: Asked, key: Key) -> contextlib.AbstractContex
     return contextlib.nullcontext(make(asked)) if loader.workers is None else loader.workers.lend(make, asked)
 
 
-def _unread(loader: Loader, epoch: Epoch, asked: Asked, got: str) -> DataError:
+def _unread(loader: Loader, epoch: Epoch, asked: Asked, got: str, place: str = "") -> DataError:
     part = asked.parts[0] if asked.parts else None
     positions = f", positions {part.start} to {part.stop - 1}" if part is not None else ""
     return DataError(
         "a batch could not be read",
         got=got,
-        where=f"rank {loader.prepared_for[0]}, epoch {epoch.cursor.epoch}{positions}",
+        where=f"{place}{', ' * bool(place)}rank {loader.prepared_for[0]}, epoch {epoch.cursor.epoch}{positions}",
         fix="Other ranks learn of it when this one ends: let it, or all of them, stop.",
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from accel.comm import Call, exchange_values, fail
 from accel.context import DistContext
+from accel.data._read_error import read_error
 from accel.data._stream_read import Skipped, Step
 from accel.errors import AccelError, DataError, TreeError
 from accel.random import isolated_rng
@@ -78,8 +79,9 @@ class Ahead:
         except AccelError as error:
             self._failure = error
         except Exception as error:  # whatever the user's stream raises
-            problem = f"reading the stream failed: {type(error).__name__}: {error}"
-            self._failure = DataError(problem, where=f"rank {self._ctx.rank}, batches")
+            cause, place = read_error(error)
+            where = f"{place}{', ' * bool(place)}rank {self._ctx.rank}, batches"
+            self._failure = DataError(f"reading the stream failed: {cause}", where=where)
             self._failure.__cause__ = error
         return None
 

@@ -219,7 +219,7 @@ class Faulty(Dataset):
     ("how", "workers", "said"),
     [
         ("key", 0, "KeyError: 'lost'.*rank 0, epoch 2, positions 4 to 5"),
-        ("key", 1, "KeyError.*Caught KeyError in DataLoader worker.*positions 4 to 5"),
+        ("key", 1, "KeyError.*worker process 0.*positions 4 to 5"),
         ("stop", 0, "StopIteration.*positions 4 to 5"),
     ],
 )

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import torch
 
-from accel.comm import Call, call_site, exchange, fail
+from accel.comm import Alarm, Call, call_site, exchange, fail, peer_error
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError
 from accel.random import capture_rng, restore_rng
@@ -30,6 +31,22 @@ _SIGNS = (  # what back-ends say that have no exception of their own for it
 )
 
 
+class _Note(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's failure in an attempt.
+
+    Attributes:
+        rank: that failed.
+        search: mark of the search and its batch size.
+        text: the error in one line.
+        memory: whether memory ran out.
+    """
+
+    rank: int
+    search: str
+    text: str
+    memory: bool
+
+
 @context_first
 def find_executable_batch_size(
     ctx: DistContext,
@@ -45,8 +62,9 @@ def find_executable_batch_size(
     the memory of the one before given back; build model, optimizer and loader inside of the function, so that it begins
     with fresh ones too. Nothing is remembered from call to call.
 
-    A rank that runs out tells the others in the next call of accel that they make. In a backward between ranks nobody
-    can be told: try sizes with a model that is not prepared, or under `no_sync`.
+    A rank may run out anywhere, in the backward of a prepared model too: the others see it within a second, and all
+    ranks open the process group again. Where it cannot be opened again (a group that was adopted, a mesh of several
+    dimensions, XLA), others see it in the next call of accel that they make.
 
     Args:
         ctx: the context.
@@ -102,6 +120,9 @@ def free_memory(ctx: DistContext) -> None:
 
 def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: str, results: list[R]) -> str:
     """Append the function's result if every rank has one, else return who ran out; keeps no traceback alive."""
+    alarm = ctx.comm.alarm
+    if alarm is not None:
+        return _watched_attempt(ctx, alarm, function, size, site, results)
     call = _call(size, site)
     try:
         result = _run(ctx, function, size, call)
@@ -116,21 +137,67 @@ def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: st
     return ""
 
 
+def _watched_attempt(
+    ctx: DistContext, alarm: Alarm, function: Callable[[int], R], size: int, site: str, results: list[R]
+) -> str:
+    """Do what `_attempt` does where an alarm reaches ranks that wait in collectives which torch runs."""
+    call = _call(size, site)
+    search = f"{_where(call)}, {site}"
+    own: Exception | None = None
+    with alarm.watching():
+        try:
+            result = function(size)
+            _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
+        except Exception as error:
+            told = _told(error, search)
+            if isinstance(told, OutOfMemoryError):
+                return told.problem
+            if told is not None:
+                raise told from None
+            mine = _Note(rank=ctx.rank, search=search, text=_headline(error), memory=is_out_of_memory(error))
+            note = msgspec.json.decode(alarm.ring(msgspec.json.encode(mine)), type=_Note)
+            if not note.memory and not _is_lost_peer(error):
+                own = error  # not kept otherwise, because its frames hold the memory of this attempt
+        else:
+            results.append(result)
+            return ""
+    alarm.renew()
+    problem = f"rank {note.rank}: {note.text}"
+    if note.search != search:  # of a search around this one, which all ranks are in
+        raise (OutOfMemoryError if note.memory else PeerError)(problem, where=note.search) from own
+    if note.memory:
+        return problem
+    raise own or PeerError(problem, where=search)
+
+
 def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) -> R:
     """Call the function; whatever it fails with here is told to the other ranks."""
     where = _where(call)
     try:
         return function(size)
     except Exception as error:
-        for each in _causes(error):
-            if isinstance(each, AccelError) and each.where == where:  # told by the rank that failed
-                raise each from None  # not what the function put around it
-        text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        if (told := _told(error, where)) is not None:
+            raise told from None  # not what the function put around it
+        text = _headline(error)
         if is_out_of_memory(error):
             fail(ctx.comm, call, OutOfMemoryError(text, where=where))
         with contextlib.suppress(AccelError):
             fail(ctx.comm, call, PeerError(text, where=where))
         raise
+
+
+def _told(error: BaseException, where: str) -> AccelError | None:
+    """Return the error of a rank that failed, if that is what a function raised or put another around."""
+    return next((each for each in _causes(error) if isinstance(each, AccelError) and each.where == where), None)
+
+
+def _headline(error: BaseException) -> str:
+    first_line = str(error).splitlines()[:1]
+    return ": ".join([type(error).__name__, *first_line]).encode(errors="backslashreplace").decode()
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    return any(isinstance(each, PeerError) or peer_error(each, _NAME) is not None for each in _causes(error))
 
 
 def _where(call: Call) -> str:

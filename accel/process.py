@@ -6,10 +6,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from accel.comm import Call, as_bytes, as_tensor, check_tag, exchange, fail, shared_failure, start, tagged
 from accel.context import DistContext, context_first
@@ -177,17 +179,17 @@ def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -
 
     Args:
         ctx: the context.
-        inputs: a list, tuple, tensor or anything sliced by position (an array); or a dict, namedtuple, dataclass,
-            Struct or kind of `ctx.containers` of equally long ones, nested if need be; and None. The caller's object
-            is left as it is.
+        inputs: a list, tuple, tensor or anything whose slice is of its own type (an array); a dataset of torch or of
+            Hugging Face with positions; or a dict, namedtuple, dataclass, Struct or kind of `ctx.containers` of equally
+            long ones, nested if need be; and None. The caller's object is left as it is.
         pad: repeat the last element so that every rank's part is equally long; drop the surplus after gathering.
 
     Returns:
-        A part of the same type. No communication.
+        A part of the same type; of a torch dataset other than TensorDataset a `Subset`. No communication.
 
     Raises:
-        ConfigError: parts of different lengths, an object that has no positions, or one that cannot be padded; by its
-            path, on every rank.
+        ConfigError: parts of different lengths, an object that has no positions, one whose slice is of another type, or
+            one that cannot be padded; by its path, on every rank.
         TreeError: a container that cannot be taken apart, by its path; on every rank.
     """
     sliced = functools.partial(_is_sliced, tuple(container.kind for container in ctx.containers))
@@ -209,25 +211,52 @@ def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -
 def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
     each, extra = divmod(length, ctx.world_size)
     start = ctx.rank * each + min(ctx.rank, extra)
-    part = inputs[start : start + each + (ctx.rank < extra)]
-    if not pad:
-        return part
-    missing = each + (extra > 0) - len(part)
+    stop = start + each + (ctx.rank < extra)
+    missing = each + (extra > 0) - (stop - start) if pad else 0
+    if _is_dataset(inputs):
+        return _rows(inputs, [*range(start, stop), *[length - 1] * missing])
+    part, last = inputs[start:stop], [inputs[-1:]] * missing
     if isinstance(inputs, torch.Tensor):
-        return torch.cat([part, *[inputs[-1:]] * missing]) if missing else part
+        return torch.cat([part, *last]) if missing else part
     if isinstance(inputs, list | tuple):
-        return part + cast(Any, inputs)[-1:] * missing
-    raise ConfigError(
-        "only lists, tuples and tensors can be padded",
+        return functools.reduce(operator.add, last, part)
+    if pad:
+        raise _unpadded(inputs)
+    return part
+
+
+def _rows(dataset: Any, positions: list[int]) -> Any:
+    """Some samples of a dataset, as a dataset."""
+    if callable(getattr(dataset, "select", None)):  # Hugging Face's
+        return dataset.select(positions)
+    if type(dataset) is TensorDataset:
+        return TensorDataset(*(tensor[positions] for tensor in cast(Any, dataset).tensors))
+    return Subset(dataset, positions)
+
+
+def _is_dataset(inputs: object) -> bool:
+    """Whether something is a dataset with positions, of torch or of Hugging Face, whose own slice has another type."""
+    if isinstance(inputs, Dataset):
+        return hasattr(cast(object, inputs), "__len__") and not isinstance(inputs, IterableDataset)
+    return callable(getattr(inputs, "select", None)) and hasattr(inputs, "features") and hasattr(inputs, "__len__")
+
+
+def _unpadded(inputs: object) -> ConfigError:
+    return ConfigError(
+        "only lists, tuples, tensors and datasets can be padded",
         got=type(inputs).__name__,
         where="split_between_processes",
-        fix="Convert the inputs, or leave pad out.",
+        fix="Convert the inputs, with torch.as_tensor(...) or list(...), or leave pad out.",
     )
 
 
 def _is_sliced(others: tuple[type, ...], inputs: object) -> bool:
     """Whether something is cut by position, and not taken apart."""
     if isinstance(inputs, (str, bytes, Mapping, *others)) or hasattr(inputs, "_fields"):  # a namedtuple has no slices
+        return False
+    if _is_dataset(inputs):
+        return True
+    if isinstance(inputs, Dataset):  # a stream, whose class has a way to be indexed all the same
         return False
     if isinstance(inputs, _Sliceable):
         with contextlib.suppress(TypeError):  # a 0-d tensor or array has no length, a deque no slices
@@ -236,14 +265,38 @@ def _is_sliced(others: tuple[type, ...], inputs: object) -> bool:
     return False
 
 
-def _length(inputs: Any, where: str, sliced: Callable[[object], bool]) -> int:
+def _check_slice(inputs: Any, where: str) -> None:
+    """Raise for an object whose slice is another kind of thing, such as a table's columns."""
+    if isinstance(inputs, Sequence | torch.Tensor) or _is_dataset(inputs):
+        return
+    part = inputs[:0]
+    if type(part) is not type(inputs):
+        kind = type(inputs).__name__
+        raise ConfigError(
+            "a slice of this is of another type",
+            expected=f"a {kind}",
+            got=f"a {type(part).__name__}",
+            where=f"split_between_processes, {where}",
+            fix=f"Split range(len(...)) and take the items at these positions, or let __getitem__ give a {kind}.",
+        )
+
+
+def _length(inputs: object, where: str, sliced: Callable[[object], bool]) -> int:
     if sliced(inputs):
-        return len(inputs)
+        _check_slice(inputs, where)
+        return len(cast(Any, inputs))
+    if isinstance(inputs, str | bytes):
+        fix = "Pass a list of texts, or the text's list(...)."
+    elif hasattr(inputs, "__iter__"):
+        fix = "Pass its list(...); a stream is divided by accel.prepare_loader(ctx, loader, stream=)."
+    else:
+        fix = "Pass a list, and take the item out of the part."
     raise ConfigError(
         "this cannot be split by position",
-        expected="a list, tuple, tensor, array, or a container of them",
+        expected="a list, tuple, tensor, array, dataset, or a container of them",
         got=type(inputs).__name__,
         where=f"split_between_processes, {where}",
+        fix=fix,
     )
 
 

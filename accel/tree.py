@@ -211,10 +211,14 @@ def _parts(node: object, trail: _Trail, containers: Containers) -> tuple[Sequenc
             expected="dict, list, tuple, namedtuple, dataclass, msgspec.Struct, or a kind of ctx.containers",
             got=type(cast(object, node)).__name__,
             where=_path(trail),
-            fix="Pass a dict or list of what it holds, or say how to take it apart: accel.replace(ctx, containers="
+            fix=f"Pass {_plain_form(cast(object, node))}, or describe the class: accel.replace(ctx, containers="
             f"[accel.Container({type(cast(object, node)).__name__}, take_apart, put_together)]).",
         )
     return None
+
+
+def _plain_form(node: object) -> str:
+    return "dict(...) of it" if isinstance(node, Mapping) else "list(...) of it"
 
 
 def _put_together(

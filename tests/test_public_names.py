@@ -28,15 +28,23 @@ SNAPSHOT = HERE / "public_names.txt"
 PACKAGES = ("accel", "accel.testing", "accel.schedules")
 
 VERBS = (
+    "accumulate",
     "autocast",
+    "backward",
+    "batches",
+    "discard",
     "gather_for_metrics",
     "latest_checkpoint",
     "load_state",
     "loss_scale",
+    "optimizer_step",
     "prepare",
     "prepare_loader",
+    "resume",
     "save_state",
     "session",
+    "total_steps",
+    "train_state",
     "unwrap_model",
 )
 
@@ -75,6 +83,7 @@ def around() -> dict[str, Any]:
     loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=4, shuffle=True))
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     inputs, targets = dataset.tensors
+    state = accel.train_state(ctx, seed=0)
     return {
         "accel": accel,
         "torch": torch,
@@ -87,6 +96,8 @@ def around() -> dict[str, Any]:
         "optimizer": optimizer,
         "scheduler": scheduler,
         "loader": loader,
+        "state": state,
+        "batch": next(accel.batches(ctx, loader, state)),
         "inputs": inputs,
         "targets": targets,
         "items": {"model": model, "optimizer": optimizer},

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +19,8 @@ from accel.errors import ConfigError, TreeError
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
              torch.uint64)  # fmt: skip
+
+_LINE = re.compile(r"(?P<kind>.*: \w+)\[(?P<sizes>[^\[\]]*)\](?P<place>.*)")
 
 
 class Leaves(NamedTuple):
@@ -91,7 +95,21 @@ def make_call(
         return "\n".join([options, *lines])
 
     detail = _detail(options, leaves.structure, leaves.dtypes, leaves.places, leaves.shapes, open_dim)
-    return Call(name, detail, explain=explain, ordered=tag is None)
+    return Call(name, detail, explain=explain, ordered=tag is None, hint=None if open_dim is None else _padding)
+
+
+def _padding(ours: str, theirs: str) -> str:
+    """The way for tensors that differ in a size alone, by the lines that describe them: "$.logits: float32[*, 7]"."""
+    mine, other = _LINE.fullmatch(ours), _LINE.fullmatch(theirs)
+    if mine is None or other is None or mine["kind"] != other["kind"] or mine["place"] != other["place"]:
+        return ""
+    sizes, others = mine["sizes"].split(", "), other["sizes"].split(", ")
+    differing = [dim for dim, (a, b) in enumerate(zip(sizes, others, strict=False)) if a != b]
+    if len(sizes) != len(others) or not differing:
+        return ""
+    if len(differing) > 1:
+        return "Fill the tensors up to one shape first, with sizes that all ranks know, such as from accel.reduce."
+    return f"Make the sizes equal first: tree = accel.pad_across_processes(ctx, tree, dim={differing[0]})."
 
 
 @functools.lru_cache(maxsize=KEPT_PLANS)
@@ -126,10 +144,17 @@ def _refuse(ctx: DistContext, tree: object) -> None:
                 expected="a tensor",
                 got=f"{type(leaf).__name__} {leaf!r:.40}",
                 where=path,
-                fix="Pass torch.as_tensor(...) of numbers and arrays, and leave out what is none.",
+                fix=_sendable(leaf),
             )
         if leaf is not None:
             check_packable(path, leaf, ctx.device)
+
+
+def _sendable(leaf: object) -> str:
+    """The way for a leaf that is no tensor."""
+    if isinstance(leaf, Number) or hasattr(leaf, "__array__"):
+        return "Pass torch.as_tensor(...) of it."
+    return "Send it with accel.gather_object(ctx, ...) or accel.broadcast_object_list(ctx, ...), or leave it out."
 
 
 def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:

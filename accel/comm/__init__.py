@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to torch.distributed: groups and who owns them, one checked message per call, flat tensors."""
 
+from accel.comm._alarm import Alarm as Alarm
 from accel.comm._call import Call as Call
 from accel.comm._call import call_site as call_site
 from accel.comm._call import check_tag as check_tag

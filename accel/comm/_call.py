@@ -24,6 +24,8 @@ class Call(msgspec.Struct, frozen=True):
         detail: what must agree between ranks, one fact a line.
         site: file, line and function of the caller; found when it is needed if left out.
         explain: makes the lines to report in place of `detail`, where that is made for comparing and not for reading.
+        hint: the way out for two lines that differ, of rank 0 and of another; "" where there is no better one than the
+            same calls everywhere.
         ordered: whether its result is another's if two calls of its kind are swapped on one rank.
     """
 
@@ -32,6 +34,7 @@ class Call(msgspec.Struct, frozen=True):
     site: str = ""
     explain: Callable[[], str] | None = None
     ordered: bool = True
+    hint: Callable[[str, str], str] | None = None
 
     @property
     def label(self) -> str:

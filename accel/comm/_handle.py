@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented names
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented names
 
 from accel import xla
 from accel.comm._absent import RollCall
+from accel.comm._alarm import Alarm, StoreAlarm
 from accel.comm._idle import await_idle_threads
 from accel.comm._order import Met
 from accel.comm._rendezvous import open_store
@@ -65,6 +66,7 @@ class Comm:
         unfinished: what goes on in the background; None if nothing does.
         spare: host memory that such work leaves to the next, by name.
         met: the last checked call, if ranks made it from different places.
+        bell: ends the wait of all ranks; see `alarm`.
     """
 
     __slots__ = (
@@ -73,6 +75,7 @@ class Comm:
         "_number",
         "_share",
         "backend",
+        "bell",
         "beside",
         "control",
         "met",
@@ -113,6 +116,7 @@ class Comm:
         self.unfinished: Unfinished | None = None
         self.spare: dict[str, torch.Tensor] = {}
         self.met: Met | None = None
+        self.bell: Alarm | None = None
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"
@@ -136,6 +140,22 @@ class Comm:
         """
         self.check_open()
         return self._share
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """What reaches ranks in collectives that torch runs; None where the group cannot be opened again here.
+
+        Further groups of a mesh cannot: modules hold them by their names.
+        """
+        self.check_open()
+        return None if self.opened else self.bell
+
+    def renew(self, store: Store, group: dist.ProcessGroup) -> None:
+        """Go on with a group that was opened again, over a store that nothing was noted in."""
+        self._group = group
+        self._number = 0
+        self.met = None
+        self.roll = RollCall(store, self.rank, self.size)
 
     def carrier(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         """The group that carries a tensor from where it lies."""
@@ -179,6 +199,7 @@ class Comm:
             self.roll.leave()
         opened = self.opened
         self._closed, self._group, self.roll, self.beside, self._share, self.opened = True, None, None, None, None, []
+        self.bell = None
         if not owned and not opened:
             return
         gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
@@ -224,11 +245,18 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
     # whose functions hold, for ever, the group that is open when DDP imports them: it is the default of an argument
     _ = importlib.import_module("torch.distributed.nn.functional")
     store = open_store(env, timeout_s) if env.world_size > 1 else HashStore()
+    timeout = timedelta(seconds=timeout_s)
+
+    def open_group(store: Store) -> None:
+        dist.init_process_group(both, store=store, rank=rank, world_size=env.world_size, timeout=timeout)
+
+    def renewed(store: Store, group: dist.ProcessGroup) -> None:
+        comm.renew(store, group)
+
+    alarm = StoreAlarm(store, open_group, renewed)
     rank = xla.join(env.local_rank, env.local_world_size, env.world_size) if device.type == "xla" else env.rank
     try:
-        dist.init_process_group(
-            both, store=store, rank=rank, world_size=env.world_size, timeout=timedelta(seconds=timeout_s)
-        )
+        alarm.open()
         beside = _open_beside(dist.group.WORLD) if device.type == "xla" else None
     except (RuntimeError, ValueError) as error:
         raise PeerError(
@@ -237,7 +265,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
             where="from_env",
             fix="See whether another rank failed before, and whether that address can be reached.",
         ) from error
-    return Comm(
+    comm = Comm(
         dist.group.WORLD,
         rank,
         env.world_size,
@@ -247,6 +275,8 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         roll=RollCall(store, rank, env.world_size),
         beside=beside,
     )
+    comm.bell = alarm if env.world_size > 1 and device.type != "xla" else None
+    return comm
 
 
 def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
@@ -259,7 +289,7 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
     if device.type == "xla":
         return _adopt_xla(group)
     share: Share | None = getattr(group, "share", None)
-    return Comm(
+    comm = Comm(
         group,
         group.rank(),
         group.size(),
@@ -269,6 +299,8 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
         roll=_roll_of(group) if share is None else None,
         share=share,
     )
+    comm.bell = getattr(group, "alarm", None)
+    return comm
 
 
 def _adopt_xla(group: dist.ProcessGroup) -> Comm:

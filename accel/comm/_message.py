@@ -245,11 +245,12 @@ def _raise_mismatch(comm: Comm, call: Call, heads: list[_Head]) -> NoReturn:
     (label, *left), (other_label, *right) = (text.decode().split("\n") for text in texts)
     differing = ((a, b) for a, b in zip_longest(left, right, fillvalue="nothing") if a != b)
     ours, theirs = next(differing, ("", "")) if left[0] == right[0] else ("", "")
+    way = call.hint(ours, theirs) if call.hint is not None else ""
     raise CollectiveMismatch(
         "ranks disagree about the call they make together",
         expected=f"rank 0: {label}" + f" ({ours})" * bool(ours),
         got=f"rank {other}: {other_label}" + f" ({theirs})" * bool(theirs),
-        fix="Let every rank make the same calls, in the same order, with the same structure.",
+        fix=way or "Let every rank make the same calls, in the same order, with the same structure.",
     )
 
 

@@ -257,6 +257,8 @@ def _start(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
         except AccelError:  # a simulated group's
             raise
         except RuntimeError as error:
+            if comm.alarm is not None and comm.alarm.rung():
+                raise peer_error(error, public_call()) or error from error
             raise absence(comm.roll, comm.rank, comm.size, number, time.monotonic() - began, error) from error
 
     def wait() -> None:

@@ -83,6 +83,13 @@ def batches(
         CollectiveMismatch: ranks hold other cursors, datasets of other lengths, other batch sizes, or samplers that do
             not give the same; on every rank.
         ContextClosedError: the context is closed.
+
+    Example:
+        >>> [int(batch.valid) for batch in accel.batches(ctx, loader)]
+        [4, 4, 2]
+        >>> state = accel.train_state(ctx, seed=0)
+        >>> next(accel.batches(ctx, loader, state)).next.consumed
+        4
     """
     ctx.comm.check_open()
     try:

@@ -11,8 +11,8 @@ from accel.collectives import gather
 from accel.comm import shared_failure
 from accel.context import DistContext, context_first
 from accel.data._batches import Batch
-from accel.errors import DataError
-from accel.tree import map_tensors, tensors
+from accel.errors import DataError, TreeError
+from accel.tree import leaves, map_tensors
 
 T = TypeVar("T")
 
@@ -35,7 +35,8 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch, *, tag: str | No
 
     Raises:
         DataError: a tensor whose first dimension is not the batch's; on every rank.
-        CollectiveMismatch, TreeError: as `gather`.
+        CollectiveMismatch, TreeError: as `gather`. Tensors that differ in another dimension than the first need
+            `pad_across_processes` before.
 
     Example:
         >>> counted = 0
@@ -51,8 +52,16 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch, *, tag: str | No
 
 
 def _check_rows(ctx: DistContext, tree: object, batch: Batch) -> None:
-    for path, leaf in tensors(tree, ctx.containers):
-        if leaf.ndim and leaf.shape[0] != batch.rows:
+    for path, leaf in leaves(tree, ctx.containers):
+        if isinstance(leaf, str | bytes):
+            raise TreeError(
+                "only tensors are gathered for metrics",
+                expected="a tensor",
+                got=f"{type(leaf).__name__} {leaf!r:.40}",
+                where=f"gather_for_metrics, {path}",
+                fix="Send texts with accel.gather_object(ctx, [] if batch.duplicate else texts[: batch.valid]).",
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] != batch.rows:
             raise DataError(
                 "a tensor that does not belong to the batch",
                 expected=f"{batch.rows} rows",

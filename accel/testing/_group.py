@@ -117,6 +117,7 @@ class SimulatedGroup(_Untyped):
         self._rank = rank
         self._size = len(members.ranks)
         self._me = members.ranks[rank]  # the world's number, as all that the rendezvous is told
+        self.alarm = rendezvous.alarm(self._me)  # which `accel.comm` looks for
         self.works: WeakSet[SimulatedWork] | None = None  # collects handles where somebody wants them
         super().__init__(rank, self._size)  # pyright: ignore[reportUnknownMemberType]
 

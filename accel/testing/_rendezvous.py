@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from accel.errors import CollectiveMismatch
+from accel.testing._alarm import Outage, SimulatedAlarm
 from accel.testing._collectives import Call, fill, layout
 from accel.testing._errors import SimulationError
 from accel.testing._faults import Injector
 from accel.testing._networks import Network
-from accel.testing._scheduler import Scheduler, Stopped, name_ranks
+from accel.testing._scheduler import Scheduler, Stopped, Waitable, name_ranks
 from accel.testing._sites import Site, call_site
 
 B = TypeVar("B")
@@ -132,6 +133,7 @@ class Traffic:
         self.scheduler = scheduler
         self.network: Network | None = network
         self._faults = faults
+        self.outage = Outage(scheduler)
         self._groups: dict[tuple[str, tuple[int, ...]], Rendezvous] = {}
 
     def rendezvous(self, name: str, ranks: Sequence[int]) -> Rendezvous:
@@ -162,10 +164,16 @@ class Traffic:
 
         Raises:
             SimulationError: the calling thread is not the rank.
+            PeerError: a rank has failed, and not all have come to begin anew.
         """
         self.scheduler.check(rank, name)
         self._faults.call(rank)
         self.scheduler.pause(rank)
+        self.outage.check()
+
+    def alarm(self, rank: int) -> SimulatedAlarm:
+        """Return what lets `rank` end the calls of all ranks, in all groups."""
+        return SimulatedAlarm(self.outage, self._groups.values(), rank)
 
     def unfinished(self) -> list[str]:
         """Describe the calls that were made and not waited for, and whose peers never came."""
@@ -264,8 +272,24 @@ class Rendezvous:
 
         Raises:
             SimulationError: the calling thread is not the rank.
+            PeerError: the call was given up, because a rank has failed.
         """
         self._scheduler.wait(rank, event)
+        self._traffic.outage.check(event)
+
+    def alarm(self, rank: int) -> SimulatedAlarm | None:
+        """Return what lets `rank` end the calls of all groups of the run; None where some ranks are not in this one."""
+        is_whole = len(self.members.ranks) == self._scheduler.size
+        return self._traffic.alarm(rank) if is_whole else None
+
+    def give_up(self) -> list[Waitable]:
+        """Forget all calls under way; return those that ranks may wait for."""
+        posted = [transfer for queue in self._transfers.values() for transfer in queue]
+        given_up: list[Waitable] = [*self._meetings.values(), *posted]
+        self._meetings.clear()
+        self._transfers.clear()
+        self._joined = dict.fromkeys(self.members.ranks, 0)
+        return given_up
 
     def poll(self, rank: int) -> None:
         """Let others go on before `rank` asks how far a call is.

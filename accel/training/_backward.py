@@ -47,6 +47,11 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
         PrepareError: a trainable model that is not prepared, on more ranks than one.
         PeerError: out of the block, where another rank was lost in it.
         ContextClosedError: the context is closed.
+
+    Example:
+        >>> state = state.next(batch)
+        >>> with accel.accumulate(ctx, state, model):
+        ...     state = accel.backward(ctx, model(batch.data[0]).square().mean(), state)
     """
     ctx.comm.check_open()
     accum = window_of(state, "accel.accumulate") if isinstance(state, TrainState) else state
@@ -132,6 +137,11 @@ def backward(
         ConfigError: a weight that is no number from 0, or one without an accumulation to remember it; a record in the
             place of another.
         PeerError: another rank was lost while gradients were exchanged.
+
+    Example:
+        >>> state = accel.backward(ctx, model(batch.data[0]).square().mean(), state.next(batch))
+        >>> state.sync
+        True
     """
     if isinstance(scaler, TrainState):
         check_alone(accum, "backward")

@@ -153,6 +153,12 @@ def optimizer_step(
         ConfigError: an option outside its range, a scheduler or optimizer that needs more than a step, a scheduler that
             has no further one, or a setting of the launcher that has no effect; nothing was changed.
         ContextClosedError: the context is closed.
+
+    Example:
+        >>> state = accel.backward(ctx, model(batch.data[0]).square().mean(), state.next(batch))
+        >>> state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
+        >>> state.updates, state.stepped
+        (1, True)
     """
     if isinstance(scaler, TrainState):
         check_alone(accum, "optimizer_step")

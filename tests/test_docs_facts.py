@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts in the documentation are those of the code: names, numbers, the tree of errors, flags.
+
+Constants that pages quote are private: nobody else needs them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+import accel
+from accel.cli._flags import value_flags
+from accel.cli._launch import parser
+from accel.comm import HEADER_BYTES, inline_bytes
+from accel.config import LaunchConfig
+from accel.context import _checks
+from accel.launch import _run
+from accel.storage._digests import SPAN_BYTES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def message_bytes(ranks: int) -> int:
+    return HEADER_BYTES + inline_bytes(cast(Any, SimpleNamespace(size=ranks)))
+
+
+def rule(name: str) -> int:
+    """A constant of the tests of the architecture."""
+    tree = ast.parse((ROOT / "tests/test_architecture.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            names = [cast(ast.Name, each).id for each in node.targets[0].elts]
+            if name in names:
+                return ast.literal_eval(cast(ast.Tuple, node.value).elts[names.index(name)])
+    raise AssertionError(name)
+
+
+def oldest(package: str) -> str:
+    """The oldest version of Python or of a package that pyproject.toml takes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [f"python{project['requires-python']}", *project["dependencies"]]
+    return next(found[1] for each in declared if (found := re.match(rf"{package}>=([\d.]+)", each)))
+
+
+NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
+    ("docs/design.md", r"all-gather of (\d+) KiB per rank", lambda: message_bytes(8) // 1024),
+    ("docs/design.md", r"less among\s+more than (\d+), ", lambda: largest(message_bytes(8))),
+    ("docs/design.md", r"(\d+) bytes from 128\)", lambda: message_bytes(128)),
+    ("docs/collectives.md", r"(\d+) KiB up to 8 ranks", lambda: message_bytes(8) // 1024),
+    ("docs/collectives.md", r"(\d+) bytes from 128", lambda: message_bytes(128)),
+    ("docs/streams.md", r"in messages of (\d+) KiB", lambda: message_bytes(8) // 1024),
+    ("docs/benchmarks.md", r"first message of (\d+) KiB", lambda: message_bytes(8) // 1024),
+    ("docs/design.md", r"\((\d+) lines a file", lambda: rule("MOST_LINES")),
+    ("docs/design.md", r"lines a file, (\d+) a function", lambda: rule("MOST_FUNCTION_LINES")),
+    ("docs/checkpoint-format.md", r"digests of each (\d+) MiB", lambda: SPAN_BYTES // 2**20),
+    ("docs/checkpoints-remote.md", r"in parts of (\d+) MiB", lambda: SPAN_BYTES // 2**20),
+    ("docs/launch.md", r"waits ([\d.]+) s for what other ranks", lambda: _run.SETTLE_S),
+    ("docs/launch.md", r"still there ([\d.]+) s later", lambda: _run.FAILED_GRACE_S),
+    ("docs/launch.md", r"The ranks have (\d+) s to\s+save", lambda: LaunchConfig().stop_grace_s),
+    ("docs/preemption.md", r"the ranks have (\d+) s;", lambda: LaunchConfig().stop_grace_s),
+    ("docs/clusters.md", r"up to (\d+) s \(--rdzv-timeout-s\)", lambda: LaunchConfig().rdzv_timeout_s),
+    ("docs/clusters.md", r"waits for rank 0 at h0:29500, up to (\d+) s", lambda: _checks.DEFAULT_TIMEOUT_S),
+    ("docs/data-parallel.md", r"`bucket_cap_mb` \| (\d+) \|", lambda: default("prepare_model", "bucket_cap_mb")),
+    ("README.md", r"Needs Python ([\d.]+)", lambda: oldest("python")),
+    ("README.md", r"and torch ([\d.]+) or newer", lambda: oldest("torch")),
+]
+
+
+def largest(size: int) -> int:
+    """The largest number of ranks whose first message is that long."""
+    return max(ranks for ranks in range(1, 200) if message_bytes(ranks) == size)
+
+
+def default(function: str, argument: str) -> object:
+
+    return inspect.signature(getattr(accel, function)).parameters[argument].default
+
+
+@pytest.mark.parametrize(("page", "pattern", "constant"), NUMBERS, ids=lambda value: str(value)[:40])
+def test_a_number_is_the_constants(page: str, pattern: str, constant: Callable[[], object]) -> None:
+    found = re.findall(pattern, (ROOT / page).read_text())
+    assert found, f"{page} has no {pattern!r} any more: adapt NUMBERS"
+    expected = constant()
+    for text in found:
+        same = text == expected if isinstance(expected, str) else float(text) == expected
+        assert same, f"{page} says {text}, the code {expected}: {pattern!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_exist(page: Path) -> None:
+    """`accel.name` and `accel.module.name`, in text and in code."""
+    for dotted in sorted(set(re.findall(r"(?<![\w./:@-])accel((?:\.[A-Za-z_]\w*)+)", page.read_text()))):
+        if dotted in (".toml", ".json"):
+            continue
+        found: Any = accel
+        path = "accel"
+        for name in dotted[1:].split("."):
+            path += f".{name}"
+            found = getattr(found, name, None) or module(path)
+            assert found is not None, f"{page.name}: there is no {path}"
+            if isinstance(found, type) or callable(found):
+                break
+
+
+def module(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        return None
+
+
+def test_the_table_of_errors_has_each_class_with_its_bases() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), flags=re.M)
+    errors = {name for name in accel.__all__ if name.endswith(("Error", "Mismatch"))} - {"AccelError"}
+    assert {name for name, _ in rows} == errors
+    for name, base in rows:
+        assert issubclass(getattr(accel, name), (accel.AccelError,))
+        assert issubclass(getattr(accel, name), getattr(builtins, base)), f"{name} is no {base}"
+
+
+def test_flags_of_launch_exist() -> None:
+    """Flags behind `accel launch` in text and in consoles, up to the script."""
+    known = {flag for action in parser()._actions for flag in action.option_strings} | set(value_flags())
+    for page in PAGES:
+        for words in re.findall(r"accel launch ([^`\n|]+)", page.read_text()):
+            for word in words.split():
+                if word == "-m" or (not word.startswith("-") and re.search(r"\.(py|sh)$", word)):
+                    break  # what follows is the script's
+                flag = word.partition("=")[0].rstrip(",.;:)")
+                if flag.startswith("--") and len(flag) > 2 and not flag.endswith("nproc-per-nod"):
+                    assert flag in known, f"{page.name}: accel launch has no {flag}"
+
+
+def test_settings_of_a_launch_are_the_fields_of_its_record() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    named = set(re.findall(r"^\| `(\w+)` \| `--", text, flags=re.M))
+    assert named == {field.name for field in msgspec.structs.fields(LaunchConfig)}

@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     from accel.training import Part as Part
     from accel.training import StepResult as StepResult
     from accel.training import Stored as Stored
+    from accel.training import TrainableOnly as TrainableOnly
     from accel.training import TrainState as TrainState
     from accel.training import accumulate as accumulate
     from accel.training import backward as backward
@@ -225,6 +226,7 @@ _HOMES = {
         "Part",
         "StepResult",
         "Stored",
+        "TrainableOnly",
         "TrainState",
         "accumulate",
         "backward",

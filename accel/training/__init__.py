@@ -3,6 +3,7 @@
 
 from accel.training._backward import accumulate as accumulate
 from accel.training._backward import backward as backward
+from accel.training._bases import TrainableOnly as TrainableOnly
 from accel.training._clip import clip_grad_norm_ as clip_grad_norm_
 from accel.training._clip import clip_grad_value_ as clip_grad_value_
 from accel.training._clip import unscale_gradients as unscale_gradients

@@ -12,6 +12,7 @@ from torch import nn
 from accel.checkpoint import Content, Item, Kept, encode, encode_record, record_tag
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
+from accel.training._bases import BASE, trainable_names, without_base
 from accel.training._kinds import Stateful, kind_of, type_name, without_wrappers
 from accel.training._modules import ModuleState, module_state
 from accel.training._optimizers import Names, encode_optimizer
@@ -34,8 +35,11 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     main: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     loose: dict[str, torch.Tensor] = {}
+    trainable = trainable_names(items)
     divided, items = divided_names(items), without_wrappers(without_parts(items))
-    modules = module_states(items)
+    modules, bases = module_states(items), dict[str, dict[str, str]]()
+    for name in sorted(trainable):
+        modules[name], bases[name] = without_base(name, modules[name])
     parameters, buffers, names = _capture_modules(modules, transform)
     for found, to_all, to_some in ((parameters, shared, own), (buffers, main, loose)):
         for name, (item, tensor) in found.items():
@@ -50,6 +54,8 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
             raise
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
+    for name, digests in bases.items():
+        entries[name] = msgspec.structs.replace(entries[name], value={**entries[name].value, BASE: digests})
     check_records(kept)
     return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=write_row(ctx, kept))
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from accel.checkpoint import Content
 from accel.errors import CheckpointError, ConfigError
+from accel.training._bases import TrainableOnly, trainable_names
 from accel.training._optimizers import OptimizerValue, join_optimizers
 from accel.training._zero import is_zero
 
@@ -41,7 +42,8 @@ def without_parts(items: Mapping[str, object]) -> dict[str, object]:
         if isinstance(item, Part) and not isinstance(item.item, nn.Module | torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             got = type(item.item).__name__
             raise ConfigError("not a Part of a module or an optimizer", got=got, where=f"item {name}")
-    return {name: item.item if isinstance(item, Part) else item for name, item in items.items()}
+    _ = trainable_names(items)
+    return {name: _inside(item) for name, item in items.items()}
 
 
 def part_names(items: Mapping[str, object]) -> frozenset[str]:
@@ -101,6 +103,10 @@ def check_taken(left: Sequence[Set[str]]) -> None:
             "in the checkpoint, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
             fix="Build the parts so that together they are the whole, or pass strict=False.",
         )
+
+
+def _inside(item: object) -> object:
+    return item.item if isinstance(item, Part) else item.model if isinstance(item, TrainableOnly) else item
 
 
 def _join(name: str, kind: str, values: list[Any]) -> Any:

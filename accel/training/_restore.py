@@ -30,6 +30,7 @@ from accel.checkpoint import (
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import RngState
+from accel.training._bases import BASE, compare_base
 from accel.training._items import module_states, parameter_names
 from accel.training._kinds import Stateful, compare_class, follow, same_kind, without_wrappers
 from accel.training._loading import Action, Changes, read_like, read_parts
@@ -152,7 +153,9 @@ class Matching:
 
     def _module(self, name: str, live: ModuleState, item: Item) -> None:
         tensors = {f"{name}.{key}": tensor for key, tensor in {**live.parameters, **live.buffers}.items()}
-        extras = _fields(item.value, name)
+        extras = dict(_fields(item.value, name))
+        base = compare_base(name, live, extras.pop(BASE), self.problems) if BASE in extras else frozenset[str]()
+        tensors = {key: tensor for key, tensor in tensors.items() if key.removeprefix(f"{name}.") not in base}
         inside = {f"{name}.{key}" for key in extras}
         entries, sources = self._saved.entries, self._sources
         stored = {key for key, old in sources.items() if key.startswith(f"{name}.") and not _belongs(old, inside)}

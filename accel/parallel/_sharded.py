@@ -38,7 +38,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
     """Return the outermost modules that `fully_shard` was called on; none for tensor parallelism alone."""
-    if isinstance(model, Sharded):
+    # The class is asked first: a protocol's isinstance takes 10 us for a module that does not fit.
+    if hasattr(type(model), "set_requires_gradient_sync") and isinstance(model, Sharded):
         return [model]
     return [root for child in model.children() for root in sharded_roots(child)]
 

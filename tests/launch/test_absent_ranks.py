@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from launching import Workspace
@@ -119,3 +122,17 @@ def test_the_rank_that_a_backward_misses_stands_in_the_first_line(
     lines = [line for line in done.stderr.splitlines() if line.startswith("accel: ")]
     assert lines[0] == "accel: " + named.format(script=script)
     assert lines[1].startswith("accel: rank 0 failed: RuntimeError: ")
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_ends_while_it_is_asked_lives_on(tmp_path: Path) -> None:
+    """An ending interpreter takes the fault handler away before the process is gone."""
+    script = f"""
+import faulthandler, os
+from accel.launch._record import STACK_SIGNAL
+from accel.launch._worker import show_stacks
+show_stacks({str(tmp_path / "record")!r})
+faulthandler.unregister(STACK_SIGNAL)  # as at the end
+os.kill(os.getpid(), STACK_SIGNAL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -215,12 +215,20 @@ def ended_window(state: TrainState, call: str) -> Accumulation:
     """Return the window of a state that waits for its optimizer step.
 
     Raises:
-        StepError: no batch was begun, or it had no backward pass.
+        StepError: no batch was begun, it had no backward pass, or the window goes on.
     """
     if not state.accum.micro:
         raise _not_begun(call)
     if _is_begun(state):
         raise _dropped(state, call)
+    if not state.sync:
+        raise StepError(
+            "the window has not ended",
+            expected="the call where state.sync",
+            got=f"micro-batch {state.accum.micro} of {state.accum.steps}",
+            where=call,
+            fix="Guard it: `if state.sync:`.",
+        )
     return state.accum
 
 

@@ -119,7 +119,7 @@ class Saved:
             stored = self._stored(self.manifest.aliases.get(name, name), piece)
             part, source = target[within(shared, box)], stored.view[within(shared, piece.box)]
             if not _is_one_run(part, source):
-                part.copy_(source)
+                part.copy_(_aligned(source))
                 continue
             torch.autograd.graph.increment_version(part)
             memory, start = memory_of(part), stored.start + source.data_ptr() - stored.view.data_ptr()
@@ -202,6 +202,13 @@ def _is_one_run(part: torch.Tensor, source: torch.Tensor) -> bool:
     plain = type(part) is torch.Tensor and part.device.type == "cpu" and not part.is_conj() and not part.is_neg()
     same = part.dtype == source.dtype != torch.bool and part.is_contiguous() and source.is_contiguous()
     return plain and same and part.nbytes >= _DIRECT_BYTES
+
+
+def _aligned(source: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that torch can copy: files align complex numbers as their halves, where torch crashes."""
+    if source.is_complex() and source.data_ptr() % source.element_size():
+        return torch.view_as_complex(torch.view_as_real(source).clone())
+    return source
 
 
 @contextlib.contextmanager

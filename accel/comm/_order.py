@@ -3,7 +3,8 @@
 
 Ranks may make one call from different places, as a branch for rank 0 does. If one rank called from X and then from Y
 while another called from Y and then from X, each got the other's data. Branches of one function are the exception: a
-loop that makes one call an iteration, from either branch, looks the same and is right.
+loop that makes one call an iteration, from either branch, looks the same and is right. So does a function of two
+branches that is called twice: ranks that came to it from the same line are in step.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def place_of(code: CodeType, instruction: int) -> bytes:
 
 def steps(trace: Trace) -> list[Step]:
     """Describe a trace for other ranks."""
-    return [Step(_function(code), instruction, _text(code, instruction)) for code, instruction in trace]
+    return [Step(_function(code), _call_begin(code, at), _text(code, at)) for code, at in trace]
 
 
 def crossed(earlier: Met | None, now: Met) -> tuple[int, int] | None:
@@ -70,7 +71,9 @@ def crossed(earlier: Met | None, now: Met) -> tuple[int, int] | None:
 
 
 def are_branches(left: tuple[Sequence[Step], Sequence[Step]], right: tuple[Sequence[Step], Sequence[Step]]) -> bool:
-    """Whether two crossed calls are branches of one function, which ranks may take in any order.
+    """Whether two crossed calls are branches that ranks may take in any order.
+
+    They are where they lie in one function, and where ranks came to one of the calls by the same way.
 
     Args:
         left: the traces of both calls on one rank.
@@ -78,6 +81,8 @@ def are_branches(left: tuple[Sequence[Step], Sequence[Step]], right: tuple[Seque
     """
     before, after = _parting(*left)
     other_before, other_after = _parting(*right)
+    if before == other_before or after == other_after:
+        return True
     one_function = before is not None and after is not None and before[0] == after[0]
     return one_function and (before, after) == (other_after, other_before)
 
@@ -90,6 +95,17 @@ def _parting(before: Sequence[Step], after: Sequence[Step]) -> tuple[_Point | No
 
 def _function(code: CodeType) -> int:
     return zlib.crc32(code.co_linetable[:_TOLD_APART], code.co_firstlineno)
+
+
+def _call_begin(code: CodeType, instruction: int) -> int:
+    """Return the first instruction of an expression's call: a rank that has made it often may be seen at another."""
+    spans = list(code.co_positions())
+    at = begin = instruction // 2
+    if at >= len(spans) or None in spans[at]:
+        return instruction
+    while begin and spans[begin - 1] == spans[at]:
+        begin -= 1
+    return 2 * begin
 
 
 def _text(code: CodeType, instruction: int) -> str:

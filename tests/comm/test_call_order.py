@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -166,6 +168,64 @@ def test_calls_that_belong_together_may_stand_in_different_places(ranks, program
     results = ranks.run(rank, world_size)
     if program in (_except, _functions_of_two_branches):
         assert results == [["tensor([1.])"] * 4] * world_size
+
+
+def _total(ctx, ready):
+    if ready:
+        return accel.reduce(ctx, X)
+    return accel.reduce(ctx, torch.zeros(1))
+
+
+@contextlib.contextmanager
+def _guard(ctx):
+    try:
+        yield
+    except ArithmeticError:
+        accel.any_rank(ctx, True)
+    else:
+        accel.any_rank(ctx, False)
+
+
+def _helper_called_twice(ctx):
+    return _total(ctx, ctx.rank == 0), _total(ctx, ctx.rank == 1)
+
+
+def _guard_entered_twice(ctx):
+    with _guard(ctx):
+        if ctx.rank == 0:
+            raise ArithmeticError
+    with _guard(ctx):
+        if ctx.rank == 1:
+            raise ArithmeticError
+
+
+def _before_recursion(ctx, depth=3):
+    if depth:
+        _ = _total(ctx, True) if (depth + ctx.rank) % 2 else _good(ctx)
+        _before_recursion(ctx, depth - 1)
+
+
+def _after_recursion(ctx, depth=3):
+    if depth:
+        _after_recursion(ctx, depth - 1)
+        _ = _total(ctx, True) if (depth + ctx.rank) % 2 else _good(ctx)
+
+
+def _within_calls_of_c(ctx):
+    def passes(step):
+        yield accel.any_rank(ctx, True) if (step + ctx.rank) % 2 else accel.any_rank(ctx, False)
+
+    for step in range(40):  # CPython puts another instruction in the place of a call that is made often
+        _ = list(passes(step))
+
+
+IN_STEP = [_helper_called_twice, _guard_entered_twice, _before_recursion, _after_recursion, _within_calls_of_c]
+
+
+@pytest.mark.parametrize("program", IN_STEP)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_come_by_the_same_lines_may_take_any_branch(ranks, program, world_size):
+    assert ranks.run(lambda ctx: str(program(ctx)), world_size)
 
 
 def test_an_early_stop_in_another_place_is_right(ranks):

@@ -134,7 +134,7 @@ def test_any_flipped_bit_of_a_manifest_is_blamed_on_it(position: int, bit: int) 
         ({"aliases": {"x": "gone"}}, "leads nowhere"),
         ({"aliases": {"m.w": "m.w"}}, "leads nowhere"),
         ({"items": {"a/b": Item("value", "int", 1)}}, "not an item's name"),
-        ({"format": 4}, "newer format.*expected format 3 or older, got format 4, written by accel 0"),
+        ({"format": 5}, "newer format.*expected format 4 or older, got format 5, written by accel 0"),
         ({"format": 3}, "'a.safetensors' has not the digests that format 3 asks for"),
         ({"files": {"b": FileEntry(1, ("0" * 64,))}}, "'b' has not the digests that format 1 asks for"),
         ({"format": 3, "files": {"b": FileEntry(2**24 + 1, ("0" * 64,))}}, "'b' has not the digests that format 3"),

@@ -94,7 +94,7 @@ SAID = {
     "another dim to pad": ("(dim=0, pad_index=0,", "(dim=1, pad_index=0,"),
     "another value to pad with": ("(dim=0, pad_index=0,", "(dim=0, pad_index=1,"),
     "another size beside the padded": ("($: float32[*, 3])", "($: float32[*, 4])"),
-    "longer lists": ("(src=0, 1 objects)", "(src=0, 2 objects)"),
+    "longer lists": ("(1 objects)", "(2 objects)"),
     "another order of calls": ("gather", "any_rank"),
     "a call too many": ("gather", "wait_for_everyone"),
 }

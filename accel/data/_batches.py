@@ -100,7 +100,8 @@ def batches(
         yield from _stream_batches(ctx, loader, cursor)
     else:
         yield from _sharded_batches(ctx, loader, cursor)
-    loader.passes.complete(cursor)
+    if state is not None:
+        loader.passes.complete(cursor)
 
 
 def _cursor(state: Positioned | Cursor | None) -> Cursor:

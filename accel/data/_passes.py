@@ -35,9 +35,11 @@ class Passes:
             got=f"the cursor of the pass before: epoch {cursor.epoch}, {cursor.consumed} consumed",
             where="batches",
             fix="Write `cursor = batch.next` in the loop, or carry a TrainState: state = state.next(batch). To read the"
-            " epoch again, pass a new Cursor; to evaluate, leave the cursor out: accel.batches(ctx, loader).",
+            " epoch again, pass a new Cursor, or a state from a train_state of its own; to evaluate, leave the cursor"
+            " out: accel.batches(ctx, loader).",
         )
 
     def complete(self, cursor: Cursor) -> None:
-        """Note that a pass from a cursor has ended with its epoch."""
-        self._last = weakref.ref(cursor) if torch.is_grad_enabled() else None
+        """Note that a pass from a cursor has ended with its epoch. Evaluation leaves the memory as it is."""
+        if torch.is_grad_enabled():
+            self._last = weakref.ref(cursor)

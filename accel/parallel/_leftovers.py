@@ -14,6 +14,7 @@ from torch import nn
 from accel.parallel._unsharded import drop_unsharded, holds_unsharded, shards_of
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
+_WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
 
 
 def clear_gradients(*models: nn.Module) -> None:
@@ -98,16 +99,22 @@ def _forget(parameter: torch.Tensor) -> None:
 
 
 def _watch(parameter: torch.Tensor, reached: torch.Tensor) -> None:
-    """Take the note back if the gradient is gone when the next one comes."""
+    """Take the note back if the gradient is gone when another one comes. One hook, which lasts as long as the note."""
+    if getattr(parameter, _WATCHED, None) == id(reached):
+        return
     known = weakref.ref(parameter)
 
     def look(_grad: torch.Tensor) -> None:
-        handle.remove()
         live = known()
-        if live is not None and live.grad is None:
+        if live is not None and live.grad is not None and found_gradient(live):
+            return
+        handle.remove()
+        if live is not None:
             _forget(live)
+            setattr(live, _WATCHED, None)
 
     handle = cast(Any, reached).register_hook(look)
+    setattr(parameter, _WATCHED, id(reached))
 
 
 def _nonzero(grad: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,11 @@ def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     Raises:
         StepError: on every rank; the first parameters are named.
     """
-    found = [(each, nonzero) for each in parameters_of(optimizers) if (nonzero := found_gradient(each)) is not None]
+    found = [
+        (each, nonzero)
+        for each in parameters_of(optimizers)
+        if (nonzero := found_gradient(each)) is not None and each.grad is not None  # else no optimizer steps it
+    ]
     if not found:
         return
     used = [each for each, nonzero in found if nonzero]

@@ -30,7 +30,8 @@ def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Seq
                 expected=f"ACCEL_PRECISION, {_BY}: forward passes in {ctx.precision.compute}",
                 got="a prepared model whose forward ran without autocast",
                 where="optimizer_step",
-                fix="Run forward and loss in the block `with accel.autocast(ctx):`.",
+                fix="Run forward and loss in the block `with accel.autocast(ctx):`. For a model that is to have its"
+                " own: ctx = accel.replace(ctx, precision='fp32').",
             )
         if "mesh" in ctx.launched:
             _check_mesh(ctx, parameters)

@@ -218,7 +218,9 @@ def ended_window(state: TrainState, call: str) -> Accumulation:
         StepError: no batch was begun, it had no backward pass, or the window goes on.
     """
     if not state.accum.micro:
-        raise _not_begun(call)
+        raise _not_begun(
+            call, fix="Optimizers that end one window step in one call: optimizer_step(ctx, [first, second], state)."
+        )
     if _is_begun(state):
         raise _dropped(state, call)
     if not state.sync:
@@ -276,12 +278,13 @@ def _dropped(state: TrainState, call: str) -> StepError:
     )
 
 
-def _not_begun(call: str) -> StepError:
+def _not_begun(call: str, fix: str = "") -> StepError:
     return StepError(
         "no batch was begun",
         expected="state = state.next(batch) before it",
         got="a state between two windows",
         where=call,
+        fix=fix,
     )
 
 

@@ -55,6 +55,19 @@ def test_passes_that_may_begin_at_one_cursor_again(stream: bool) -> None:
     simulate(train, 2)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_evaluation_between_two_passes_does_not_hide_a_dropped_cursor(stream: bool) -> None:
+    def train(ctx: accel.DistContext) -> None:
+        loader, cursor = _loader(ctx, stream=stream), accel.Cursor(seed=0)
+        assert _read(ctx, loader, cursor) == _read(ctx, loader) == 12
+        with torch.no_grad():
+            assert _read(ctx, loader) == 12
+        with pytest.raises(accel.DataError, match=r"would repeat the epoch.*train_state of its own"):
+            _read(ctx, loader, cursor)
+
+    simulate(train, 2)
+
+
 def _window(
     ctx: accel.DistContext, accum: accel.Accumulation, scaler: accel.LossScale, parameter: torch.nn.Parameter
 ) -> accel.StepResult[accel.Accumulation]:

@@ -393,3 +393,45 @@ def test_the_error_names_parameters_and_the_line_to_write():
         _step(ctx, optimizer, _begin(ctx, model))
     assert caught.value.got == "gradients of 0.weight, 0.bias, 1.weight and 3 more"
     assert "accel.clear_gradients(model)" in caught.value.fix
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_note_ends_with_the_gradients_that_it_is_of(ranks, layout):
+    """A phase that trains the last layer leaves the gradients of the others; the next phase clears them by itself."""
+
+    def train(ctx: accel.DistContext) -> bool:
+        model, _ = _prepared(ctx)
+        *body, weight, bias = model.parameters()
+        for _ in range(2):
+            _step(ctx, SGD([weight, bias], lr=0.1), _begin(ctx, model))
+        everything = SGD([*body, weight, bias], lr=0.1)
+        everything.zero_grad()
+        loss = model(_inputs(ctx)).square().mean()
+        accum = accel.backward(ctx, loss, accel.LossScale(), accel.Accumulation().next())  # without `accumulate`
+        return _step(ctx, everything, accum).stepped
+
+    assert all(_on(ranks, layout, train))
+
+
+def test_a_gradient_that_is_gone_at_the_step_is_none():
+    ctx = accel.single()
+    model = _model(3, 3, 3)
+    optimizer, first = SGD(model.parameters(), lr=0.1), model.get_submodule("0")
+    _begin(ctx, model, steps=2)
+    accum = accel.Accumulation().next()
+    with accel.accumulate(ctx, accum, model):
+        optimizer.zero_grad()
+        accum = accel.backward(ctx, first(_inputs(ctx)).square().mean(), accel.LossScale(), accum)
+    assert _step(ctx, optimizer, accum).stepped
+
+
+def test_windows_leave_at_most_one_hook_on_a_parameter_that_no_backward_reaches():
+    ctx, model = accel.single(), _model(3, 3, 3)
+    first, second = model.get_submodule("0"), model.get_submodule("1")
+    model(_inputs(ctx)).square().mean().backward()
+    for _ in range(3):
+        accum = accel.Accumulation().next()
+        with accel.accumulate(ctx, accum, model):
+            accum = accel.backward(ctx, first(_inputs(ctx)).square().mean(), accel.LossScale(), accum)
+        first.zero_grad()
+    assert all(len(each._backward_hooks or ()) <= 1 for each in second.parameters())

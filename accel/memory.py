@@ -63,8 +63,9 @@ def find_executable_batch_size(
     with fresh ones too. Nothing is remembered from call to call.
 
     A rank may run out anywhere, in the backward of a prepared model too: the others see it within a second, and all
-    ranks open the process group again. Where it cannot be opened again (a group that was adopted, a mesh of several
-    dimensions, XLA), others see it in the next call of accel that they make.
+    ranks open the process group again. A model of several ranks that was prepared before the call refers to the former
+    group and cannot go on, neither in the function nor after it. Where it cannot be opened again (a group that was
+    adopted, a mesh of several dimensions, XLA), others see it in the next call of accel that they make.
 
     Args:
         ctx: the context.

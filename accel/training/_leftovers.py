@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.errors import StepError
-from accel.optim import parameters_of
+from accel.optim import is_whole, parameters_of
 from accel.parallel import clear_gradients, clear_parameters, found_gradient, name_of
 from accel.process import agree
 from accel.training._parts import without_parts
@@ -22,10 +22,12 @@ _MOST_NAMED = 3
 def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     """Raise if `accumulate` found gradients on parameters that are about to be stepped, when their window began.
 
-    Zeros are no gradients, but ranks must agree that all of them are: a collective where there are any.
+    Zeros are no gradients. A rank's shard may hold nothing else, so ranks of sharded gradients agree on them, by a
+    collective. Whole gradients are alike on all ranks, or only some ranks made a backward of their own: these raise
+    alone, because the others do not know that there is anything to agree on.
 
     Raises:
-        StepError: on every rank; the first parameters are named.
+        StepError: on every rank that holds such a gradient or a shard of it; the first parameters are named.
     """
     found = [
         (each, nonzero)
@@ -36,7 +38,7 @@ def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
         return
     used = [each for each, nonzero in found if nonzero]
     error = _leftovers(used) if used else None
-    if ctx.world_size > 1:
+    if ctx.world_size > 1 and not all(is_whole(each) for each, _ in found):
         agree(ctx, error, "optimizer_step")
     elif error is not None:
         raise error

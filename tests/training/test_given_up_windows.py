@@ -259,8 +259,7 @@ def test_zeros_are_no_gradients(ranks, layout):
     assert all(_on(ranks, layout, rank))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_leftover_of_one_rank_is_refused_by_all(ranks, layout):
+def test_a_leftover_in_the_shard_of_one_rank_is_refused_by_all(ranks):
     """Where one rank's part of a gradient is zero and the other's is not."""
 
     def rank(ctx):
@@ -271,7 +270,23 @@ def test_a_leftover_of_one_rank_is_refused_by_all(ranks, layout):
             _step(ctx, optimizer, _begin(ctx, model))
         return True
 
-    assert all(_on(ranks, layout, rank))
+    assert all(_on(ranks, "fsdp", rank))
+
+
+def test_a_whole_gradient_that_one_rank_left_is_refused_there(ranks):
+    """As a picture that one rank draws leaves it; the other rank does not wait for an answer."""
+
+    def rank(ctx):
+        model, optimizer = _prepared(ctx)
+        if ctx.rank == 0:
+            accel.unwrap_model(model)(_inputs(ctx)).sum().backward()
+            with pytest.raises(StepError, match=LEFT):
+                _step(ctx, optimizer, _begin(ctx, model))
+            return True
+        return _step(ctx, optimizer, _begin(ctx, model)).stepped
+
+    assert all(_on(ranks, "ddp", rank))
+
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

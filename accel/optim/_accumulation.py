@@ -70,6 +70,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         Raises:
             StepError: the window before has ended and no optimizer step was taken.
         """
+        self.check_latest("accum.next")
         if self.sync:
             raise StepError(
                 "the window has ended without an optimizer step",
@@ -79,8 +80,8 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
             )
         micro = self.micro + 1
         begun = msgspec.structs.replace(self, micro=micro, sync=last or micro == self.steps)
-        if micro == 1:
-            vars(begun).update(vars(self))
+        if micro == 1 and "spent" in vars(self):
+            vars(begun)["spent"] = vars(self)["spent"]
         return begun
 
     def add(
@@ -170,6 +171,29 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
                 got="the record that the latest step has replaced",
                 where="backward",
                 fix="Keep both records that the step returns: accum, scaler = step.accum, step.scaler.",
+            )
+
+    def follow(self, call: str) -> None:
+        """Note that a call has returned the record after this one, so that a step with this one is refused.
+
+        Args:
+            call: the call, with the assignment that keeps its result.
+        """
+        vars(self)["followed"] = call
+
+    def check_latest(self, where: str) -> None:
+        """Raise `StepError` if a call has returned the record after this one, and its result was dropped.
+
+        Args:
+            where: the call that goes on with this record.
+        """
+        if call := vars(self).get("followed"):
+            raise StepError(
+                "a later record of this window was dropped",
+                expected="the record that the latest call returned",
+                got="the one that it was given",
+                where=where,
+                fix=f"Keep its result: {call}.",
             )
 
     def check_saveable(self) -> None:

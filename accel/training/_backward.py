@@ -174,6 +174,8 @@ def backward(
         _run(ctx, loss, scaler.scale, retain_graph)
         return None
     accum.check_scale(scaler)
+    if accum.latest == accum.micro:  # a further pass of this batch, whose weight no later call would miss
+        accum.follow("state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)")
     added, factor = _weigh(ctx, scaler, accum, weight, same_units=same_units)
     if not accum.sync or ctx.world_size == 1:
         _run(ctx, loss, factor, retain_graph)

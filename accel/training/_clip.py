@@ -166,6 +166,7 @@ def unscale_gradients(
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, scaler, window, total_weight(window)))
+    window.follow("state = accel.unscale_gradients(ctx, optimizer, state), or accum = accel.unscale_gradients(...)")
     return msgspec.structs.replace(window, divided=len(grads), retained=False)
 
 

@@ -23,7 +23,7 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
     """Position in the data, accumulation window and loss scale of a run.
 
     Each call of the loop takes the state and returns the next one. A dropped result is an error at the next call; where
-    a batch has several backward passes, within the next batch.
+    a batch has several backward passes, at the next batch or step.
 
     Attributes:
         cursor: position in the data: after the current batch.

@@ -29,6 +29,7 @@ def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | No
     check_records(scaler, accum, "scaler, accum")
     if accum is None:
         return Accumulation(unit=1.0, world_weight=float(ctx.world_size), scale=scaler.scale)
+    accum.check_latest("optimizer_step")
     if not accum.sync:
         raise StepError(
             "the window has not ended",

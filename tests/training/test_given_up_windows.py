@@ -288,7 +288,6 @@ def test_a_whole_gradient_that_one_rank_left_is_refused_there(ranks):
     assert all(_on(ranks, "ddp", rank))
 
 
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_windows_over_different_models_may_overlap(ranks, layout):
     def rank(ctx):

@@ -418,3 +418,34 @@ def test_a_skipped_step_of_fp16_moves_on_with_the_next_scale() -> None:
             assert state.stepped == (number > 0)
         assert (state.updates, state.accum.skipped) == (3, 1)
         assert state.scaler.scale == run.start.scaler.scale / 2
+
+
+def test_a_further_backward_or_a_division_that_was_dropped_is_an_error() -> None:
+    ctx = accel.single()
+    run = Run(ctx, accumulation=1)
+    batch = next(accel.batches(ctx, run.loader, run.start))
+    first = accel.backward(ctx, run.loss(batch), run.start.next(batch), weight=6)
+    second = accel.backward(ctx, run.loss(batch), first, weight=6)
+    with pytest.raises(accel.StepError, match=r"later record.*dropped.*state = accel.backward"):
+        run.step(first)
+    unscaled = accel.unscale_gradients(ctx, run.optimizer, second)
+    with pytest.raises(accel.StepError, match=r"later record.*dropped.*state = accel.unscale_gradients"):
+        run.step(second)
+    assert run.step(unscaled).updates == 1
+
+    accum = accel.backward(ctx, run.loss(batch), run.start.scaler, accel.Accumulation(2).next(), weight=6)
+    accel.backward(ctx, run.loss(batch), run.start.scaler, accum, weight=6)
+    with pytest.raises(accel.StepError, match=r"later record.*dropped.*accum = accel.backward"):
+        accum.next()
+
+
+def test_a_first_backward_may_be_repeated_from_its_record() -> None:
+    """As sharpness-aware minimization does, whose first gradients are cleared."""
+    ctx = accel.single()
+    run = Run(ctx, accumulation=1)
+    for batch in accel.batches(ctx, run.loader, run.start):
+        begun = run.start.next(batch)
+        accel.backward(ctx, run.loss(batch), begun)
+        run.optimizer.zero_grad()
+        assert run.step(accel.backward(ctx, run.loss(batch), begun)).stepped
+        break

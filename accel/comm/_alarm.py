@@ -27,6 +27,7 @@ from accel.comm._idle import await_idle_threads
 from accel.errors import PeerError
 
 _LOOK_S = 0.2
+_SILENCE_S = 2.0  # after which a store is taken not to answer
 _KEY = "alarm"
 _SOCKETS = "/dev/fd"
 
@@ -43,7 +44,7 @@ class Alarm(Protocol):
         ...
 
     def rung(self) -> bool:
-        """Whether any rank has left a note."""
+        """Whether a rank has left a note, in a block that watches for one. Takes 2 s at most."""
         ...
 
     def renew(self) -> None:
@@ -99,7 +100,7 @@ class StoreAlarm:
             self._watchers -= 1
             ended.set()
             if thread.ident is not None:
-                thread.join()
+                thread.join(_SILENCE_S)  # a store whose server is stopped keeps the thread for ever
 
     def ring(self, note: bytes) -> bytes:
         first = self._store.compare_set(_KEY, "", note.decode())
@@ -107,7 +108,14 @@ class StoreAlarm:
         return first
 
     def rung(self) -> bool:
-        return _is_noted(self._store)
+        if not self._watchers:
+            return False
+        found: list[bool] = []
+        # by a thread, because a server that is stopped keeps its clients waiting for ever
+        thread = threading.Thread(target=lambda: found.append(_is_noted(self._store)), daemon=True)
+        thread.start()
+        thread.join(_SILENCE_S)
+        return any(found)
 
     def renew(self) -> None:
         self._times += 1

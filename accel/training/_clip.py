@@ -154,7 +154,9 @@ def unscale_gradients(
     if isinstance(scaler, TrainState):
         check_alone(accum, "unscale_gradients")
         window = ended_window(scaler, "accel.unscale_gradients")
-        return after_backward(scaler, unscale_gradients(ctx, optimizer, scaler.scaler, window))
+        divided = unscale_gradients(ctx, optimizer, scaler.scaler, window)
+        window.follow("state = accel.unscale_gradients(ctx, optimizer, state)")
+        return after_backward(scaler, divided)
     if accum is None:
         raise ConfigError(
             "nothing remembers that the gradients are divided",
@@ -166,7 +168,6 @@ def unscale_gradients(
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, scaler, window, total_weight(window)))
-    window.follow("state = accel.unscale_gradients(ctx, optimizer, state), or accum = accel.unscale_gradients(...)")
     return msgspec.structs.replace(window, divided=len(grads), retained=False)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 # A list that the parameters of a model share: whether a forward ran with autocast on, and whether one ran with it off.
 _SEEN = "accel_autocast_seen"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Look:
@@ -32,13 +33,18 @@ class _Look:
                 handle.remove()
 
 
-def watch_autocast(model: nn.Module, device_type: str) -> None:
+def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
     """Note on a model's parameters whether its forward runs with autocast on. Mutates it by hooks until it has.
+
+    A model whose parameters are all of the precision that it is to compute in needs no autocast, and is not watched.
 
     Args:
         model: prepared.
         device_type: whose autocast.
+        compute: "bf16" or "fp16".
     """
+    if all(each.dtype is _DTYPES[compute] for each in model.parameters() if each.is_floating_point()):
+        return
     look = _Look(device_type)
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):

@@ -102,7 +102,7 @@ def prepare_model(
         label_parameters(model)
         prepared = model
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
-        watch_autocast(prepared, ctx.device.type)
+        watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
     return prepared
 
 

@@ -126,6 +126,15 @@ def test_a_precision_that_needs_no_autocast_is_not_asked_for_one(precision):
             assert not any(each._forward_pre_hooks for each in accel.prepare_model(ctx, _model()).modules())
 
 
+def test_a_model_of_that_precision_needs_no_autocast():
+    for ctx in _sessions(HALF):
+        model = accel.prepare_model(ctx, _model().bfloat16())
+        accum = accel.Accumulation().next()
+        loss = model(torch.ones(3, 2, dtype=torch.bfloat16)).square().mean()
+        accum = accel.backward(ctx, loss, accel.LossScale(), accum)
+        assert accel.optimizer_step(ctx, SGD(model.parameters(), lr=0.1), accel.LossScale(), accum).stepped
+
+
 def test_a_precision_of_the_script_is_not_asked_for():
     for ctx in _sessions({}, precision="bf16"):
         assert _half(ctx, accel.prepare_model(ctx, _model()), autocast=False).stepped

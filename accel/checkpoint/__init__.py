@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import encode_record as encode_record
     from accel.checkpoint._codec import has_records as has_records
     from accel.checkpoint._codec import record_tag as record_tag
+    from accel.checkpoint._codec import stored_field as stored_field
     from accel.checkpoint._codec import tensors_in as tensors_in
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
@@ -80,6 +81,7 @@ _WITH_TORCH = {
         "encode_record",
         "has_records",
         "record_tag",
+        "stored_field",
         "tensors_in",
     ),
     "_merge": ("differing_values", "merge"),

@@ -175,6 +175,20 @@ def decode(
         raise CheckpointError(f"not a stored value: {tag}", where=where) from error
 
 
+def stored_field(record: object, name: str) -> object:
+    """Return a field of an encoded record; None if there is none.
+
+    Args:
+        record: decoded JSON, from anywhere: a record that is an item, or one inside another value.
+        name: of the field.
+    """
+    if not isinstance(record, dict):
+        return None
+    fields = cast("dict[str, object]", record)
+    nested = fields.get("$record")
+    return stored_field(cast("list[object]", nested)[-1], name) if isinstance(nested, list) else fields.get(name)
+
+
 def tensors_in(value: Any) -> set[str]:
     """Return the names of the tensors that an encoded value refers to.
 
@@ -277,7 +291,8 @@ def _decode_tagged(
         return number
 
     def member(value: Any) -> object:
-        name, chosen, stored = str(value[0]), value[1], child(value[2])
+        name, chosen = str(value[0]), value[1]
+        stored = child(value[2])
         if making is None:
             return stored if chosen is None else chosen
         return making.member(name, chosen, stored, path)

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel.comm._call import public_call
+from accel.comm._stores import SILENCE_S, answer_of, bare_store
 from accel.errors import PeerError
 
 _GRACE_S = 1.0  # what ranks of one failed collective may lie apart in noticing it
-_SILENCE_S = 2.0  # after which a store is taken not to answer
 
 
 class Notes(NamedTuple):
@@ -61,10 +60,8 @@ class RollCall:
         """
         notes = [Notes({}, set(), answered=False)]
         if self._store is not None:
-            # by a thread, because a server that is stopped keeps its clients waiting for ever
-            thread = threading.Thread(target=self._ask, args=(self._store, number, waited_s, notes), daemon=True)
-            thread.start()
-            thread.join(_GRACE_S + _SILENCE_S)
+            store = self._store
+            _ = answer_of(lambda: self._ask(store, number, waited_s, notes), _GRACE_S + SILENCE_S)
         if not notes[-1].answered:
             self._store = None
         return notes[-1]
@@ -94,8 +91,7 @@ def _read(store: Store, key: str) -> list[str]:
 
 def _is_served(store: Store) -> bool:
     """Whether somebody listens at the store's address; torch's client prints a stack of C++ frames if nobody does."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = bare_store(store)
     if isinstance(store, TCPStore):
         try:
             socket.create_connection((store.host, store.port), timeout=_GRACE_S).close()

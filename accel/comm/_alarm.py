@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel.comm._idle import await_idle_threads
+from accel.comm._stores import SILENCE_S, answer_of, bare_store
 from accel.errors import PeerError
 
 _LOOK_S = 0.2
-_SILENCE_S = 2.0  # after which a store is taken not to answer
 _KEY = "alarm"
 _SOCKETS = "/dev/fd"
 
@@ -100,7 +100,7 @@ class StoreAlarm:
             self._watchers -= 1
             ended.set()
             if thread.ident is not None:
-                thread.join(_SILENCE_S)  # a store whose server is stopped keeps the thread for ever
+                thread.join(SILENCE_S)  # a store whose server is stopped keeps the thread for ever
 
     def ring(self, note: bytes) -> bytes:
         first = self._store.compare_set(_KEY, "", note.decode())
@@ -108,14 +108,7 @@ class StoreAlarm:
         return first
 
     def rung(self) -> bool:
-        if not self._watchers:
-            return False
-        found: list[bool] = []
-        # by a thread, because a server that is stopped keeps its clients waiting for ever
-        thread = threading.Thread(target=lambda: found.append(_is_noted(self._store)), daemon=True)
-        thread.start()
-        thread.join(_SILENCE_S)
-        return any(found)
+        return self._watchers > 0 and answer_of(lambda: _is_noted(self._store)) is True
 
     def renew(self) -> None:
         self._times += 1
@@ -166,8 +159,7 @@ def _open_sockets() -> dict[int, int]:
 
 def _is_of(store: Store, descriptor: int) -> bool:
     """Whether a socket is a connection to the store, over which ranks are to meet again."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = bare_store(store)
     if not isinstance(store, TCPStore):
         return False
     with socket.socket(fileno=os.dup(descriptor)) as opened:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
-from accel.checkpoint import Manifest
+from accel.checkpoint import Manifest, stored_field
 from accel.comm import call_site
 from accel.context import DistContext, context_first
 from accel.data import Cursor
@@ -118,8 +118,8 @@ def _check_seed(manifest: Manifest, names: dict[str, str], start: TrainState) ->
     if "cursor" in names:
         cursor = manifest.items[names["cursor"]].value
     else:
-        cursor = _field(manifest.items[names[""]].value, "cursor")
-    stored = _field(cursor, "seed")
+        cursor = stored_field(manifest.items[names[""]].value, "cursor")
+    stored = stored_field(cursor, "seed")
     if isinstance(stored, int) and stored != start.cursor.seed:
         raise ConfigError(
             "the run began with another seed",
@@ -128,15 +128,6 @@ def _check_seed(manifest: Manifest, names: dict[str, str], start: TrainState) ->
             where="resume",
             fix="Pass the seed of the run, or another folder to begin a new one.",
         )
-
-
-def _field(record: object, name: str) -> object:
-    """Return a field of a stored record, which names its class if it is nested; None if it is none."""
-    if not isinstance(record, dict):
-        return None
-    fields = cast("dict[str, object]", record)
-    nested = fields.get("$record")
-    return _field(cast("list[object]", nested)[-1], name) if isinstance(nested, list) else fields.get(name)
 
 
 def _joined(loaded: Mapping[str, object]) -> TrainState:

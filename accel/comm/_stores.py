@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of process groups: the one inside of prefixes, and questions to one whose server may be stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented
+
+T = TypeVar("T")
+
+SILENCE_S = 2.0  # after which a store is taken not to answer
+
+
+def bare_store(store: Store) -> Store:
+    """Return the store inside of prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def answer_of(question: Callable[[], T], seconds: float = SILENCE_S) -> T | None:
+    """Return the answer to a question that asks a store; None if it takes longer.
+
+    A thread asks, because a server that is stopped keeps its clients waiting for ever.
+    """
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(question()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None

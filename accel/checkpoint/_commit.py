@@ -83,7 +83,7 @@ def open_stage(ctx: DistContext, target: Place, mark: str, site: str, error: Exc
         target: the checkpoint's folder.
         mark: in the names of the files that will be written.
         site: the call of the user's that this is part of.
-        error: what went wrong on this rank before, if anything did.
+        error: this rank's failure so far; None without one.
 
     Raises:
         CheckpointError: another writer is saving, or the disk failed; on every rank.
@@ -117,7 +117,7 @@ def write_share(stage: Place, snapshot: Snapshot) -> Share:
 
 
 def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[Share]) -> None:
-    """Write the manifest of what all ranks have written, commit, and log that. Rank 0's work; no communication.
+    """Write the manifest of all ranks' files, commit, and log the commit. Rank 0's work; no communication.
 
     Raises:
         CheckpointError: the disk failed; whatever had the target's name has it back.

@@ -92,7 +92,7 @@ def hold_newest(
         path: a checkpoint's folder, or the one that was given to `save_state`.
         call: the expected call of all ranks.
         skipped: those that are not to be chosen; grows on rank 0.
-        error: what went wrong on this rank before, if anything did.
+        error: this rank's failure so far; None without one.
 
     Returns:
         None if a run's folder holds no checkpoint, or does not exist.

@@ -15,8 +15,8 @@ class _Same(NamedTuple):
 
     Attributes:
         flag: ours; empty where none is needed.
-        value: what follows it; empty if the other flag's value does.
-        note: what differs, a sentence.
+        value: the value to write after it; empty for the other flag's own.
+        note: the difference, one sentence.
     """
 
     flag: str

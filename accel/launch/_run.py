@@ -71,7 +71,8 @@ def run_plans(plans: Iterable[LaunchPlan], *, summary: bool = False) -> int:
     Raises:
         LaunchError: as `run_plan`.
     """
-    ending, latest, started = Ending(0), None, time.monotonic()
+    ending, latest = Ending(0), None
+    started = time.monotonic()
     with listening() as signals:
         for plan in plans:
             latest = plan

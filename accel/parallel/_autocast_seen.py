@@ -36,7 +36,7 @@ class _Look:
 def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
     """Note on a model's parameters whether its forward runs with autocast on. Mutates it by hooks until it has.
 
-    A model whose parameters are all of the precision that it is to compute in needs no autocast, and is not watched.
+    Models whose parameters have the compute dtype need no autocast. They are not watched.
 
     Args:
         model: prepared.

@@ -89,7 +89,10 @@ def default(function: str, argument: str) -> object:
     return inspect.signature(getattr(accel, function)).parameters[argument].default
 
 
-@pytest.mark.parametrize(("page", "pattern", "constant"), NUMBERS, ids=lambda value: str(value)[:40])
+NUMBER_IDS = [f"{page}-{pattern[:24]}" for page, pattern, _ in NUMBERS]
+
+
+@pytest.mark.parametrize(("page", "pattern", "constant"), NUMBERS, ids=NUMBER_IDS)
 def test_a_number_is_the_constants(page: str, pattern: str, constant: Callable[[], object]) -> None:
     found = re.findall(pattern, (ROOT / page).read_text())
     assert found, f"{page} has no {pattern!r} any more: adapt NUMBERS"

@@ -62,9 +62,19 @@ if TYPE_CHECKING:
     from accel.errors import TreeError as TreeError
     from accel.formats import Fp8 as Fp8
     from accel.formats import Precision as Precision
-    from accel.launch import debug_launcher as debug_launcher
-    from accel.launch import launch_function
-    from accel.launch import notebook_launcher as notebook_launcher
+    from accel.items import Loaded as Loaded
+    from accel.items import Part as Part
+    from accel.items import Stored as Stored
+    from accel.items import TrainableOnly as TrainableOnly
+    from accel.items import get_state_dict as get_state_dict
+    from accel.items import load_accelerate_state as load_accelerate_state
+    from accel.items import load_state as load_state
+    from accel.items import save as save
+    from accel.items import save_model as save_model
+    from accel.items import save_state as save_state
+    from accel.launching import debug_launcher as debug_launcher
+    from accel.launching import launch as launch
+    from accel.launching import notebook_launcher as notebook_launcher
     from accel.memory import find_executable_batch_size as find_executable_batch_size
     from accel.memory import free_memory as free_memory
     from accel.optim import Accumulation as Accumulation
@@ -107,11 +117,7 @@ if TYPE_CHECKING:
     from accel.seeding import synchronize_rng as synchronize_rng
     from accel.storage import RemotePath as RemotePath
     from accel.training import Ema as Ema
-    from accel.training import Loaded as Loaded
-    from accel.training import Part as Part
     from accel.training import StepResult as StepResult
-    from accel.training import Stored as Stored
-    from accel.training import TrainableOnly as TrainableOnly
     from accel.training import TrainState as TrainState
     from accel.training import accumulate as accumulate
     from accel.training import backward as backward
@@ -120,22 +126,14 @@ if TYPE_CHECKING:
     from accel.training import discard as discard
     from accel.training import evaluating as evaluating
     from accel.training import fused_step as fused_step
-    from accel.training import get_state_dict as get_state_dict
-    from accel.training import load_accelerate_state as load_accelerate_state
-    from accel.training import load_state as load_state
     from accel.training import optimizer_step as optimizer_step
     from accel.training import prepare as prepare
     from accel.training import prepare_optimizer as prepare_optimizer
     from accel.training import prepare_scheduler as prepare_scheduler
     from accel.training import resume as resume
-    from accel.training import save as save
-    from accel.training import save_model as save_model
-    from accel.training import save_state as save_state
     from accel.training import train_state as train_state
     from accel.training import unscale_gradients as unscale_gradients
     from accel.tree import Container as Container
-
-    launch = launch_function  # at run time the package itself, which can be called
 
 __version__ = "0.1.0"
 
@@ -186,7 +184,19 @@ _HOMES = {
         "TreeError",
     ),
     "formats": ("Fp8", "Precision"),
-    "launch": ("debug_launcher", "launch", "notebook_launcher"),
+    "items": (
+        "Loaded",
+        "Part",
+        "Stored",
+        "TrainableOnly",
+        "get_state_dict",
+        "load_accelerate_state",
+        "load_state",
+        "save",
+        "save_model",
+        "save_state",
+    ),
+    "launching": ("debug_launcher", "launch", "notebook_launcher"),
     "memory": ("find_executable_batch_size", "free_memory"),
     "optim": ("Accumulation",),
     "parallel": (
@@ -222,11 +232,7 @@ _HOMES = {
     "seeding": ("deterministic", "rank_key", "seeded", "set_seed", "synchronize_rng"),
     "training": (
         "Ema",
-        "Loaded",
-        "Part",
         "StepResult",
-        "Stored",
-        "TrainableOnly",
         "TrainState",
         "accumulate",
         "backward",
@@ -235,17 +241,11 @@ _HOMES = {
         "discard",
         "evaluating",
         "fused_step",
-        "get_state_dict",
-        "load_accelerate_state",
-        "load_state",
         "optimizer_step",
         "prepare",
         "prepare_optimizer",
         "prepare_scheduler",
         "resume",
-        "save",
-        "save_model",
-        "save_state",
         "train_state",
         "unscale_gradients",
     ),

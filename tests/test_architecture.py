@@ -23,14 +23,16 @@ LAYERS = [
     {"comm"},
     {"context"},
     {"process", "collectives", "memory", "preempt", "seeding"},
-    {"data", "precision", "parallel", "optim", "checkpoint", "bigmodel", "tracking", "launch", "estimate"},
+    {"data", "precision", "parallel", "optim", "checkpoint", "launching", "estimate"},
+    {"items"},
+    {"bigmodel"},
     {"training"},
     {"testing"},
     {"cli", "pytest_plugin"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # a process of its own, which runs torch's elastic agent
-WITH_TORCH = {"launch/_agent.py", "launch/_rendezvous.py"}
+WITH_TORCH = {"launching/_agent.py", "launching/_rendezvous.py"}
 TORCH_FREE = {
     "errors",
     "lazy",
@@ -40,21 +42,26 @@ TORCH_FREE = {
     "config",
     "topology",
     "env",
-    "launch",
+    "launching",
     "estimate",
     "cli",
     "pytest_plugin",
 }
-ENVIRONMENT_READERS = {"context", "launch", "cli"}  # each passes os.environ on as a mapping; env.py takes the mapping
+# each passes os.environ on as a mapping; env.py takes the mapping
+ENVIRONMENT_READERS = {
+    "context",
+    "launching",
+    "cli",
+}
 FORBIDDEN = {"pickle", "eval", "exec"}
 # a launch executes the script it was given; objects go between the ranks of a job, and a launch hands a function to its
 # own ranks; torch hands a process's own flight record over as a pickle; nothing that others could have written is
 # unpickled
 EXCEPTIONS = {
-    ("launch", "exec"),
+    ("launching", "exec"),
     ("collectives/_objects.py", "pickle"),
-    ("launch/_parcel.py", "pickle"),
-    ("launch/_calls.py", "pickle"),
+    ("launching/_parcel.py", "pickle"),
+    ("launching/_calls.py", "pickle"),
 }
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
@@ -163,7 +170,7 @@ def test_sources_keep_the_rules() -> None:
         ("errors", "import torch\n", "torch-free"),
         ("comm", "import accel.context\n", "comm may not import context"),
         ("data", "import os\nx = os.environ['A']\n", "touches the environment"),
-        ("launch", "import os\nos.environ['A'] = '1'\n", "writes the environment"),
+        ("launching", "import os\nos.environ['A'] = '1'\n", "writes the environment"),
         ("data", "cache = {}\n", "mutable container"),
         ("data", "CACHE = {}\ndef f(): CACHE['a'] = 1\n", "changes module-level"),
         ("data", "SEEN = list()\ndef f(): SEEN.append(1)\n", "changes module-level"),
@@ -187,7 +194,7 @@ def test_importing_is_silent_and_torch_free() -> None:
         "def world():\n"
         "    return dict(os.environ), signal.getsignal(15), threading.active_count(), logging.root.handlers[:]\n"
         "before = world()\n"
-        "import accel, accel.env, accel.errors, accel.cli, accel.launch, accel.checkpoint, accel.storage\n"
+        "import accel, accel.env, accel.errors, accel.cli, accel.launching, accel.checkpoint, accel.storage\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
         "import accel.training, accel.testing\n"
         "assert world() == before, (world(), before)\n"

@@ -26,7 +26,7 @@ from accel.cli._launch import parser
 from accel.comm import HEADER_BYTES, inline_bytes
 from accel.config import LaunchConfig
 from accel.context import _checks
-from accel.launch import _run
+from accel.launching import _run
 from accel.storage._digests import SPAN_BYTES
 
 ROOT = Path(__file__).parent.parent

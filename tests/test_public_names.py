@@ -178,6 +178,12 @@ def shown(default: Any) -> Any:
     return type("Default", (), {"__repr__": lambda _: text.replace("'", '"')})()
 
 
+def test_no_public_name_is_a_rooms() -> None:
+    folder = Path(accel.__file__).parent
+    rooms = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert not rooms & set(accel.__all__), "`import accel` binds a name to its room as soon as the room is imported"
+
+
 def test_the_public_names_and_signatures_are_those_on_record() -> None:
     recorded, now = SNAPSHOT.read_text().splitlines(), snapshot().splitlines()
     changes = list(difflib.unified_diff(recorded, now, "on record", "now", n=0, lineterm=""))

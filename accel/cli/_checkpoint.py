@@ -194,7 +194,7 @@ def _import(words: Sequence[str]) -> int:
     args = reader.read(words)
     if args.step < 0:
         raise ConfigError("not a step", expected="an integer from 0", got=str(args.step), where="--step")
-    from accel.training import import_accelerate, import_dcp
+    from accel.items import import_accelerate, import_dcp
 
     of_accelerate = (args.folder / "model.safetensors").exists()
     made = (import_accelerate if of_accelerate else import_dcp)(args.folder, args.run, step=args.step)
@@ -207,7 +207,7 @@ def _export(words: Sequence[str]) -> int:
     args = parser("export", "CHECKPOINT FOLDER", text, "checkpoint", "folder").read(words)
     path = find_checkpoint(args.checkpoint)
     total = manifest_of(path).nbytes
-    from accel.training import export_dcp
+    from accel.items import export_dcp
 
     with progress("export", total) as advance:
         made = export_dcp(path, args.folder, advance=advance)

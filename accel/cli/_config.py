@@ -24,7 +24,7 @@ from accel.config import (
     to_text,
 )
 from accel.errors import ConfigError, did_you_mean
-from accel.launch import read_machine
+from accel.launching import read_machine
 
 _USAGE = """accel config [--output FILE]
        accel config default [--output FILE] [--force]

@@ -20,7 +20,7 @@ from accel.cli._flags import CONFIG_FLAG, find_file
 from accel.cli._parser import Parser
 from accel.config import FIELDS, resolve, to_text
 from accel.errors import AccelError
-from accel.launch import read_machine
+from accel.launching import read_machine
 
 _USAGE = "accel env [--config FILE] [--json]"
 _ABOUT = "Tell what a bug report needs: versions, devices, backends, the configuration and the launchers' variables."

@@ -12,16 +12,16 @@ from accel.cli._flags import add_fields, resolve_flags, value_flags
 from accel.cli._parser import Parser
 from accel.config import LaunchConfig, Resolved
 from accel.errors import ConfigError, LaunchError
-from accel.launch import (
+from accel.launching import (
     LaunchPlan,
     Place,
     Target,
     batch_script,
     check_endpoint,
     check_target,
-    launch,
     on_pod,
     plan_here,
+    run_launch,
     submit,
 )
 
@@ -44,7 +44,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     if known.dry_run:
         print(_dry_run(target, config, environ), end="")
         return 0
-    return launch(target.name, target.args, kind=target.kind, config=config, environ=environ, summary=True)
+    return run_launch(target.name, target.args, kind=target.kind, config=config, environ=environ, summary=True)
 
 
 def parser() -> Parser:

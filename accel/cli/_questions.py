@@ -9,7 +9,7 @@ from typing import Any
 from accel.cli._menu import Option, ask, choose
 from accel.config import FIELDS, Field, LaunchConfig, from_text, to_text
 from accel.formats import PrecisionName
-from accel.launch import Machine
+from accel.launching import Machine
 
 _FIRST = ("device", "gpu_ids", "nproc_per_node", "precision")  # the others are asked for on demand
 _OTHER = "other"

@@ -12,7 +12,7 @@ import msgspec
 import accel
 from accel.cli._flags import add_fields, resolve_flags
 from accel.cli._parser import Parser
-from accel.launch import launch
+from accel.launching import run_launch
 
 _USAGE = "accel test [--folder DIR] [flags of accel launch]"
 _ABOUT = """Check devices, collectives, order of data, gradients, checkpoints and bandwidth on the ranks of a launch.
@@ -40,7 +40,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         report = Path(folder, "report.json")
         shared = known.folder or (folder if config.hosts[1] == 1 else "")
         args = ["--report", str(report), *(["--folder", shared] if shared else [])]
-        status = launch(str(_SCRIPT), args, config=config, environ=environ)
+        status = run_launch(str(_SCRIPT), args, config=config, environ=environ)
         told = msgspec.json.decode(report.read_bytes(), type=list[_Told]) if report.exists() else []
     if status and status not in _STOPPED:
         print(_broken_off(told))

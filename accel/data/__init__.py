@@ -19,7 +19,7 @@ from accel.data._plan import Positioned as Positioned
 from accel.data._plan import SampleCount as SampleCount
 from accel.data._plan import Shard as Shard
 from accel.data._plan import shard as shard
+from accel.data._position import StreamPosition as StreamPosition
+from accel.data._position import WorkerPosition as WorkerPosition
 from accel.data._progress import progress as progress
-from accel.data._stream import StreamLoader as StreamLoader
-from accel.data._stream_position import StreamPosition as StreamPosition
-from accel.data._stream_position import WorkerPosition as WorkerPosition
+from accel.data.stream import StreamLoader as StreamLoader

@@ -21,9 +21,9 @@ from accel.data._loader import Loader
 from accel.data._plan import Cursor, Positioned, SampleCount, Shard, check_entry, copies_of
 from accel.data._read_error import read_error
 from accel.data._reading import Asked, RequestedDataset, has_epochs, read_here, seed_base
-from accel.data._stream import StreamLoader
-from accel.data._stream_steps import stream_steps
 from accel.data._transfer import check_movable, moved
+from accel.data.stream._loader import StreamLoader
+from accel.data.stream._steps import stream_steps
 from accel.errors import AccelError, DataError
 from accel.random import Key
 

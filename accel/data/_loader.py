@@ -15,7 +15,7 @@ from accel.data._given import Lengths, read_source
 from accel.data._passes import Passes
 from accel.data._plan import Cursor, Place, Plan, Tail, check_count
 from accel.data._reading import Workers
-from accel.data._stream import StreamLoader, StreamMode, is_stream, stream_loader
+from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, stream_loader
 from accel.errors import ConfigError, DataError
 
 

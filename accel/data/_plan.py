@@ -8,7 +8,7 @@ from typing import Literal, Protocol, Self, get_args, runtime_checkable
 
 import msgspec
 
-from accel.data._stream_position import StreamPosition
+from accel.data._position import StreamPosition
 from accel.errors import ConfigError, DataError, check_choice
 from accel.random import check_seed
 

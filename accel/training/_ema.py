@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel.errors import ConfigError, PrepareError, check_choice
-from accel.training._modules import clean_name, reshard
+from accel.items import clean_name, reshard
 
 _torch = cast(Any, torch)  # the operations on lists have no public names
 

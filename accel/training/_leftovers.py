@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients from before a window: no step is taken with them, and a checkpoint that is loaded drops them."""
+"""Gradients from before a window: no step is taken with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.optim import is_whole, parameters_of
-from accel.parallel import clear_gradients, clear_parameters, found_gradient, name_of
+from accel.parallel import found_gradient, name_of
 from accel.process import agree
-from accel.training._parts import without_parts
 
 _MOST_NAMED = 3
 
@@ -42,13 +40,6 @@ def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
         agree(ctx, error, "optimizer_step")
     elif error is not None:
         raise error
-
-
-def drop_gradients(items: Mapping[str, object]) -> None:
-    """Drop the gradients of modules and of optimizers' parameters. No communication."""
-    live = without_parts(items).values()
-    clear_gradients(*(each for each in live if isinstance(each, nn.Module)))
-    clear_parameters(parameters_of(each for each in live if isinstance(each, Optimizer)))
 
 
 def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from accel.context import DistContext, context_first
 from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
+from accel.items import is_zero
 from accel.parallel import check_model, heir_of, prepare_model, replaces_parameters, unwrap_model
 from accel.precision import apply_precision
 from accel.process import agreed
-from accel.training._zero import is_zero
 
 O_ = TypeVar("O_", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)

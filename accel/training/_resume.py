@@ -14,12 +14,10 @@ from accel.comm import call_site
 from accel.context import DistContext, context_first
 from accel.data import Cursor
 from accel.errors import CheckpointError, ConfigError
+from accel.items import LoadOptions, kind_of, load_newest
 from accel.optim import Accumulation
 from accel.precision import LossScale
 from accel.storage import RemotePath
-from accel.training._items import kind_of
-from accel.training._restore import LoadOptions
-from accel.training._state import load_newest
 from accel.training._train_state import TrainState
 
 _PARTS = {"cursor": Cursor, "accum": Accumulation, "scaler": LossScale}

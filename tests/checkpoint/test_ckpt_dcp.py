@@ -24,9 +24,9 @@ from accel.checkpoint import latest_checkpoint
 from accel.cli import main
 from accel.context import DistContext
 from accel.errors import CheckpointError
+from accel.items import export_dcp, import_dcp, load_state, save_state
+from accel.items.foreign import Described, describe_pickle
 from accel.testing import simulate
-from accel.training import export_dcp, import_dcp, load_state, save_state
-from accel.training.foreign import Described, describe_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 PLAIN = st.recursive(

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 import accel
 from accel import CheckpointError, ConfigError, LossScale
 from accel.cli import main
+from accel.items import import_accelerate
 from accel.testing import Simulator
-from accel.training import import_accelerate
 
 
 class Counter:

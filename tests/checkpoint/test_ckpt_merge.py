@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from accel.checkpoint import manifest_of, merge
 from accel.context import DistContext
 from accel.errors import CheckpointError
+from accel.items import save_model, save_state
 from accel.testing import simulate
-from accel.training import save_model, save_state
 
 
 class Tied(nn.Module):

@@ -20,10 +20,10 @@ from accel import load_state, save_state
 from accel.checkpoint import Manifest, open_checkpoint
 from accel.context import DistContext
 from accel.errors import CheckpointError
+from accel.items._restore import LoadOptions
+from accel.items._state import Loaded, load_newest
 from accel.process import wait_for_everyone
 from accel.testing import simulate
-from accel.training._restore import LoadOptions
-from accel.training._state import Loaded, load_newest
 
 STRICT = LoadOptions(strict=True, cast=False, transform=None)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import accel
 from accel import CheckpointError, ConfigError
-from accel.training import Stored
+from accel.items import Stored
 
 
 def trained(seed: int = 0) -> Run:

@@ -16,8 +16,8 @@ from processes import patience
 
 from accel.checkpoint import compare, manifest_of, verify
 from accel.cli import main
+from accel.items import save_state
 from accel.storage import take_lock
-from accel.training import save_state
 
 
 def runs(out: Path, steps: int = 4) -> list[Path]:

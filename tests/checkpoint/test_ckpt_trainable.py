@@ -14,8 +14,8 @@ from torch import nn
 import accel
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
+from accel.items._bases import _digest  # pyright: ignore[reportPrivateUsage]
 from accel.testing import simulate
-from accel.training._bases import _digest  # pyright: ignore[reportPrivateUsage]
 
 
 class Adapted(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.data._dispatch import Parcel, Receiver, Sender
+from accel.data.stream._dispatch import Parcel, Receiver, Sender
 
 relaxed = settings(deadline=None, max_examples=80)
 

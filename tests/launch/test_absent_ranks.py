@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from launching import Workspace
 
-from accel.launch import FailureRecord
-from accel.launch._calls import Entered
-from accel.launch._children import Children
-from accel.launch._hang import Heard, Watch, absent_report
-from accel.launch._record import Failure, culprit, repeats
-from accel.launch._relay import Relay
+from accel.launching import FailureRecord
+from accel.launching._calls import Entered
+from accel.launching._children import Children
+from accel.launching._hang import Heard, Watch, absent_report
+from accel.launching._record import Failure, culprit, repeats
+from accel.launching._relay import Relay
 
 LOADING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/utils/data/dataloader.py", line 9 in wait
@@ -129,8 +129,8 @@ def test_a_rank_that_ends_while_it_is_asked_lives_on(tmp_path: Path) -> None:
     """An ending interpreter takes the fault handler away before the process is gone."""
     script = f"""
 import faulthandler, os
-from accel.launch._record import STACK_SIGNAL
-from accel.launch._worker import show_stacks
+from accel.launching._record import STACK_SIGNAL
+from accel.launching._worker import show_stacks
 show_stacks({str(tmp_path / "record")!r})
 faulthandler.unregister(STACK_SIGNAL)  # as at the end
 os.kill(os.getpid(), STACK_SIGNAL)

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import HERE, Workspace
 
-from accel.launch._calls import Entered, last_calls
-from accel.launch._hang import Heard, hang_report
+from accel.launching._calls import Entered, last_calls
+from accel.launching._hang import Heard, hang_report
 
 WAITING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/distributed/c10d.py", line 9 in wait
   File "/lib/site-packages/accel/process.py", line 37 in wait_for_everyone
   File "/home/ada/train.py", line 12 in step
   File "/home/ada/train.py", line 20 in <module>
-  File "/lib/site-packages/accel/launch/_worker.py", line 85 in run_script
+  File "/lib/site-packages/accel/launching/_worker.py", line 85 in run_script
 """
 LOADING = WAITING.replace("line 12 in step", "line 7 in load")
 

@@ -19,8 +19,8 @@ from processes import free_port, patience, wait_for
 from simulated_hosts import Hosts, require_hosts
 
 from accel.config import LaunchConfig
-from accel.launch._hosts import Order
-from accel.launch._target import Target
+from accel.launching._hosts import Order
+from accel.launching._target import Target
 
 pytestmark = pytest.mark.multiprocess
 
@@ -175,7 +175,7 @@ def test_a_signal_while_hosts_are_awaited_ends_the_launch(workspace: Workspace) 
 
 EARLY = """
 import signal, sys
-from accel.launch import _agent
+from accel.launching import _agent
 
 def stopped_before(*words, meet=_agent.meet):
     signal.raise_signal(signal.SIGTERM)

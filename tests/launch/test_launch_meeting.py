@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from accel.config import LaunchConfig
 from accel.errors import LaunchError
-from accel.launch._hosts import check_endpoint, is_here, split_endpoint
-from accel.launch._meeting import Note, describe_hosts, note_of, seats
-from accel.launch._plan import Place
-from accel.launch._record import Failure
-from accel.launch._report import failure_report
+from accel.launching._hosts import check_endpoint, is_here, split_endpoint
+from accel.launching._meeting import Note, describe_hosts, note_of, seats
+from accel.launching._plan import Place
+from accel.launching._record import Failure
+from accel.launching._report import failure_report
 
 
 def note(host: str, node_rank: int | None = None, **settings: str) -> Note:

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import accel.launch
+from accel import launching
 from accel.config import FIELDS, TORCHRUN_VARIABLES, LaunchConfig
 from accel.env import SETTINGS, read_env
 from accel.errors import ConfigError, EnvError, LaunchError
-from accel.launch import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
-from accel.launch._machine import order_cores, read_gpus
-from accel.launch._plan import Place, share_cores
+from accel.launching import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
+from accel.launching._machine import order_cores, read_gpus
+from accel.launching._plan import Place, share_cores
 from accel.topology import fit_mesh
 
 
@@ -271,5 +271,5 @@ def test_gpus_are_read_from_the_driver_and_it_is_closed_again() -> None:
 
 def test_no_module_beside_the_worker_could_be_taken_for_the_standard_librarys() -> None:
     # The worker is run by path, so its folder comes first on `sys.path` while its imports are resolved.
-    folder = Path(accel.launch.__file__).parent
+    folder = Path(launching.__file__).parent
     assert not {path.stem for path in folder.glob("*.py")} & sys.stdlib_module_names

@@ -8,7 +8,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.launch._relay import Pipe, Relay, Sink, split_lines
+from accel.launching._relay import Pipe, Relay, Sink, split_lines
 
 TEXT = st.lists(st.sampled_from([b"a", b"\xff", b"\n", b"\r", b"\r\n"]), max_size=12).map(b"".join)
 

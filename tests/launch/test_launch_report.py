@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.launch import FailureRecord
-from accel.launch._record import Failure, crash_path, culprit, exit_code, read_failure, write_record
-from accel.launch._report import failure_report, last_line, stop_report
+from accel.launching import FailureRecord
+from accel.launching._record import Failure, crash_path, culprit, exit_code, read_failure, write_record
+from accel.launching._report import failure_report, last_line, stop_report
 
 
 def raised(rank: int, time_s: float, exception: str = "ValueError", message: str = "bad", status: int = 1) -> Failure:
@@ -94,7 +94,7 @@ def test_a_crash_points_at_the_users_innermost_frame(tmp_path: Path) -> None:
     Path(crash_path(path)).write_text(
         "Fatal Python error: Segmentation fault\n\nStack (most recent call first):\n"
         '  File "/x/site-packages/lib.py", line 3 in call\n  File "/home/train.py", line 9 in step\n'
-        '  File "/x/accel/launch/_worker.py", line 1 in main\n\nExtension modules: a, b (total: 2)\n'
+        '  File "/x/accel/launching/_worker.py", line 1 in main\n\nExtension modules: a, b (total: 2)\n'
     )
     text = failure_report(read_failure(0, -signal.SIGSEGV, path, 1.0))
     assert text.startswith("accel: rank 0 was killed by SIGSEGV - at /home/train.py:9\n")

@@ -75,8 +75,8 @@ def test_neither_the_launcher_nor_its_worker_imports_torch(workspace: Workspace)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] False", "[rank 1] False"]
     code = (
-        "import os, sys; from accel.launch import launch\n"
-        f"status = launch({str(script)!r}, environ=os.environ); print(status, 'torch' in sys.modules)"
+        "import os, sys; from accel.launching import launch\n"
+        f"status = run_launch({str(script)!r}, environ=os.environ); print(status, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n0 False\n"
@@ -85,9 +85,10 @@ def test_neither_the_launcher_nor_its_worker_imports_torch(workspace: Workspace)
 def test_a_launch_does_not_change_the_environment_of_its_caller(workspace: Workspace) -> None:
     script = workspace.write("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])")
     code = (
-        "import os; from accel.config import LaunchConfig; from accel.launch import launch; before = dict(os.environ)\n"
+        "import os; from accel.config import LaunchConfig\n"
+        "from accel.launching import run_launch; before = dict(os.environ)\n"
         "outer = {**os.environ, 'RANK': '7', 'WORLD_SIZE': '9'}\n"
-        f"launch({str(script)!r}, config=LaunchConfig(nproc_per_node=2), environ=outer)\n"
+        f"run_launch({str(script)!r}, config=LaunchConfig(nproc_per_node=2), environ=outer)\n"
         "assert before == dict(os.environ)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from accel.cli import main
 from accel.config import FIELDS, LaunchConfig
-from accel.launch import Target, batch_script
+from accel.launching import Target, batch_script
 
 SRUN = """#!/bin/sh
 while [ "${1#--kill}" != "$1" ] || [ "${1#--cpus}" != "$1" ]; do shift; done

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from accel.errors import LaunchError
-from accel.launch._target import Target, check_target
+from accel.launching._target import Target, check_target
 
 
 class Elsewhere:

@@ -10,8 +10,8 @@ import pytest
 from accel.cli import main
 from accel.config import LaunchConfig, resolve
 from accel.errors import EnvError, LaunchError
-from accel.launch import Machine, Target, on_pod, plan_launch
-from accel.launch._tpu import count_chips
+from accel.launching import Machine, Target, on_pod, plan_launch
+from accel.launching._tpu import count_chips
 
 POD = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "tpu-0.tpu,tpu-1.tpu"}
 

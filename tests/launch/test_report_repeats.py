@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from accel.launch import FailureRecord
-from accel.launch._record import Failure
-from accel.launch._report import failure_report
+from accel.launching import FailureRecord
+from accel.launching._record import Failure
+from accel.launching._report import failure_report
 
 MISMATCH = "ranks disagree about the call they make together: expected rank 0: gather" + 300 * "x"
 

@@ -16,8 +16,8 @@ from accel.checkpoint import Manifest, encode_manifest, manifest_of
 from accel.cli import main
 from accel.context import single
 from accel.errors import CheckpointError
+from accel.items import load_state, save_state
 from accel.storage import MOST_TENSORS, open_directory, plan_shards, read_header, read_reference, view_tensors
-from accel.training import load_state, save_state
 
 CPU = single()
 

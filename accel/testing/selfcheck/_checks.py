@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel.collectives import broadcast, gather, gather_object, pad_across_processes, reduce
 from accel.context import DistContext, replace
 from accel.data import Cursor, batches, gather_for_metrics, order, prepare_loader
+from accel.items import load_state, save_state
 from accel.optim import Accumulation
 from accel.precision import autocast, loss_scale
 from accel.process import any_rank, wait_for_everyone
-from accel.training import accumulate, backward, load_state, optimizer_step, prepare, save_state
+from accel.training import accumulate, backward, optimizer_step, prepare
 
 Judged = tuple[str, list[str]]  # what was seen, and what is wrong with it on this rank
 

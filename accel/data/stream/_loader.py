@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loader over a stream: who reads what, told in so many words, because nothing of it can be guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Literal, NoReturn, Protocol, cast, get_args, runtime_checkable
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel.context import DistContext
+from accel.data._passes import Passes
+from accel.data._plan import Place, Tail, check_count
+from accel.data.stream._cut import Cut
+from accel.errors import ConfigError, DataError, check_choice
+from accel.tree import Container
+
+StreamMode = Literal["shards", "own", "elements", "dispatch"]
+
+_STEPS_PER_MESSAGE = 8
+
+_MODES = (
+    'stream="shards": each rank reads its part of the sources, dataset.shard(num_shards=, index=); '
+    'stream="own": the dataset gives each rank its own part already; '
+    'stream="elements": the first rank of each node reads the whole stream and hands batches to its node; '
+    'stream="dispatch": rank 0 reads the whole stream and hands batches to all'
+)
+
+
+@runtime_checkable
+class _Shardable(Protocol):
+    def shard(self, num_shards: int, index: int) -> Iterable[Any]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StreamLoader:
+    """A loader over a stream: what to read, who reads, how it is cut. Iterate it with `batches(ctx, loader, cursor)`.
+
+    Attributes:
+        source: what is read; in mode `shards` this rank's part of the dataset.
+        mode: who reads what.
+        tail: what becomes of the end: `ragged` gives every sample once, batches may be shorter and ranks may be left
+            with stand-ins; `pad` keeps shapes; `drop` ends all ranks where the first has no full batch left.
+        batch_size: samples to a rank's batch, as far as ranks read apart from each other; None if the stream gives
+            batches.
+        global_batch: samples to a step of all ranks; None if the stream gives batches.
+        rank, world_size: which part of each step is for this rank, and of how many; of data-parallel ranks.
+        prepared_for: the place of its context.
+        replay: whether resuming reads again from the beginning, even if the stream has a state.
+        steps_per_message: the most steps that ranks agree on, and hand on, at once.
+        num_workers: processes that read ahead, on the ranks that read; 0 reads in this one.
+        collate_fn: list of samples to batch.
+        options: further arguments of torch's DataLoader, as the user's loader had them.
+        passes: the memory of its last complete pass.
+    """
+
+    source: Iterable[Any]
+    mode: StreamMode
+    tail: Tail
+    batch_size: int | None
+    global_batch: int | None
+    rank: int
+    world_size: int
+    prepared_for: Place
+    replay: bool
+    steps_per_message: int
+    num_workers: int
+    collate_fn: Callable[[Any], Any]
+    options: dict[str, Any]
+    passes: Passes = dataclasses.field(default_factory=Passes, repr=False, compare=False)
+
+    def __iter__(self) -> NoReturn:
+        raise DataError(
+            "a prepared loader is iterated from a cursor",
+            expected="for batch in accel.batches(ctx, loader, cursor)",
+            got="for batch in loader",
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some ranks read the whole stream for others."""
+        return self.mode in ("elements", "dispatch")
+
+    def cut(self, mine: tuple[int, ...], containers: tuple[Container, ...]) -> Cut:
+        """Return how a reader cuts the stream.
+
+        Args:
+            mine: the data-parallel ranks that it reads for.
+            containers: further kinds of containers that batches may hold.
+        """
+        whole = self.batch_size is None
+        if not self.is_shared:
+            return Cut(self.batch_size or 1, 1, (0,), self.tail, whole, containers)
+        size = self.global_batch or self.world_size
+        return Cut(size, self.world_size, mine, self.tail, whole, containers)
+
+
+def is_stream(loader: object) -> bool:
+    """Whether a loader is over a stream: a DataLoader over an IterableDataset, or an iterable that is no DataLoader."""
+    if isinstance(loader, DataLoader):
+        return isinstance(cast(Any, loader).dataset, IterableDataset)
+    return isinstance(loader, Iterable) and hasattr(cast(object, loader), "state_dict")
+
+
+def stream_loader(
+    ctx: DistContext,
+    loader: Any,
+    mode: StreamMode | None,
+    place: tuple[int, int],
+    *,
+    global_batch: int | None,
+    tail: Tail | None,
+    replay: bool,
+    steps_per_message: int | None,
+) -> StreamLoader:
+    """Prepare a loader over a stream; see `prepare_loader`. No communication.
+
+    Raises:
+        DataError: no mode, or a loader or dataset that cannot be read in this mode.
+        ConfigError: an unknown mode or tail, or a global batch that does not fit.
+    """
+    if mode is None:
+        raise DataError(
+            "a stream has no positions to shard",
+            expected="prepare_loader(ctx, loader, stream=...), which says who reads what",
+            got="no stream=",
+            fix=_MODES,
+        )
+    check_choice(mode, get_args(StreamMode), "unknown way to read a stream", where="prepare_loader(stream=)")
+    is_torch = isinstance(loader, DataLoader)
+    if is_torch:
+        _check_torch(loader)
+    elif not isinstance(loader, Iterable) or isinstance(loader, Generator):
+        raise DataError(
+            "not a loader",
+            expected="a DataLoader over an IterableDataset, or an object that can be iterated once an epoch",
+            got=type(cast(object, loader)).__name__,
+            where="prepare_loader",
+        )
+    batch_size = loader.batch_size if is_torch else None
+    chosen = _tail(tail, drops=is_torch and bool(loader.drop_last), whole=batch_size is None)
+    if steps_per_message is not None:
+        check_count(steps_per_message, "not a number of steps", where="steps_per_message=")
+    rank, world_size = place
+    each, total = _sizes(world_size, batch_size, global_batch, mode)
+    workers = loader.num_workers if is_torch else 0
+    return StreamLoader(
+        source=_source(place, cast(Any, loader).dataset if is_torch else loader, mode),
+        mode=mode,
+        tail=chosen,
+        batch_size=each,
+        global_batch=total,
+        rank=rank,
+        world_size=world_size,
+        prepared_for=(ctx.rank, ctx.world_size, ctx.data_parallel),
+        replay=replay,
+        steps_per_message=steps_per_message or (1 if workers else _STEPS_PER_MESSAGE),
+        num_workers=workers,
+        collate_fn=cast(Any, loader).collate_fn if is_torch else _unchanged,
+        options=_options(loader, workers) if is_torch else {},
+    )
+
+
+def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
+    """How an epoch ends: as stated, or as the loader says.
+
+    Args:
+        tail: as the user states it.
+        drops: the loader says `drop_last`.
+        whole: the stream itself makes the batches.
+    """
+    if tail is not None and drops and tail != "drop":
+        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
+    chosen: Tail = tail or ("drop" if drops else "ragged")
+    check_choice(chosen, get_args(Tail), "unknown way to end an epoch", where="tail=")
+    if whole and chosen == "pad":
+        raise ConfigError(
+            "batches that the stream itself makes cannot be padded",
+            got='tail="pad" and no batch_size',
+            where="prepare_loader",
+            fix='Let the DataLoader batch the samples: batch_size=, or use tail="ragged" or "drop".',
+        )
+    return chosen
+
+
+def _sizes(
+    world_size: int, batch_size: int | None, global_batch: int | None, mode: StreamMode
+) -> tuple[int | None, int | None]:
+    """Samples to a rank's batch, and to a step."""
+    if global_batch is None:
+        return batch_size, None if batch_size is None else batch_size * world_size
+    check_count(global_batch, "not a number of samples to a step", where="global_batch=")
+    if batch_size is None:
+        raise ConfigError(
+            "the stream itself makes the batches", got="global_batch= and no batch_size", fix="Leave it out."
+        )
+    if mode in ("shards", "own") and global_batch % world_size:
+        raise ConfigError(
+            "ranks that read apart from each other have batches of one size",
+            expected=f"a multiple of {world_size} ranks",
+            got=str(global_batch),
+            where="global_batch=",
+        )
+    return -(-global_batch // world_size), global_batch
+
+
+def _source(place: tuple[int, int], dataset: Any, mode: StreamMode) -> Iterable[Any]:
+    if mode != "shards":
+        return dataset
+    if not isinstance(dataset, _Shardable):
+        raise DataError(
+            "the dataset cannot be divided by source",
+            expected="a method shard(num_shards, index), as Hugging Face's iterable datasets have",
+            got=type(dataset).__name__,
+            where="prepare_loader",
+            fix="Give it one, or read in another way. " + _MODES,
+        )
+    for name in ("num_shards", "n_shards"):
+        shards = getattr(dataset, name, None)
+        if isinstance(shards, int) and shards < place[1]:
+            raise DataError(
+                "fewer source shards than ranks",
+                expected=f"at least {place[1]}",
+                got=f"{name}={shards}",
+                where="prepare_loader",
+                fix='Divide the data into more files, or use stream="elements" or "dispatch".',
+            )
+    return dataset.shard(num_shards=place[1], index=place[0])
+
+
+def _check_torch(loader: Any) -> None:
+    if not isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            "a dataset with positions is sharded by its order, not read as a stream",
+            got=f"stream= and {type(loader.dataset).__name__}",
+            where="prepare_loader",
+            fix="Leave stream= out.",
+        )
+    refused = {
+        "workers do not persist from one epoch to the next": (loader.persistent_workers, "persistent_workers=True"),
+        "batches come in their order": (not getattr(loader, "in_order", True), "in_order=False"),
+        "the cursor's seed decides": (loader.generator is not None, "a generator"),
+        "a cursor says where to begin": (getattr(loader, "next_iter_state", None) is not None, "a loaded state_dict"),
+    }
+    for problem, (wrong, got) in refused.items():
+        if wrong:
+            raise DataError(problem, got=got, where="prepare_loader", fix="Leave it out.")
+
+
+def _options(loader: Any, workers: int) -> dict[str, Any]:
+    return {
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor if workers else None,
+    }
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights for other libraries: a model as Hugging Face's safetensors, written by all ranks; tensors as one file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel.checkpoint import check_tensor, checksum, is_sharded, settle, tied
+from accel.comm import Call, call_site
+from accel.context import DistContext, context_first
+from accel.errors import CheckpointError, ConfigError
+from accel.items._whole import facts, live_tensors, whole
+from accel.storage import (
+    encode_index,
+    file_names,
+    is_file_name,
+    make_folder,
+    parse_size,
+    plan_shards,
+    publish_file,
+    publish_weights,
+    remove_flat,
+    stage_files,
+    take_lock,
+    write_tensors,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What is written: tensors without aliases, the names of each file, and the aliases."""
+
+    tensors: Mapping[str, torch.Tensor]
+    shards: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, str]
+    local: int
+
+
+@context_first
+def save_model(
+    ctx: DistContext, model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
+) -> Path:
+    """Write a model as safetensors that `from_pretrained` of Hugging Face's libraries loads. A collective.
+
+    The folder gets `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
+    `model.safetensors.index.json`, and keeps what else is in it, such as a `config.json`. Ranks write files in turn;
+    each needs memory for one file of sharded tensors. At any moment, also after a crash, the folder holds the old
+    weights or the new ones; older files that the old index lists are deleted at the end.
+
+    Args:
+        ctx: the context.
+        model: plain, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism. Names are those
+            without wrappers; of tied tensors the first name in the model's order is written.
+        folder: on a file system that all nodes share; made if it is missing.
+        max_shard_size: bytes that a file holds at most, or a text such as "1.5GB" or "512MiB"; a larger tensor has a
+            file for itself.
+
+    Returns:
+        The folder, on every rank, once everything is on the disk.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored, another process is saving there, or the disk failed; the same on
+            every rank.
+        CollectiveMismatch: ranks hold different models, or passed different sizes.
+        ConfigError: `max_shard_size` is no size.
+
+    Reference: the layout is that of transformers' `save_pretrained`.
+    """
+    target, site, error, weights = Path(folder), call_site(), None, None
+    try:
+        weights = _plan(ctx, model, parse_size(max_shard_size, "save_model, max_shard_size="))
+    except Exception as failure:
+        error = failure
+    detail = "\n".join([f"max_shard_size={max_shard_size}", *facts(weights.tensors if weights is not None else {})])
+    local = weights.local if weights is not None else 0
+    sums = settle(ctx, Call("save_model", detail, site), error, local, int)
+    assert weights is not None  # settle raised otherwise
+    alone = len(set(sums)) > 1
+    if alone and ctx.is_main_process:
+        _warn("ranks hold different parameters or buffers; %s gets rank 0's", target)
+    with _stage(ctx, target / "model", "save_model", site) as stage:
+        error = _write(ctx, stage, weights, writers=1 if alone else ctx.world_size)
+        settle(ctx, Call("save_model: writing", site=site), error, b"", bytes)
+        error = None
+        if ctx.is_main_process:
+            try:
+                sizes = {name: tensor.nbytes for name, tensor in weights.tensors.items()}
+                index = encode_index(weights.shards, sizes) if len(weights.shards) > 1 else None
+                publish_weights(stage, file_names(len(weights.shards)), index)
+                _tell_rivals(target)
+            except CheckpointError as failure:
+                error = failure
+        settle(ctx, Call("save_model: committing", site=site), error, b"", bytes)
+    return target
+
+
+@context_first
+def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str | os.PathLike[str]) -> Path:
+    """Write rank 0's tensors as one safetensors file, which appears by a rename. A collective.
+
+    Args:
+        ctx: the context.
+        tensors: by name, of any device and stride; other ranks' are ignored, and may be None.
+        path: of the file, on rank 0; its folder is made if it is missing, and a file of that name replaced.
+
+    Returns:
+        The path, on every rank, once the file is on the disk.
+
+    Raises:
+        CheckpointError: a value is no dense tensor, named, or the disk failed; the same on every rank.
+        ConfigError: the file's name holds other characters than letters, digits, "_", "." and "-".
+    """
+    target, site, error = Path(path), call_site(), None
+    try:
+        if ctx.is_main_process:
+            _check_named(tensors, target)
+    except Exception as failure:
+        error = failure
+    settle(ctx, Call("save", site=site), error, b"", bytes)
+    with _stage(ctx, target, "save", site) as stage:
+        if ctx.is_main_process and tensors is not None:
+            try:
+                write_tensors(stage, target.name, tensors)
+                publish_file(stage, target.name, target)
+            except (CheckpointError, RuntimeError) as failure:
+                error = failure
+        settle(ctx, Call("save: writing", site=site), error, b"", bytes)
+    return target
+
+
+def _plan(ctx: DistContext, model: nn.Module, limit: int) -> _Weights:
+    """List what is written of a model, and in which files.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored.
+    """
+    live = live_tensors(model)
+    if not live:
+        raise CheckpointError("a model without tensors", where="save_model")
+    for name, tensor in live.items():
+        if tensor.dtype == torch.complex128:
+            fix = "Keep it in complex64, or as pairs of float64."
+            raise CheckpointError("safetensors holds no complex128", where=name, fix=fix)
+    kept: dict[str, torch.Tensor] = {}
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    groups = tied({name: tensor for name, tensor in live.items() if not is_sharded(tensor)})
+    for name, tensor in live.items():
+        group = id(tensor) if is_sharded(tensor) else groups.get(name, name)
+        if (known := first.setdefault(group, name)) == name:
+            kept[name] = tensor
+        else:
+            aliases[name] = known
+    shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
+    compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_sharded(tensor)}
+    return _Weights(kept, shards, aliases, checksum(compared))
+
+
+def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) -> Exception | None:
+    """Write this rank's files; return what went wrong, after taking part in all that gathers tensors."""
+    error: Exception | None = None
+    files = file_names(len(weights.shards))
+    metadata = {**weights.aliases, "format": "pt"}
+    for start in range(0, len(files), writers):
+        mine: dict[str, torch.Tensor] = {}
+        for at in range(start, min(start + writers, len(files))):
+            for name in weights.shards[at]:
+                tensor = whole(weights.tensors[name])
+                if at - start == ctx.rank and error is None:
+                    mine[name] = tensor.cpu() if is_sharded(weights.tensors[name]) else tensor
+        if mine and error is None:
+            try:
+                write_tensors(stage, files[start + ctx.rank], mine, metadata)
+            except (CheckpointError, RuntimeError) as failure:  # RuntimeError: a device that fails while it is read
+                error = failure
+    return error
+
+
+@contextlib.contextmanager
+def _stage(ctx: DistContext, target: Path, name: str, site: str) -> Generator[Path]:
+    """Hold a folder beside the target in which all ranks write, and the lock of the folder both are in. A collective.
+
+    Raises:
+        CheckpointError: another process is saving there, or the disk failed; on every rank.
+    """
+    error, stage, parent = None, "", target.parent
+    with contextlib.ExitStack() as held:
+        if ctx.is_main_process:
+            try:
+                make_folder(parent)
+                held.callback(take_lock(parent).release)
+                stage = stage_files(target).name
+                held.callback(_remove, parent / stage)
+            except CheckpointError as failure:
+                error = failure
+        names = settle(ctx, Call(f"{name}: opening the stage", site=site), error, stage, str)
+        yield parent / names[0]
+
+
+def _remove(stage: Path) -> None:
+    if stage.exists():
+        with suppress(CheckpointError):  # a disk that fails: the first error is the one to tell
+            remove_flat(stage)
+
+
+def _check_named(tensors: Mapping[str, torch.Tensor] | None, target: Path) -> None:
+    if not is_file_name(target.name):
+        raise ConfigError("not a name of a file", expected="letters, digits, '_', '.' and '-'", got=repr(target.name))
+    if not isinstance(tensors, Mapping):
+        fix = "Pass {'name': tensor}; save_state stores other values."
+        raise CheckpointError("not tensors by name", got=type(tensors).__name__, where="save", fix=fix)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            fix = "save_state stores other values."
+            raise CheckpointError("not a tensor", got=type(tensor).__name__, where=f"save, {name}", fix=fix)
+        check_tensor(tensor, f"save, {name}")
+
+
+def _tell_rivals(folder: Path) -> None:
+    for path in sorted(folder.glob("pytorch_model*")):
+        _warn("%s stays, which accel did not write; some readers prefer it to the new weights", path)
+
+
+def _warn(text: str, *values: object) -> None:
+    logging.getLogger("accel.checkpoint").warning(text, *values)

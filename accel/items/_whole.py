@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tensors whole, however they are spread: by the names that they have without wrappers, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, cast, overload
+
+import torch
+from torch import nn
+
+from accel.checkpoint import check_tensor, is_sharded, settle
+from accel.collectives import check_rank
+from accel.comm import Call, call_site
+from accel.context import DistContext, context_first
+from accel.items._modules import clean_name
+from accel.storage import dtype_name
+
+_EXTRA_STATE = "_extra_state"
+
+
+@overload
+def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: None) -> dict[str, torch.Tensor]: ...
+
+
+@overload
+def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int = 0) -> dict[str, torch.Tensor] | None: ...
+
+
+@context_first
+def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -> dict[str, torch.Tensor] | None:
+    """Return a model's parameters and persistent buffers whole, on the CPU. A collective.
+
+    Names are those of the model without wrappers. Sharded tensors are gathered one at a time, so that a rank that gets
+    no result needs memory for one of them. Tensors that lie whole on the CPU already are the live ones, not copies.
+
+    Args:
+        ctx: the context.
+        model: plain, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism.
+        dst: the rank that gets the result; None for all.
+
+    Returns:
+        The tensors in the model's order, tied ones under every name; None on ranks other than `dst`. Extra state that
+        is no tensor is left out, with a warning of the logger `accel.checkpoint`.
+
+    Raises:
+        CheckpointError: a tensor has no values, or is of a kind that cannot be read; the same on every rank.
+        CollectiveMismatch: ranks hold different models.
+        ConfigError: no such rank.
+    """
+    error, tensors = None, dict[str, torch.Tensor]()
+    try:
+        check_rank(ctx, dst, "get_state_dict, dst=")
+        tensors = live_tensors(model)
+    except Exception as failure:
+        error = failure
+    call = Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), call_site())
+    settle(ctx, call, error, b"", bytes)
+    if dst not in (None, ctx.rank):
+        for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+            _ = whole(tensor)
+        return None
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in found:
+            found[id(tensor)] = whole(tensor).cpu()
+    return {name: found[id(tensor)] for name, tensor in tensors.items()}
+
+
+def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """List a model's parameters and persistent buffers in order, by clean names; sharded ones as they are.
+
+    Raises:
+        CheckpointError: one has no values, or is sparse or quantized; named.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for raw, value in model.state_dict(keep_vars=True).items():
+        name = clean_name(model, raw)
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, name)
+            tensors[name] = value if is_sharded(value) else value.detach()  # tied shards are known by being one object
+        elif raw.rpartition(".")[2] == _EXTRA_STATE:
+            logger = logging.getLogger("accel.checkpoint")
+            logger.warning("%s is left out: it is extra state, and no tensor", name)
+    return tensors
+
+
+def facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return what ranks must agree on, a line for each tensor."""
+    return [f"{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in tensors.items()]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in one piece; a DTensor is gathered, which is a collective of its mesh."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    spread = cast(Any, tensor.detach())
+    if spread.device.type != spread.device_mesh.device_type:  # offloaded, while its ranks talk through their devices
+        spread = spread.to(spread.device_mesh.device_type)
+    return spread.full_tensor()

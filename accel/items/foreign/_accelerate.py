@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going on from a checkpoint of Hugging Face Accelerate; its pickles are read by torch's weights-only loader."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel.checkpoint import is_sharded, settle
+from accel.comm import Call, call_site
+from accel.context import DistContext, context_first
+from accel.errors import CheckpointError, ConfigError
+from accel.items._gradients import drop_gradients
+from accel.items._items import check_items, module_states
+from accel.items._kinds import Stateful
+from accel.items._loading import Changes, rollback, try_risky
+from accel.items._modules import ModuleState
+from accel.items._optimizers import load_optimizer
+from accel.items._problems import Problems, facts
+from accel.items._zero import contents, put_back
+from accel.precision import LossScale
+from accel.storage import open_directory, read_reference
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+
+_WHERE = "load_accelerate_state"
+_NOT_TAKEN = {
+    "random_states_": "random streams, which go on as they are",
+    "sampler": "the order of data; build a Cursor from the epochs and samples that were done",
+    "dl_state_dict": "the position of data loaders",
+    "profile": "profiles",
+}
+
+
+@context_first
+def load_accelerate_state(
+    ctx: DistContext, folder: str | os.PathLike[str], items: Mapping[str, object]
+) -> dict[str, object]:
+    """Load a folder that Accelerate's `save_state` wrote. A collective. Mutates modules, optimizers and the like.
+
+    Accelerate counts what it saves, so order is all that tells which is which: the first module among the items gets
+    `model.safetensors`, the second `model_1.safetensors`; optimizers, schedulers and other objects with
+    `load_state_dict` (`custom_checkpoint_0.pkl`) likewise, and a `LossScale` takes `scaler.pt`. Everything is read and
+    compared before anything changes. What is not taken is told by the logger `accel.checkpoint`: random streams, and
+    the position in the data. Pickles are read by torch's weights-only loader, which runs no code of theirs.
+
+    Args:
+        ctx: the context.
+        folder: what `save_state` was given, or made, such as `checkpoint_3`.
+        items: modules, optimizers, schedulers, objects with state_dict and load_state_dict, and a `LossScale`, by
+            name, in the order in which Accelerate prepared or registered them.
+
+    Returns:
+        Every item: the live objects that were passed, and a new `LossScale`.
+
+    Raises:
+        CheckpointError: a file is missing, holds more than weights, or does not fit; the same on every rank, and
+            nothing has been changed.
+        ConfigError: an item that Accelerate does not save.
+    """
+    source, call = Path(folder), Call(_WHERE, Path(folder).name, call_site())
+    error, changes, copies, undo = None, None, list[Copy](), []
+    try:
+        check_items(items, _WHERE)
+        changes, copies = _match(source, items)
+    except Exception as failure:
+        error = failure
+    settle(ctx, call, error, b"", bytes)
+    assert changes is not None  # settle raised otherwise
+    try:
+        undo = try_risky(changes)
+    except CheckpointError as failure:
+        error = failure
+    try:
+        settle(ctx, Call(f"{_WHERE}: applying", site=call.site), error, b"", bytes)
+    except BaseException:
+        rollback(undo)
+        raise
+    with torch.no_grad():
+        for live, stored in copies:
+            live.copy_(stored)
+    drop_gradients(items)
+    return changes.values
+
+
+def _match(source: Path, items: Mapping[str, object]) -> tuple[Changes, list[Copy]]:
+    """Read and compare everything; return what loading will do."""
+    changes, copies, problems, states = Changes(), list[Copy](), Problems(), module_states(items)
+    taken: list[str] = []
+    counts: dict[str, int] = {}
+    with open_directory(source) as folder:
+        present = folder.names()
+
+    def next_name(kind: str, *endings: str, first: str = "") -> str:
+        count = counts[kind] = counts.get(kind, -1) + 1
+        stem = kind + (first if count == 0 else f"_{count}")
+        names = [stem + ending for ending in endings]
+        found = next((name for name in names if name in present), None)
+        if found is None:
+            raise _missing(source, names[0], present)
+        taken.append(found)
+        return found
+
+    for name, item in items.items():
+        changes.values[name] = item
+        if isinstance(item, nn.Module):
+            _module(source / next_name("model", ".safetensors"), name, states[name], problems, copies)
+        elif isinstance(item, torch.optim.Optimizer):
+            _optimizer(source / next_name("optimizer", ".bin"), name, item, problems, changes)
+        elif isinstance(item, LossScale):
+            changes.values[name] = _loss_scale(source / next_name("scaler", ".pt"), item)
+        elif isinstance(item, Stateful):
+            kind = "scheduler" if isinstance(item, LRScheduler) else "custom_checkpoint"
+            ending, first = (".bin", "") if kind == "scheduler" else (".pkl", "_0")
+            state = read_saved(source / next_name(kind, ending, first=first))
+            back = _call(item.load_state_dict, item.state_dict())
+            changes.risk(f"item {name}", _call(item.load_state_dict, state), back)
+        else:
+            fix = "Leave it out, and begin with a new one."
+            got = type(item).__qualname__
+            raise ConfigError("Accelerate saves no such item", got=got, where=f"{_WHERE}, {name}", fix=fix)
+    if problems:
+        raise problems.error(source)
+    for name in sorted(set(present) - set(taken)):
+        why = next((why for start, why in _NOT_TAKEN.items() if name.startswith(start)), "of no item that was passed")
+        logging.getLogger("accel.checkpoint").warning("not taken from %s: %s (%s)", source, name, why)
+    return changes, copies
+
+
+def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies: list[Copy]) -> None:
+    with open_directory(path.parent) as folder:
+        stored = read_reference(folder, path.name)
+    tensors = {**live.parameters, **live.buffers}
+    if any(is_sharded(tensor) for tensor in tensors.values()):
+        fix = "Load into the plain model, then spread it."
+        raise CheckpointError("a sharded model takes no whole tensors", where=f"{_WHERE}, {name}", fix=fix)
+    held = {id(tensors[key]) for key in tensors.keys() & stored.keys()}
+    needed = {key for key, tensor in tensors.items() if key in stored or id(tensor) not in held}  # not tied to another
+    problems.compare_names(needed, stored.keys(), f"{name}.")
+    for key in sorted(needed & stored.keys()):
+        problems.compare_tensor(f"{name}.{key}", facts(tensors[key]), facts(stored[key]))
+        copies.append((tensors[key], stored[key]))
+
+
+def _optimizer(path: Path, name: str, live: torch.optim.Optimizer, problems: Problems, changes: Changes) -> None:
+    state = read_saved(path)
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not isinstance(state.get("state"), dict):
+        raise CheckpointError("not an optimizer's state", where=str(path))
+    stored = [len(group["params"]) for group in cast("list[dict[str, Any]]", groups)]
+    mine = [len(group["params"]) for group in live.param_groups]
+    if stored != mine:
+        problems.wrong_type(f"{name}: groups of parameters", f"groups of {mine}", f"groups of {stored}")
+        return
+    params = [parameter for group in live.param_groups for parameter in group["params"]]
+    for index, entries in cast("dict[int, dict[str, object]]", state["state"]).items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim() and key.startswith("exp_avg"):
+                problems.compare_tensor(
+                    f"{name}: {key} of parameter {index}", ("", tuple(params[index].shape)), ("", tuple(value.shape))
+                )
+    changes.risk(f"item {name}", _call(load_optimizer, live, state), _call(put_back, contents(live)))
+
+
+def _loss_scale(path: Path, live: LossScale) -> LossScale:
+    state = read_saved(path)
+    fields = {"scale": "scale", "growth_factor": "growth_factor", "backoff_factor": "backoff_factor"}
+    fields |= {"growth_interval": "growth_interval", "good_steps": "_growth_tracker"}
+    try:
+        told = {mine: state[theirs] for mine, theirs in fields.items()}
+        return msgspec.convert(msgspec.structs.asdict(live) | told, LossScale)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"not the state of a gradient scaler: {error}", where=str(path)) from error
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Read a file that torch.save wrote: weights and plain values, and no code.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    try:
+        state: object = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or hostile file can raise anything
+        raise CheckpointError(
+            f"{path.name}: cannot be read without running code from it: {str(error).splitlines()[0]}",
+            where=str(path),
+            fix="Leave that object out of the items, and build it anew.",
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path.name}: not a state", expected="a dict", got=type(state).__name__, where=str(path))
+    return cast("dict[str, Any]", state)
+
+
+def _missing(source: Path, name: str, present: list[str]) -> CheckpointError:
+    sharded = [found for found in present if found.startswith(("pytorch_model_fsdp", "pytorch_model", "zero_"))]
+    fix = "Pass as many items of a kind as were saved."
+    if sharded:
+        fix = f"{sharded[0]} is of another format: only what Accelerate writes as safetensors is read."
+    got = ", ".join(present[:8]) or "an empty folder"
+    return CheckpointError(
+        f"{name}: missing", expected="a folder that Accelerate's save_state wrote", got=got, where=str(source), fix=fix
+    )
+
+
+def _call(function: Callable[..., object], *values: Any) -> Callable[[], object]:
+    return lambda: function(*values)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of `torch.distributed.checkpoint` made into accel's, and accel's into them; by one process, offline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from accel.checkpoint import (
+    RANKS,
+    Content,
+    Item,
+    ItemKind,
+    Saved,
+    check_tensor,
+    decode,
+    encode,
+    open_checkpoint,
+    save,
+    tensors_in,
+)
+from accel.context import single
+from accel.errors import CheckpointError
+from accel.items._optimizers import Group, OptimizerValue, ParamFacts
+from accel.items._problems import facts
+from accel.items._rows import write_row
+from accel.items.foreign._dcp_read import read_dcp
+from accel.storage import Place, RemotePath, as_place, commit, disk_errors, make_folder, remove_flat, stage_files
+
+
+def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int) -> Place:
+    """Make a checkpoint of what `torch.distributed.checkpoint.save` wrote. No communication.
+
+    Each name at the top becomes an item: a dict of tensors a module; the state dict of an optimizer that names its
+    parameters (as torch's `get_state_dict` gives) an optimizer; other dicts the state of an object with
+    `load_state_dict`; the rest plain values. A folder that holds a single state dict becomes the item "model". Random
+    streams begin anew. Everything is in memory at once.
+
+    Args:
+        folder: with a `.metadata` file, which is read as data: nothing that its pickle names is imported or called.
+        out: the folder or URL of checkpoints to put it into.
+        step: names the checkpoint.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: the folder is damaged, holds more than weights and plain values, or the disk failed.
+    """
+    state = read_dcp(Path(folder))
+    if all(isinstance(value, torch.Tensor) for value in state.values()):
+        state = {"model": state}
+    modules = {name: value for name, value in state.items() if _kind(value) == "module"}
+    tensors: dict[str, torch.Tensor] = {}
+    items: dict[str, Item] = {}
+    for name, value in state.items():
+        if not name.isidentifier():
+            raise CheckpointError("not a name of an item", expected="an identifier", got=repr(name), where=str(folder))
+        kind = _kind(value)
+        encoded: Any = {}
+        if kind == "module":
+            for key, tensor in value.items():
+                check_tensor(tensor, f"{name}.{key}")
+                tensors[f"{name}.{key}"] = tensor
+        elif (names := _parameters(value, modules)) is not None:
+            kind, encoded = "optimizer", msgspec.to_builtins(_optimizer(name, value, names, modules, tensors))
+        else:
+            encoded = encode(value, name, tensors)
+        items[name] = Item(kind=kind, type=type(value).__name__ if kind == "value" else "", value=encoded)
+    ctx = single()
+    content = Content(shared={}, main=tensors, own={}, loose={}, items=items, row=write_row(ctx, {}))
+    return save(ctx, as_place(out), content, step=step, keep=None, metrics={})
+
+
+def export_dcp(
+    path: str | os.PathLike[str] | RemotePath,
+    folder: str | os.PathLike[str],
+    *,
+    advance: Callable[[int], object] | None = None,
+) -> Path:
+    """Write a checkpoint as `torch.distributed.checkpoint.save` would. No communication.
+
+    Every item is a name at the top: a module its tensors by name, an optimizer its state by the names of its
+    parameters, as torch's `set_state_dict` takes them, other items their state. Random streams are left out.
+    Everything is in memory at once, and every byte of it is checked.
+
+    Args:
+        path: the checkpoint's folder or URL.
+        folder: to be made; must not exist.
+        advance: called with numbers of bytes that have been read, for a progress bar.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, the folder exists, or the disk failed.
+    """
+    import torch.distributed.checkpoint
+
+    target = Path(folder)
+    if os.path.lexists(target):
+        raise CheckpointError("exists already", where=str(target), fix="Name a folder that is to be made.")
+    with open_checkpoint(as_place(path)) as saved:
+        saved.verify(saved.spans(saved.manifest.files), advance)
+        state = {name: _exported(saved, name, item) for name, item in saved.manifest.items.items()}
+    make_folder(target.parent)
+    stage = stage_files(target)
+    try:
+        with disk_errors(stage), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group, which is the point
+            dcp = cast(Any, torch.distributed.checkpoint)
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(stage), no_dist=True)
+        _ = commit(stage, target)
+    except BaseException:
+        with contextlib.suppress(CheckpointError):  # a disk that fails: the first error is the one to tell
+            remove_flat(stage)
+        raise
+    return target
+
+
+def _kind(value: object) -> ItemKind:
+    if not isinstance(value, dict):
+        return "value"
+    values = cast("dict[object, object]", value)
+    plain = all(isinstance(key, str) and isinstance(held, torch.Tensor) for key, held in values.items())
+    return "module" if plain and values else "stateful"
+
+
+def _parameters(value: Any, modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str] | None:
+    """The full name of each parameter of an optimizer's state dict, by its name there; None if it is no such."""
+    if not isinstance(value, dict) or {"state", "param_groups"} - cast("dict[str, Any]", value).keys():
+        return None
+    names: dict[str, str] = {}
+    for group in cast("list[dict[str, list[str]]]", value["param_groups"]):
+        for name in group["params"]:
+            owners = [module for module, tensors in modules.items() if name in tensors]
+            if len(owners) != 1:
+                return None
+            names[name] = f"{owners[0]}.{name}"
+    return names
+
+
+def _optimizer(
+    item: str,
+    value: dict[str, Any],
+    names: Mapping[str, str],
+    modules: Mapping[str, Mapping[str, torch.Tensor]],
+    tensors: dict[str, torch.Tensor],
+) -> OptimizerValue:
+    groups = tuple(
+        Group(
+            params=tuple(names[name] for name in group["params"]),
+            options={
+                key: encode(option, f"{item}.param_groups[{at}].{key}", tensors)
+                for key, option in group.items()
+                if key not in ("params", "param_names")
+            },
+        )
+        for at, group in enumerate(value["param_groups"])
+    )
+    params = {full: ParamFacts(*facts(modules[full.partition(".")[0]][name])) for name, full in names.items()}
+    state = {
+        names[name]: encode(entries, f"{item}.state.{names[name]}", tensors) for name, entries in value["state"].items()
+    }
+    return OptimizerValue(groups, params, state, {})
+
+
+def _exported(saved: Saved, name: str, item: Item) -> Any:
+    """An item's state in torch's own form."""
+
+    def plain(value: Any) -> Any:
+        return decode(value, f"item {name}", {key: saved.read(key) for key in tensors_in(value)})
+
+    if item.kind == "optimizer":
+        stored = msgspec.convert(item.value, OptimizerValue)
+        groups = [
+            {key: plain(option) for key, option in group.options.items()} | {"params": [_bare(p) for p in group.params]}
+            for group in stored.groups
+        ]
+        state = {_bare(full): plain(entries) for full, entries in stored.state.items()}
+        return {key: plain(value) for key, value in stored.rest.items()} | {"state": state, "param_groups": groups}
+    if item.kind == "module":
+        inside = tensors_in(item.value)
+        own = [key for key in saved.entries if key.startswith(f"{name}.") and key not in inside and key != RANKS]
+        extras = {key: plain(value) for key, value in cast("dict[str, Any]", item.value).items()}
+        return {key.removeprefix(f"{name}."): saved.read(key) for key in own} | extras
+    return plain(item.value)
+
+
+def _bare(full: str) -> str:
+    """A parameter's name without its module's item."""
+    return full.partition(".")[2] or full

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start N processes of this machine that run a script or a function, show their output, and report the first failure.
+
+`launch` runs a function. `plan_launch` turns plain values into a `LaunchPlan`, `run_plan` carries a plan out, and
+`run_launch` does both for a script. None of them imports torch or writes to the environment of the calling process.
+Names resolve on first use: each process of a launch imports this package for the record of its failure alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.lazy import exports
+
+if TYPE_CHECKING:
+    from accel.launching._function import debug_launcher as debug_launcher
+    from accel.launching._function import launch as launch
+    from accel.launching._function import notebook_launcher as notebook_launcher
+    from accel.launching._hosts import check_endpoint as check_endpoint
+    from accel.launching._launch import plan_here as plan_here
+    from accel.launching._launch import run_launch as run_launch
+    from accel.launching._machine import Gpu as Gpu
+    from accel.launching._machine import Machine as Machine
+    from accel.launching._machine import read_machine as read_machine
+    from accel.launching._machine import visible_gpus as visible_gpus
+    from accel.launching._plan import LaunchPlan as LaunchPlan
+    from accel.launching._plan import Place as Place
+    from accel.launching._plan import ProcessPlan as ProcessPlan
+    from accel.launching._plan import plan_launch as plan_launch
+    from accel.launching._record import FailureRecord as FailureRecord
+    from accel.launching._run import run_plan as run_plan
+    from accel.launching._slurm import batch_script as batch_script
+    from accel.launching._slurm import submit as submit
+    from accel.launching._target import Target as Target
+    from accel.launching._target import check_target as check_target
+    from accel.launching._tpu import on_pod as on_pod
+
+__getattr__ = exports(
+    __name__,
+    {
+        "_function": ("debug_launcher", "launch", "notebook_launcher"),
+        "_hosts": ("check_endpoint",),
+        "_launch": ("plan_here", "run_launch"),
+        "_machine": ("Gpu", "Machine", "read_machine", "visible_gpus"),
+        "_plan": ("LaunchPlan", "Place", "ProcessPlan", "plan_launch"),
+        "_record": ("FailureRecord",),
+        "_run": ("run_plan",),
+        "_slurm": ("batch_script", "submit"),
+        "_target": ("Target", "check_target"),
+        "_tpu": ("on_pod",),
+    },
+)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which collective a rank is in, or was in last: asked for when it is silent, and read from what torch keeps anyway.
+
+torch's flight recorder notes every collective of c10d, whoever calls it, with its number and stack:
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html. A thread of the rank's own reads it, as the
+main thread may be waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from accel.launching._frames import DECORATOR, is_users
+from accel.launching._record import calls_path
+
+_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and that of the other backends
+
+
+class Entered(msgspec.Struct, frozen=True, kw_only=True):
+    """The collective of one group that a rank waits in, or the last one that it left.
+
+    Attributes:
+        group: the group's name and backend, the same on all of its ranks.
+        of_all: whether it is the group of all ranks.
+        number: torch counts the collectives of a group and backend from 1.
+        operation: c10d's name for it.
+        call: what the user's line called; empty if it stands on no such line.
+        place: the user's line, "file:line in function".
+        waiting: whether the rank is in it still.
+    """
+
+    group: str
+    of_all: bool
+    number: int
+    operation: str
+    call: str = ""
+    place: str = ""
+    waiting: bool = False
+
+    def __str__(self) -> str:
+        of = f" of {self.call}" if self.call not in ("", self.operation) else ""
+        at = f" at {self.place}" if self.place else ""
+        return f"{self.short}{of}{at}"
+
+    @property
+    def short(self) -> str:
+        """Name the collective without the user's line."""
+        return f"collective {self.number} of {self.group}, {self.operation}"
+
+
+class _Frame(msgspec.Struct, frozen=True):
+    name: str
+    filename: str
+    line: int
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """What the flight recorder keeps of a call, as far as it matters here."""
+
+    process_group: tuple[str, str]
+    profiling_name: str
+    collective_seq_id: int
+    retired: bool
+    is_p2p: bool
+    time_created_ns: int
+    frames: tuple[_Frame, ...] = ()
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    entries: list[_Entry] = []
+
+
+def answer_calls(record: str, ask: str) -> None:
+    """Answer, from now on and in the background, each byte in a named pipe with a file of this process's collectives.
+
+    Args:
+        record: where this rank would write its failure; the file lies beside it.
+        ask: the pipe.
+    """
+
+    def answer() -> None:
+        source = os.open(ask, os.O_RDWR)  # also for writing, so that it never ends
+        while os.read(source, 1):
+            # of another torch, a record may look otherwise; the launcher does without
+            with contextlib.suppress(msgspec.MsgspecError, TypeError, RuntimeError, OSError):
+                _write(calls_path(record), [each for trace in _traces() for each in last_calls(trace)])
+
+    threading.Thread(target=answer, name="accel-launch-calls", daemon=True).start()
+
+
+def last_calls(trace: object) -> list[Entered]:
+    """Return the collective of each group that a rank waits in, or its last; the one to look at first is first.
+
+    Args:
+        trace: a dump of torch's flight recorder, as plain values.
+
+    Raises:
+        msgspec.ValidationError: it is no such dump.
+    """
+    groups: dict[str, list[_Entry]] = {}
+    for entry in msgspec.convert(trace, _Trace).entries:
+        if not entry.is_p2p:
+            groups.setdefault(_group(entry), []).append(entry)
+    telling = [next((entry for entry in calls if not entry.retired), calls[-1]) for calls in groups.values()]
+    telling.sort(key=lambda entry: (entry.retired, -entry.time_created_ns))
+    return [_entered(entry) for entry in telling]
+
+
+def _traces() -> Iterable[object]:
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")  # not there before the script has imported torch
+    # to name lines, torch imports this, which breaks if the main thread is about to import it as well
+    stacks = "_inductor" in vars(sys.modules.get("torch", sys))
+    dumps = [getattr(c10d, name) for name in _RECORDERS if hasattr(c10d, name)]
+    return [pickle.loads(dump(includeStackTraces=stacks)) for dump in dumps]
+
+
+def _group(entry: _Entry) -> str:
+    name, description = entry.process_group
+    backend = entry.profiling_name.partition(":")[0]
+    return backend if _is_of_all(entry) else f"{backend} in group {name} ({description})"
+
+
+def _is_of_all(entry: _Entry) -> bool:
+    return entry.process_group[1] == "default_pg"
+
+
+def _entered(entry: _Entry) -> Entered:
+    called, place = "", ""
+    for frame in entry.frames:
+        if is_users(frame.filename):
+            place = f"{frame.filename}:{frame.line} in {frame.name}"
+            break
+        called = frame.name if frame.name != DECORATOR else called
+    return Entered(
+        group=_group(entry),
+        of_all=_is_of_all(entry),
+        number=entry.collective_seq_id,
+        operation=entry.profiling_name.partition(":")[2],
+        call=called if place else "",
+        place=place,
+        waiting=not entry.retired,
+    )
+
+
+def _write(path: str, calls: list[Entered]) -> None:
+    partial = f"{path}.partial"
+    with open(partial, "wb") as file:
+        _ = file.write(msgspec.json.encode(calls))
+    os.replace(partial, path)

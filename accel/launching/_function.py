@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch a function instead of a script: from a notebook, a test, or any program.
+
+Each rank is a fresh interpreter. A fork would start sooner, but a process whose OpenMP threads have computed, or that
+has touched CUDA, has forks that hang or fail.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from accel.config import TORCHRUN_VARIABLES, LaunchConfig, resolve, to_text
+from accel.errors import ConfigError, LaunchError
+from accel.formats import PrecisionName
+from accel.launching._launch import make_log_dir, plan_here, record_dir
+from accel.launching._parcel import pack, receive_error, receive_value, send_call, unpack
+from accel.launching._run import Ending, run_to_end
+from accel.launching._target import Target
+
+T = TypeVar("T")
+_CALLED = "accel.launching._called"
+
+
+def launch(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    *,
+    nproc: int | Literal["auto"] | None = None,
+    config: LaunchConfig | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Run `fn(ctx, *args)` on several processes of this machine, and return what each of them returned.
+
+    Each rank is a fresh interpreter with a context from `session()`, closed when the function has returned. What the
+    function needs is sent to it: functions and classes of modules by name, those of a notebook or a script by value,
+    which takes the extra `notebook`. This process may have used CUDA, and stays as it is. What the ranks print appears
+    here, with their rank in front; Ctrl-C reaches all of them; when one fails, the others are ended.
+
+    Args:
+        fn: called on every rank with its context first.
+        args: what it is called with besides, a copy for each rank.
+        nproc: how many processes, "auto" for one per visible GPU; None for what the configuration says.
+        config: where and how; None for what the `ACCEL_*` variables say.
+        environ: the environment that each process's own one starts from; `os.environ` if None.
+
+    Returns:
+        The value of each rank, in rank order; a copy, so rather on the CPU.
+
+    Raises:
+        Exception: what the rank raised that failed first, with a note of its rank and traceback.
+        LaunchError: that rank was killed, left without a value, or raised what cannot be sent; the machine has too few
+            GPUs, or this is not the main thread.
+        ConfigError: the function, an argument or a value cannot be pickled.
+        MissingExtraError: the extra `notebook` is needed.
+        EnvError: the environment holds a setting that the processes would refuse.
+        KeyboardInterrupt: Ctrl-C; the ranks have had their time to leave.
+    """
+    environ = os.environ if environ is None else environ
+    config = _resolve({}, environ) if config is None else config
+    config = config if nproc is None else msgspec.structs.replace(config, nproc_per_node=nproc)
+    _refuse_without_effect(config)
+    call = pack((fn, tuple(args)), "the function to launch, or its arguments")
+    with record_dir() as folder:
+        send_call(folder, call)
+        target = Target(kind="module", name=_CALLED, args=(folder,))
+        plan = plan_here(target, config, environ, record_dir=folder)
+        make_log_dir(config.log_dir)
+        ending = run_to_end(plan)
+        if ending.stopped:
+            raise _stopped(ending)
+        if ending.first is not None:
+            raise _failure(ending, folder, len(plan.processes))
+        return [_value(folder, process.rank) for process in plan.processes]
+
+
+def notebook_launcher(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    *,
+    nproc: int | Literal["auto"] = "auto",
+    precision: PrecisionName | None = None,
+) -> list[T]:
+    """Run `fn(ctx, *args)` on every GPU of this machine, from a notebook; like `accel.launch` with other defaults.
+
+    Args:
+        fn: called on every rank with its context first; it may be defined in a cell.
+        args: what it is called with besides, a copy for each rank.
+        nproc: how many processes; "auto" for one per visible GPU, one without GPUs.
+        precision: what to compute in; None for what `ACCEL_PRECISION` or the function say.
+
+    Returns:
+        The value of each rank, in rank order.
+
+    Raises:
+        Exception: as `accel.launch` does.
+    """
+    flags = {"nproc_per_node": to_text(nproc)} | ({"precision": precision} if precision else {})
+    return launch(fn, args, config=_resolve(flags, os.environ))
+
+
+def debug_launcher(fn: Callable[..., T], args: Sequence[Any] = (), *, nproc: int = 2) -> list[T]:
+    """Run `fn(ctx, *args)` on processes that compute on the CPU; like `accel.launch` with other defaults.
+
+    `accel.testing.simulate` takes the same function and is much quicker; this shows what only real processes show.
+
+    Args:
+        fn: called on every rank with its context first.
+        args: what it is called with besides, a copy for each rank.
+        nproc: how many processes.
+
+    Returns:
+        The value of each rank, in rank order.
+
+    Raises:
+        Exception: as `accel.launch` does.
+    """
+    return launch(fn, args, config=LaunchConfig(nproc_per_node=nproc, device="cpu"))
+
+
+def _resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> LaunchConfig:
+    """Return what flags and our own variables say: torchrun's are about hosts, each of which runs a script."""
+    own = {name: text for name, text in environ.items() if name not in TORCHRUN_VARIABLES}
+    return resolve(flags, own).config
+
+
+def _refuse_without_effect(config: LaunchConfig) -> None:
+    for name, only in (("nnodes", 1), ("max_restarts", 0)):
+        if getattr(config, name) != only:
+            raise ConfigError(
+                "a function is launched once, on this machine",
+                expected=f"{name}={only}",
+                got=f"{name}={getattr(config, name)}",
+                fix="Put the call into a script and start that with `accel launch`.",
+            )
+
+
+def _value(folder: str, rank: int) -> Any:
+    packed = receive_value(folder, rank)
+    if packed is None:
+        raise LaunchError(
+            f"rank {rank} ended before it returned a value",
+            got="exit status 0",
+            fix="Return from the function instead of leaving the process.",
+        )
+    return unpack(packed, f"the value of rank {rank}")
+
+
+def _stopped(ending: Ending) -> BaseException:
+    """Let the signal do here what it would have done without a launch; return what to raise if that is nothing."""
+    _ = sys.stderr.write(ending.report)
+    sys.stderr.flush()
+    signal.raise_signal(ending.stopped)
+    return LaunchError(f"the launch was stopped by {signal.Signals(ending.stopped).name}")
+
+
+def _failure(ending: Ending, folder: str, world_size: int) -> BaseException:
+    """Return what the first failing rank raised; the note tells which rank, after whom, and where."""
+    assert ending.first is not None
+    rank, lines = ending.first.rank, ending.report.splitlines()
+    told = [line.removeprefix("accel: ") for line in takewhile(lambda line: line.startswith("accel: "), lines)]
+    raised = receive_error(folder, rank)
+    if raised is not None and isinstance(raised.error, Exception):
+        error, about = raised.error, f"rank {rank} of {world_size} raised this"
+    else:
+        error, about = LaunchError(told[0]), ""
+    rest = raised.traceback if raised is not None else "\n".join(lines[len(told) :])
+    note = "\n".join(line for line in (about, *told[1:], rest) if line)
+    if note:
+        error.add_note(note)
+    return error

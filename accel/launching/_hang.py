@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that have been silent for long: where each of them is, told without ending any."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import msgspec
+
+from accel.launching._calls import Entered
+from accel.launching._children import Children
+from accel.launching._frames import DECORATOR, is_users
+from accel.launching._record import STACK_SIGNAL, ask_path, calls_path, stack_path
+from accel.launching._relay import Relay
+
+_ANSWER_S = 1.0
+_PAUSE_S = 0.02
+_MOST_PLACES = 4  # of which the stack is shown
+_MOST_LINES = 16
+_MOST_FRAMES = 20
+_HIDDEN = re.compile(r"/launch/_worker\.py|<frozen importlib")
+_COLLECTIVE = (
+    "torch/distributed/",
+    "torch/autograd/graph.py",
+    "accel/comm/",
+)  # the second runs backward, and DDP in it
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+
+
+class Heard(NamedTuple):
+    """What a rank answered.
+
+    Attributes:
+        stack: what the fault handler wrote, the innermost frame first; empty if it gave none.
+        asked: whether it could be asked for its collectives.
+        calls: for each group, the collective that it is in, or was in last; None if it did not answer that.
+    """
+
+    stack: str = ""
+    asked: bool = False
+    calls: Sequence[Entered] | None = None
+
+
+class Watch:
+    """Looks after the output of a launch's ranks, and asks them where they are once there has been none for long.
+
+    Args:
+        children: the ranks.
+        relay: what shows their output.
+        after_s: seconds without output; None to look after nothing.
+    """
+
+    def __init__(self, children: Children, relay: Relay | None, after_s: float | None) -> None:
+        self._children = children
+        self._relay = relay
+        self._after_s = after_s
+        self._told_s = 0.0
+        self._looks = 0  # in this silence
+        self._places: dict[int, str] = {}
+
+    def left_s(self) -> float | None:
+        """Return in how many seconds to look; None for never."""
+        if self._after_s is None or self._relay is None:
+            return None
+        return max(0.0, max(self._relay.last_s, self._told_s) + self._after_s - time.monotonic())
+
+    def look(self) -> str:
+        """Return where the ranks are if they have been silent for too long; nothing if that was reported already."""
+        if self._relay is None or self._after_s is None or self.left_s() != 0:
+            return ""
+        if self._told_s <= self._relay.last_s:
+            self._looks, self._places = 0, {}
+        self._told_s = time.monotonic()
+        self._looks += 1
+        heard = self.ask()
+        places = {rank: _place(each) for rank, each in heard.items()}
+        before, self._places = self._places, places
+        return "" if places == before else hang_report(heard, self._after_s * self._looks)
+
+    def ask(self) -> dict[int, Heard]:
+        """Ask each rank that has got so far where it is; return what they answer in time."""
+        records = self._children.records()
+        stacks = {rank: stack_path(record) for rank, record in records.items()}
+        sizes = {rank: os.path.getsize(file) for rank, file in stacks.items() if os.path.exists(file)}
+        calls = {rank: calls_path(record) for rank, record in records.items() if _request(record)}
+        for rank in sizes:
+            self._children.signal_rank(rank, STACK_SIGNAL)
+
+        def open_questions() -> bool:
+            return any(os.path.getsize(stacks[rank]) == size for rank, size in sizes.items()) or not all(
+                map(os.path.exists, calls.values())
+            )
+
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline and open_questions():
+            time.sleep(_PAUSE_S)
+        time.sleep(_PAUSE_S)  # for the end of a stack whose beginning is there
+        return {
+            rank: Heard(
+                stack=_from(stacks[rank], sizes[rank]) if rank in sizes else "",
+                asked=rank in calls,
+                calls=_read(calls[rank]) if rank in calls else None,
+            )
+            for rank in records
+        }
+
+
+def hang_report(heard: Mapping[int, Heard], after_s: float) -> str:
+    """Return where ranks are: who waits for whom, one line for each place, and the stack of one rank there.
+
+    Args:
+        heard: what each rank answered.
+        after_s: for how long there has been no output, in seconds.
+    """
+    places: dict[str, list[int]] = {}
+    for rank, each in heard.items():
+        places.setdefault(_place(each), []).append(rank)
+    lines = [f"accel: no output for {after_s:g} s", *map("accel: {}".format, _waits(heard)[:_MOST_PLACES])]
+    told = [f"accel: {_subject(ranks)}: {place}" for place, ranks in places.items()]
+    lines += told[:_MOST_LINES] + [f"accel: and {len(told) - _MOST_LINES} more places"] * (len(told) > _MOST_LINES)
+    for ranks in list(places.values())[:_MOST_PLACES]:
+        stack = heard[ranks[0]].stack
+        frames = [line for line in stack.splitlines() if _FRAME.match(line) and not _HIDDEN.search(line)]
+        if len(frames) > _MOST_FRAMES:
+            frames[_MOST_FRAMES - 5 : -5] = ["  ..."]
+        lines += [f"Stack of rank {ranks[0]} (most recent call first):", *frames] if frames else []
+    return "\n".join(lines) + "\n"
+
+
+def absent_report(heard: Mapping[int, Heard], left: Sequence[int]) -> str:
+    """Return which ranks did not come to a collective that failed, one line for each place, those to look at first.
+
+    Args:
+        heard: answers of the ranks that still run.
+        left: ranks that have ended with status 0.
+    """
+    lines = [f"accel: {_subject(left)} left the run with status 0, while other ranks went on"] if left else []
+    places: dict[tuple[bool, str], list[int]] = {}
+    for rank, each in heard.items():
+        places.setdefault((_is_waiting(each), _place(each)), []).append(rank)
+    for (is_waiting, place), ranks in sorted(places.items())[:_MOST_PLACES]:
+        came = "waited" if is_waiting else "did not come"
+        lines.append(f"accel: {_subject(ranks)} {came}: {place}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _is_waiting(heard: Heard) -> bool:
+    """Whether a rank is in a collective: as it answers, or else by the functions that its user's line has called."""
+    if heard.calls:
+        return heard.calls[0].waiting
+    files = [file for file, _, _ in cast("list[tuple[str, str, str]]", _FRAME.findall(heard.stack))]
+    called = itertools.takewhile(lambda file: not is_users(file), files)
+    return any(sign in file for file in called for sign in _COLLECTIVE)
+
+
+def _waits(heard: Mapping[int, Heard]) -> list[str]:
+    """Say for each group which ranks wait in a collective, and which of the ranks that are known have not come."""
+    answers = {rank: each.calls for rank, each in heard.items() if each.calls is not None}
+    told: list[str] = []
+    for group, of_all in dict.fromkeys((each.group, each.of_all) for calls in answers.values() for each in calls):
+        found = {rank: next((each for each in calls if each.group == group), None) for rank, calls in answers.items()}
+        entered = [each for each in found.values() if each is not None and each.waiting]
+        if not entered:
+            continue
+        number = min(each.number for each in entered)
+        present = [rank for rank, each in found.items() if each is not None and each.waiting and each.number == number]
+        absent = [
+            rank
+            for rank, each in found.items()
+            if (of_all if each is None else not each.waiting and each.number < number)
+        ]
+        wait = "waits" if len(present) == 1 else "wait"
+        told.append(
+            f"{_subject(absent)} {'is' if len(absent) == 1 else 'are'} not in collective {number} of {group}; "
+            f"{_subject(present)} {wait} in it"
+            if absent
+            else f"{_subject(present)} {wait} in collective {number} of {group}"
+        )
+    return told
+
+
+def _place(heard: Heard) -> str:
+    """Say which line of the user's a rank is at, what was called there, and which collective it is in or was in."""
+    line = _line(heard.stack)
+    if not heard.calls:
+        return f"{line}; it does not answer" if heard.asked and heard.calls is None else line
+    entered = heard.calls[0]
+    here = entered.waiting and line.startswith(f"at {entered.place}")
+    return f"{line}; {'in' if entered.waiting else 'last in'} {entered.short if here else entered}"
+
+
+def _line(stack: str) -> str:
+    frames: list[tuple[str, str, str]] = _FRAME.findall(stack)
+    called = ""
+    for file, line, name in frames:
+        if is_users(file):
+            return f"at {file}:{line} in {name}{called and f', in {called}'}"
+        called = name if name != DECORATOR else called
+    return f"at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else "without a Python stack"
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def _request(record: str) -> bool:
+    """Ask a rank for its collectives; return whether it listens."""
+    with contextlib.suppress(OSError):  # it does not
+        Path(calls_path(record)).unlink(missing_ok=True)
+        pipe = os.open(ask_path(record), os.O_WRONLY | os.O_NONBLOCK)
+        with open(pipe, "wb", buffering=0) as opened:
+            return opened.write(b"?") == 1
+    return False
+
+
+def _from(path: str, start: int) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        _ = file.seek(start)
+        return file.read()
+
+
+def _read(path: str) -> list[Entered] | None:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=list[Entered])
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launch over several hosts, as far as it goes without torch: find the meeting point, and start this host's agent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from accel.config import LaunchConfig
+from accel.errors import LaunchError
+from accel.launching._run import tell
+from accel.launching._signals import NOTICES, STOPPING, Signals, listening
+from accel.launching._target import Target
+
+_AGENT = str(Path(__file__).with_name("_agent.py"))
+_RETRY_S = 0.5
+_KNOCK_S = 5.0
+_SILENT_S = 0.5  # until the user is told that somebody is waited for
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH)
+_KILL_AFTER_S = 10.0  # an agent may be waiting for a host that is cut off
+# Without the first, a host that comes back finds nobody at the address that rank 0 once had (torch 2.13).
+_AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent is to do.
+
+    Attributes:
+        target, config: what to run, and how.
+        parent: the process that it ends with.
+        added: variables of the agent's own, which its ranks do not get.
+    """
+
+    target: Target
+    config: LaunchConfig
+    parent: int
+    added: tuple[str, ...]
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of a meeting point, an IPv6 address without its brackets."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def check_endpoint(config: LaunchConfig) -> str:
+    """Return the host where all meet, or refuse a meeting point that no host could use.
+
+    Raises:
+        LaunchError: there is none, its host is not known here, or its port is not one.
+    """
+    if not config.rdzv_endpoint:
+        raise LaunchError(
+            "nobody says where the hosts meet",
+            expected="--rdzv-endpoint HOST:PORT",
+            got=f"nnodes={config.nnodes} without it",
+            fix="Name the first host and a free port of it, such as node0:29400, on every host.",
+        )
+    host, port = split_endpoint(config.rdzv_endpoint)
+    if port > 65535:
+        raise LaunchError("there is no such port", expected="1 to 65535", got=str(port), where="--rdzv-endpoint")
+    _ = _addresses(host, port)
+    return host
+
+
+def await_name(config: LaunchConfig, environ: Mapping[str, str], signals: Signals) -> int:
+    """Wait in a pod until the first one's name is known, which may be later; return a signal that cut in, else 0."""
+    if "KUBERNETES_SERVICE_HOST" not in environ or not config.rdzv_endpoint:
+        return 0
+    (host, port), patience_s = split_endpoint(config.rdzv_endpoint), config.rdzv_timeout_s
+    began, told = time.monotonic(), False
+    while (waited_s := time.monotonic() - began) < patience_s:
+        try:
+            _ = _addresses(host, port)
+        except LaunchError:
+            if not told and waited_s >= _SILENT_S:
+                tell(f"accel: waiting for the name {host} to be known, up to {patience_s:g} s (--rdzv-timeout-s)\n")
+                told = True
+            if (number := signals.wait(min(_RETRY_S, patience_s - waited_s))) in STOPPING:
+                return number
+        else:
+            break
+    return number if (number := signals.wait(0)) in STOPPING else 0  # it may have come during the look-up
+
+
+def is_here(host: str, port: int) -> bool:
+    """Tell whether a host's name stands for this machine."""
+    for family, kind, protocol, _, address in _addresses(host, port):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], 0, *address[2:]))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def run_agent(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
+    """Run this host's part of a job, in a process that may import torch; return the exit status.
+
+    Raises:
+        LaunchError: nobody answers at the meeting point, or this is not the main thread.
+    """
+    with listening() as signals:
+        if stopped := _reach(config, signals):
+            return 128 + stopped
+        added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
+        order = Order(target=target, config=config, parent=os.getpid(), added=tuple(added))
+        command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
+        agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
+        return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
+
+
+def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -> int:
+    deadline = None
+    while agent.poll() is None:
+        number = signals.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if number in (*STOPPING, *NOTICES):
+            agent.send_signal(number)
+        if number in STOPPING and deadline is None:
+            deadline = time.monotonic() + patience_s
+        if deadline is not None and time.monotonic() > deadline:
+            agent.kill()  # which ends its ranks
+    status = agent.wait()
+    if -status in STOPPING:  # it had not come so far as to say so
+        tell(f"accel: stopped by {signal.Signals(-status).name}\n")
+    return status if status >= 0 else 128 - status
+
+
+def _reach(config: LaunchConfig, signals: Signals) -> int:
+    """Wait until somebody listens at the meeting point, unless that is for us to do; return a signal that cut in."""
+    host, port = split_endpoint(config.rdzv_endpoint)
+    if config.node_rank == 0 or is_here(host, port):
+        return 0
+    began, told = time.monotonic(), False
+    while error := _knock(host, port, min(config.rdzv_timeout_s, _KNOCK_S if told else _SILENT_S)):
+        waited_s = time.monotonic() - began
+        if error.errno in _NO_WAY or waited_s >= config.rdzv_timeout_s:
+            raise LaunchError(
+                "nobody answers where the hosts meet",
+                expected=f"the first host's launcher at {config.rdzv_endpoint}",
+                got=str(error),
+                where="--rdzv-endpoint",
+                fix="Start the launch there, and check name, port and firewall.",
+            ) from error
+        if not told and waited_s >= _SILENT_S:
+            patience = f"up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
+            tell(f"accel: waiting for the first host at {config.rdzv_endpoint}, {patience}: {error}\n")
+            told = True
+        if (number := signals.wait(_RETRY_S)) in STOPPING:
+            return number
+    return 0
+
+
+def _knock(host: str, port: int, timeout_s: float) -> OSError | None:
+    """Return why nobody opens at an address; None if somebody does."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            "the host where all meet is not known here",
+            expected="a name that resolves, or an address",
+            got=repr(host),
+            where="--rdzv-endpoint",
+            fix=f"`getent hosts {host}` must print its address.",
+        ) from error

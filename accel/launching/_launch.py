@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way from a script's name to an exit status: look at the system, plan, run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from accel.config import LaunchConfig, resolve
+from accel.errors import LaunchError
+from accel.launching._hosts import await_name, check_endpoint, run_agent
+from accel.launching._machine import read_machine
+from accel.launching._plan import LaunchPlan, Place, check_mesh, plan_launch
+from accel.launching._run import run_plans
+from accel.launching._signals import listening
+from accel.launching._target import Target, check_target
+from accel.launching._tpu import on_pod
+
+_WORKER = str(Path(__file__).with_name("_worker.py"))
+
+
+def run_launch(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    config: LaunchConfig | None = None,
+    kind: Literal["script", "module", "program"] = "script",
+    environ: Mapping[str, str],
+    summary: bool = False,
+) -> int:
+    """Run a script on N processes of this machine, alone or together with launches on other hosts, and wait for them.
+
+    Args:
+        script: path of the script every process runs; with `kind`, a module's dotted name or a program.
+        args: the script's own arguments, handed on as they are.
+        config: how many processes, where, and how; None for what `environ` says, as for `accel launch`.
+        kind: what `script` is.
+        environ: the environment that each process's own one starts from; `os.environ` is never written.
+        summary: whether the last line on stderr reports the end of a run of several ranks, or of one with log files.
+
+    Returns:
+        The exit status: 0, the failing rank's, or 128 plus the number of the signal that stopped the launch.
+
+    Raises:
+        LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses; or the first of
+            several hosts is not known here, or does not answer.
+        ConfigError: a variable holds what its field does not take.
+        EnvError: `environ` holds another setting that the processes would refuse.
+    """
+    target = Target(kind=kind, name=script, args=tuple(args))
+    config = on_pod(resolve({}, environ), environ) if config is None else config
+    check_target(target, environ)
+    if config.hosts[1] > 1:
+        return _launch_on_hosts(target, config, environ)
+    with record_dir() as folder:
+        places = (Place(restarts=count) for count in range(config.max_restarts + 1))
+        plans = (plan_here(target, config, environ, record_dir=folder, place=place) for place in places)
+        first = next(plans)
+        make_log_dir(config.log_dir)
+        return run_plans(itertools.chain([first], plans), summary=summary)
+
+
+def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
+    fewest, most = config.hosts  # refuses now what the agent would refuse
+    plan = plan_here(target, config, environ, record_dir="", port=1, place=Place(num_nodes=fewest))
+    for hosts in range(fewest + 1, most + 1):
+        check_mesh(config, hosts * len(plan.processes))
+    with listening() as signals:
+        if stopped := await_name(config, environ, signals):
+            return 128 + stopped
+    _ = check_endpoint(config)
+    make_log_dir(config.log_dir)
+    return run_agent(target, config, environ)
+
+
+def plan_here(
+    target: Target,
+    config: LaunchConfig,
+    environ: Mapping[str, str],
+    *,
+    record_dir: str,
+    place: Place = Place(),  # noqa: B008 - a frozen value
+    port: int | None = None,
+) -> LaunchPlan:
+    """Plan a launch on this machine, now: its cores and GPUs, a free port, this process as the parent.
+
+    Raises:
+        LaunchError, EnvError: as `plan_launch` does, or there is no free port.
+    """
+    return plan_launch(
+        target,
+        config,
+        environ=environ,
+        machine=read_machine(),
+        interpreter=(sys.executable, _WORKER),
+        parent_pid=os.getpid(),
+        port=free_port() if port is None else port,
+        record_dir=record_dir,
+        place=place,
+    )
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that nobody uses at the moment.
+
+    Raises:
+        LaunchError: the machine gives none.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise LaunchError(
+            "rank 0 has no port to listen on",
+            expected="a free TCP port on 127.0.0.1",
+            got=str(error),
+            fix="Check the loopback device with `ip addr show lo`.",
+        ) from error
+
+
+def make_log_dir(folder: str) -> None:
+    """Make the folder for log files, unless it is there, or none is wanted.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+    try:
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            "there is no folder for log files",
+            expected="a folder that can be written",
+            got=str(error.strerror),
+            where=f"log_dir={folder}",
+            fix="Name another one with --log-dir.",
+        ) from error
+
+
+def record_dir() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise LaunchError(
+            "there is no folder for failure records",
+            expected="a temporary folder that can be written",
+            got=str(error),
+            fix="Make room in it, or set TMPDIR to another one.",
+        ) from error

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch will start: plain values in, a frozen plan out. Nothing here touches the system."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from accel.config import FIELDS, TORCHRUN_VARIABLES, LaunchConfig, to_text
+from accel.env import SETTINGS, read_env
+from accel.errors import LaunchError
+from accel.launching._machine import Machine, visible_gpus
+from accel.launching._target import Target
+from accel.launching._tpu import count_processes
+from accel.topology import fit_mesh
+
+# Another launcher's notes to its own children. One of them makes torch look for a store that its agent holds open,
+# and there is no such agent here.
+_FOREIGN = "TORCHELASTIC_"
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the processes of this host stand in the whole job; every host has as many.
+
+    Attributes:
+        node_rank, num_nodes: position of this host.
+        master_addr: the address of rank 0.
+        restarts: how often the job has started again.
+    """
+
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+    restarts: int = 0
+
+
+class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a launch.
+
+    Attributes:
+        rank: its position among all processes.
+        program: what it amounts to, as a user would type it.
+        command: what to execute, program first.
+        environ: its whole environment.
+        record: the file it writes its failure to, should it fail.
+        cores: the CPU cores that it may use; empty for all.
+    """
+
+    rank: int
+    program: tuple[str, ...]
+    command: tuple[str, ...]
+    environ: dict[str, str]
+    record: str
+    cores: tuple[int, ...] = ()
+
+
+class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All processes of a launch on one host, in order of rank, and what the launcher does for them.
+
+    Attributes:
+        processes: what to start.
+        log_dir: the folder for a log file of each process; empty for none.
+        prefix: whether lines of output begin with their rank, where there are several processes.
+        quiet: whether the output of rank 0 alone is shown.
+        stop_grace_s: seconds between the wish to stop and the end by force.
+        restarts, max_restarts: how often the job has started again, and how often it may.
+        hang_timeout_s: seconds without output until each rank's stack is shown; None for never.
+    """
+
+    processes: tuple[ProcessPlan, ...]
+    log_dir: str = ""
+    prefix: bool = True
+    quiet: bool = False
+    stop_grace_s: float = 10.0
+    restarts: int = 0
+    max_restarts: int = 0
+    hang_timeout_s: float | None = None
+
+
+def plan_launch(
+    target: Target,
+    config: LaunchConfig,
+    *,
+    environ: Mapping[str, str],
+    machine: Machine,
+    interpreter: Sequence[str],
+    parent_pid: int,
+    port: int,
+    record_dir: str,
+    place: Place = Place(),  # noqa: B008 - a frozen value
+) -> LaunchPlan:
+    """Plan the processes of a launch on one host.
+
+    Args:
+        target: what every process runs.
+        config: how; `ACCEL_*` variables of its fields in `environ` count for nothing beside it.
+        environ: the environment that each process's own one starts from.
+        machine: what the processes share.
+        interpreter: the command that runs the worker: program and leading arguments.
+        parent_pid: the process that will start them; they end when it does.
+        port: where rank 0 is to listen.
+        record_dir: the folder for failure records.
+        place: where the processes stand among those of other hosts.
+
+    Returns:
+        The plan; planning the same values twice gives equal plans.
+
+    Raises:
+        LaunchError: more processes than GPUs, GPUs that are not there, another number of processes than of TPU chips,
+            or a mesh of another number of processes.
+        EnvError: `environ` holds a setting that the processes would refuse.
+    """
+    known = None if machine.gpus is None else len(machine.gpus)
+    gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), known))
+    tpus = count_processes(config, machine.tpu_chips)
+    count = _count(config, gpus) if tpus is None else tpus
+    check_mesh(config, place.num_nodes * count)
+    shared = _shared(config, environ, gpus, threads=max(1, machine.cores // count))
+    launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
+    processes: list[ProcessPlan] = []
+    for local_rank in range(count):
+        rank = place.node_rank * count + local_rank
+        record = f"{record_dir}/rank-{rank}-{place.restarts}.json"
+        processes.append(
+            ProcessPlan(
+                rank=rank,
+                program=(*launcher, target.name, *target.args),
+                command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
+                environ=shared | _variables(local_rank, count, place, port),
+                record=record,
+                cores=share_cores(machine.core_ids, local_rank, count) if config.bind_cores else (),
+            )
+        )
+    _ = read_env(processes[0].environ)  # refuses here, once, what every rank would refuse
+    return LaunchPlan(
+        processes=tuple(processes),
+        log_dir=config.log_dir,
+        prefix=config.prefix,
+        quiet=config.quiet,
+        stop_grace_s=config.stop_grace_s,
+        restarts=place.restarts,
+        max_restarts=config.max_restarts,
+        hang_timeout_s=None if config.hang_timeout_s == "never" else config.hang_timeout_s,
+    )
+
+
+def check_mesh(config: LaunchConfig, world_size: int) -> None:
+    """Refuse a mesh of another number of processes than the launch has.
+
+    Raises:
+        LaunchError: so it is.
+    """
+    _ = fit_mesh(config.mesh, world_size, where="--mesh", error=LaunchError)
+
+
+def share_cores(cores: Sequence[int], local_rank: int, count: int) -> tuple[int, ...]:
+    """Return a process's share of the cores, one after another; processes share cores only if there are too few.
+
+    Args:
+        cores: the cores, by number.
+        local_rank: whose share.
+        count: how many processes there are.
+    """
+    if len(cores) < count:
+        return (cores[local_rank % len(cores)],) if cores else ()
+    each, extra = divmod(len(cores), count)
+    start = local_rank * each + min(local_rank, extra)
+    return tuple(cores[start : start + each + (local_rank < extra)])
+
+
+def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the names of the GPUs that processes may share out; none if they use others or nobody knows them."""
+    if not config.device.startswith(("auto", "cuda")):
+        return ()
+    if visible is None:
+        return () if config.gpu_ids == "all" else tuple(map(str, config.gpu_ids))
+    if config.gpu_ids == "all":
+        if config.device != "auto" and not visible:
+            raise LaunchError(
+                "no GPU is visible",
+                got=f"device={config.device}",
+                fix="Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or compute on the CPU with --cpu.",
+            )
+        return visible if ":" not in config.device else ()
+    if max(config.gpu_ids) >= len(visible):
+        raise LaunchError(
+            "there is no such GPU",
+            expected=f"ids from 0 to {len(visible) - 1}" if visible else "a machine with a visible GPU",
+            got=f"gpu_ids={to_text(config.gpu_ids)} and {len(visible)} visible GPUs",
+            fix="Ids count the GPUs that CUDA_VISIBLE_DEVICES leaves visible, from 0.",
+        )
+    return tuple(visible[index] for index in config.gpu_ids)
+
+
+def _count(config: LaunchConfig, gpus: tuple[str, ...]) -> int:
+    if config.nproc_per_node == "auto":
+        return max(1, len(gpus))
+    if gpus and config.nproc_per_node > len(gpus):
+        raise LaunchError(
+            "more processes than GPUs",
+            expected=f"at most {len(gpus)}",
+            got=f"nproc_per_node={config.nproc_per_node}",
+            fix=f"Start {len(gpus)}, or compute on the CPU with --cpu.",
+        )
+    return config.nproc_per_node
+
+
+def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, ...], *, threads: int) -> dict[str, str]:
+    settled = {field.variable for field in FIELDS}.union(TORCHRUN_VARIABLES)  # so that no launch inside follows them
+    shared = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN) and name not in settled}
+    for field in FIELDS:
+        value = getattr(config, field.name)
+        if field.variable in SETTINGS and value not in ("auto", ""):
+            shared[field.variable] = to_text(value)
+    if config.gpu_ids != "all":
+        shared["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if config.threads_per_process != "auto":
+        shared["OMP_NUM_THREADS"] = str(config.threads_per_process)
+    return {"OMP_NUM_THREADS": str(threads)} | shared
+
+
+def _variables(local_rank: int, count: int, place: Place, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(place.node_rank * count + local_rank),
+        "WORLD_SIZE": str(place.num_nodes * count),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "NODE_RANK": str(place.node_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "PYTHONUNBUFFERED": "1",
+    }

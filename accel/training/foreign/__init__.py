@@ -1,9 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of other libraries. Only here are pickles read: as data, or by torch's weights-only loader."""
-
-from accel.training.foreign._accelerate import load_accelerate_state as load_accelerate_state
-from accel.training.foreign._accelerate_import import import_accelerate as import_accelerate
-from accel.training.foreign._dcp import export_dcp as export_dcp
-from accel.training.foreign._dcp import import_dcp as import_dcp
-from accel.training.foreign._described import Described as Described
-from accel.training.foreign._described import describe_pickle as describe_pickle

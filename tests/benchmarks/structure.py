@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a reader of `accel` has to open: files and functions that each verb enters, and statements of each room.
+
+    python tests/benchmarks/structure.py [--files]
+
+A verb runs on two simulated ranks; rank 0's thread is counted. Files of `comm`, `errors`, `context` and
+`testing` are left out: a reader knows them from the first verb on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel.comm import Comm
+from accel.testing import simulate
+
+ROOT = Path(accel.__file__).parent
+KNOWN = ("comm", "errors", "context", "testing")
+
+
+class Seen:
+    """Code objects that were entered, collectives, and changes of file from one call to the next."""
+
+    def __init__(self) -> None:
+        self.codes: set[CodeType] = set()
+        self.collectives = 0
+        self.changes = 0
+        self._last = ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(f"{ROOT}/") or code.co_name == "<module>":
+            return
+        self.codes.add(code)
+        self.collectives += code is Comm.next_number.__code__
+        self.changes += code.co_filename != self._last
+        self._last = code.co_filename
+
+    def files(self) -> list[str]:
+        """Files by their path inside of `accel`, without the rooms that every reader knows."""
+        paths = {Path(code.co_filename).relative_to(ROOT) for code in self.codes}
+        return sorted(path.as_posix() for path in paths if path.parts[0].removesuffix(".py") not in KNOWN)
+
+
+def traced(run: Callable[[], object]) -> Seen:
+    """Run a function with all calls of this thread noted."""
+    seen = Seen()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
+    """Return what each verb of a small run enters on this rank."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+    net = nn.Linear(4, 1)
+    model, optimizer = net, torch.optim.AdamW(net.parameters())
+    found: dict[str, Seen] = {}
+
+    def prepare() -> None:
+        nonlocal model, optimizer
+        model, optimizer = accel.prepare(ctx, net, optimizer)
+
+    def train() -> None:
+        nonlocal state
+        for batch in accel.batches(ctx, loader, state):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                state = accel.backward(ctx, nn.functional.mse_loss(model(batch.data[0]), batch.data[1]), state)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state, max_norm=1.0)
+
+    loader = accel.prepare_loader(ctx, DataLoader(data, batch_size=4, shuffle=True))
+    state = accel.train_state(ctx, seed=0)
+    found["prepare"] = traced(prepare)
+    found["batches"] = traced(lambda: list(accel.batches(ctx, loader)))
+    found["a loop's pass"] = traced(train)
+    items = {"model": model, "optimizer": optimizer, "state": state}
+    found["save_state"] = traced(lambda: accel.save_state(ctx, folder, items, step=1))
+    found["load_state"] = traced(lambda: accel.load_state(ctx, folder, items))
+    return found
+
+
+def statements(path: Path) -> int:
+    """Count a file's statements; docstrings are none."""
+    count = 0
+    for node in ast.walk(ast.parse(path.read_text())):
+        documents = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        count += isinstance(node, ast.stmt) and not documents
+    return count
+
+
+def main() -> None:
+    """Print a line for each verb and each room."""
+    parser = argparse.ArgumentParser(description="Files that each verb enters, and statements of each room.")
+    parser.add_argument("--files", action="store_true", help="list the files of each verb")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = simulate(lambda ctx: verbs(ctx, folder), 2)[0]
+    print(f"{'verb':<16}{'files':>8}{'functions':>11}{'changes':>9}{'collectives':>13}")
+    for verb, seen in found.items():
+        print(f"{verb:<16}{len(seen.files()):>8}{len(seen.codes):>11}{seen.changes:>9}{seen.collectives:>13}")
+        if flags.files:
+            print(*(f"    {name}" for name in seen.files()), sep="\n")
+    print(f"\n{'room':<16}{'files':>8}{'lines':>8}{'statements':>12}")
+    rooms: dict[str, list[Path]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        rooms.setdefault(path.relative_to(ROOT).parts[0], []).append(path)
+    rooms["all"] = sorted(ROOT.rglob("*.py"))
+    for room, paths in rooms.items():
+        lines = sum(path.read_text().count("\n") for path in paths)
+        print(f"{room:<16}{len(paths):>8}{lines:>8}{sum(map(statements, paths)):>12}")
+
+
+if __name__ == "__main__":
+    main()

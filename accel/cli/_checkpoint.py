@@ -23,10 +23,10 @@ from accel.checkpoint import (
     survey,
     verify,
 )
-from accel.cli._bar import progress, show_age, show_size, show_table, show_text
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, did_you_mean
 from accel.storage import as_place
+from accel.terminal import byte_progress, show_age, show_size, show_table, show_text
 
 _DIFFERENT = 1
 _ONE_RUN = "RUN is the folder that was given to save_state."
@@ -139,7 +139,7 @@ def _verify(words: Sequence[str]) -> int:
     steps = [each for each in survey(args.path) if "." not in each.path.name]  # what has one is being written
     found = [each.path for each in steps] or [find_checkpoint(args.path)]
     total = sum(each.size for each in steps) or manifest_of(found[0]).nbytes
-    with progress("verify", total) as advance:
+    with byte_progress("verify", total) as advance:
         told = {path: verify(path, advance) for path in found}
     for path, problems in told.items():
         print(show_text(f"{path}: {'; '.join(problems) or 'ok'}"))
@@ -158,7 +158,7 @@ def _diff(words: Sequence[str]) -> int:
         from accel.checkpoint import differing_values
 
         total = one.nbytes + other.nbytes
-        with progress("diff", total) as advance:
+        with byte_progress("diff", total) as advance:
             lines += differing_values(*paths, advance=advance)
     elif not same_bytes(one, other):
         lines.append("tensors may have other values: the files differ (--values tells which)")
@@ -178,7 +178,7 @@ def _merge(words: Sequence[str]) -> int:
     total = manifest_of(path).nbytes
     from accel.checkpoint import merge
 
-    with progress("merge", total) as advance:
+    with byte_progress("merge", total) as advance:
         merge(path, args.folder, item=args.item, max_shard_size=args.max_shard_size, advance=advance)
     print(f"{path}, {args.item} -> {args.folder}")
     return 0
@@ -209,7 +209,7 @@ def _export(words: Sequence[str]) -> int:
     total = manifest_of(path).nbytes
     from accel.items import export_dcp
 
-    with progress("export", total) as advance:
+    with byte_progress("export", total) as advance:
         made = export_dcp(path, args.folder, advance=advance)
     print(f"{path} -> {made}")
     return 0

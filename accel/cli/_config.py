@@ -7,7 +7,6 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 
-from accel.cli._bar import show_text
 from accel.cli._flags import add_fields, resolve_flags
 from accel.cli._menu import Option, choose, has_arrow_keys
 from accel.cli._parser import Parser
@@ -25,6 +24,7 @@ from accel.config import (
 )
 from accel.errors import ConfigError, did_you_mean
 from accel.launching import read_machine
+from accel.terminal import show_text
 
 _USAGE = """accel config [--output FILE]
        accel config default [--output FILE] [--force]

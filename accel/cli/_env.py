@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from accel.cli._bar import show_size
 from accel.cli._flags import CONFIG_FLAG, find_file
 from accel.cli._parser import Parser
 from accel.config import FIELDS, resolve, to_text
 from accel.errors import AccelError
 from accel.launching import read_machine
+from accel.terminal import show_size
 
 _USAGE = "accel env [--config FILE] [--json]"
 _ABOUT = "Tell what a bug report needs: versions, devices, backends, the configuration and the launchers' variables."

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from accel.cli._bar import show_size, show_table
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
 from accel.estimate import OPTIMIZERS, STRATEGIES, Memory, Model, fewest_ranks, has_weights, plan_memory
 from accel.formats import PrecisionName
 from accel.storage import parse_size
+from accel.terminal import show_size, show_table
 
 if TYPE_CHECKING:
     from accel.estimate._build import Input

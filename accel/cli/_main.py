@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 from accel import __version__
-from accel.cli._bar import show_text
 from accel.errors import AccelError, ConfigError, did_you_mean
+from accel.terminal import show_text
 
 
 class Command(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+WORKER = "/launching/_worker.py"  # end of the path of what each process executes
 DECORATOR = "wrapper"  # what c10d calls the function around each of its own
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))

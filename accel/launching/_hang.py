@@ -16,7 +16,7 @@ import msgspec
 
 from accel.launching._calls import Entered
 from accel.launching._children import Children
-from accel.launching._frames import DECORATOR, is_users
+from accel.launching._frames import DECORATOR, WORKER, is_users
 from accel.launching._record import STACK_SIGNAL, ask_path, calls_path, stack_path
 from accel.launching._relay import Relay
 
@@ -25,7 +25,7 @@ _PAUSE_S = 0.02
 _MOST_PLACES = 4  # of which the stack is shown
 _MOST_LINES = 16
 _MOST_FRAMES = 20
-_HIDDEN = re.compile(r"/launch/_worker\.py|<frozen importlib")
+_HIDDEN = re.compile(rf"{re.escape(WORKER)}|<frozen importlib")
 _COLLECTIVE = (
     "torch/distributed/",
     "torch/autograd/graph.py",

@@ -7,12 +7,12 @@ import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from accel.launching._frames import is_users
+from accel.launching._frames import WORKER, is_users
 from accel.launching._record import Failure, FailureRecord
+from accel.terminal import show_clock
 
 _MOST_OTHERS = 8
 _LONG = 120  # characters of a message that is not repeated
-_WORKER = "/launch/_worker.py"
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')
 _HINTS = (
     (signal.SIGKILL, "the kernel sends SIGKILL when memory runs out; `dmesg` tells"),
@@ -87,9 +87,7 @@ def last_line(
         end = f"rank {culprit} failed"
     else:
         end = f"{ranks} ranks finished" if ranks > 1 else "finished"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    text = f"accel: {end} after {hours}:{minutes:02}:{rest:02}"
+    text = f"accel: {end} after {show_clock(seconds)}"
     text += f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     text += f", exit status {status}" if status else ""
     return f"{text}; output of each rank in {log_dir}\n" if log_dir else f"{text}\n"
@@ -153,5 +151,5 @@ def _raised(record: FailureRecord) -> str:
 def _visible(crash: str) -> str:
     """Leave out of the fault handler's dump what is no frame of the user's: the launcher's, the list of extensions."""
     lines = crash.rstrip().splitlines(keepends=True)
-    shown = "".join(line for line in lines if not (_WORKER in line or line.startswith("Extension modules:")))
+    shown = "".join(line for line in lines if not (WORKER in line or line.startswith("Extension modules:")))
     return f"{shown.rstrip()}\n" if shown else ""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.cli import _bar
+from accel import terminal
 
 
 @pytest.mark.parametrize(
@@ -15,35 +15,36 @@ from accel.cli import _bar
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12_345, "12.3 kB"), (999_499, "999 kB"), (999_500, "1.0 MB")],
 )
 def test_sizes_count_in_thousands(count: int, shown: str) -> None:
-    assert _bar.show_size(count) == shown
+    assert terminal.show_size(count) == shown
 
 
 @given(st.floats(0, 1e15))
 def test_sizes_stay_short(count: float) -> None:
-    assert len(_bar.show_size(count)) <= 8
+    assert len(terminal.show_size(count)) <= 8
 
 
 @pytest.mark.parametrize(("age", "shown"), [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (200_000, "2 d")])
 def test_ages_are_in_their_largest_unit(age: float, shown: str) -> None:
-    assert _bar.show_age(age) == shown
+    assert terminal.show_age(age) == shown
 
 
 def test_columns_are_aligned_and_lines_end_without_blanks() -> None:
-    assert _bar.show_table([("A", "LONG"), ("word", "b")]) == "A     LONG\nword  b"
+    assert terminal.show_table([("A", "LONG"), ("word", "b")]) == "A     LONG\nword  b"
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_bar_is_for_terminals_and_for_what_takes_long(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(_bar.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(_bar.sys.stderr, "isatty", lambda: terminal, raising=False)
-    with _bar.progress("verify", 1000) as advance:
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    line = "\rverify:  50% [############............] 500 B/1.0 kB  250 B/s  0:00:02 left\x1b[K"
+    with terminal.byte_progress("verify", 1000) as advance:
         advance(100)
         assert capsys.readouterr().err == ""
         now[0] += 2
         advance(400)
         shown = capsys.readouterr().err
-        assert ("verify [###############               ]  50%  250 B/s, 2 s left" in shown) == terminal
-    assert capsys.readouterr().err.strip() == ""
+        assert (line in shown) == is_terminal
+    assert capsys.readouterr().err == ("\r\x1b[K" if is_terminal else "")

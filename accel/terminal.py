@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes, durations, tables and a progress bar, as terminals show them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+_BAR_WIDTH = 24
+_COLUMNS = 80  # of a terminal that does not know its width
+_REDRAW_S = 0.2
+_LOG_S = 10.0  # between two lines where nothing can be redrawn
+_PATIENCE_S = 0.5  # shorter work on files shows no bar
+
+
+def show_size(count: float) -> str:
+    """Return bytes for people: "1.2 GB", with thousands of 1000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def show_age(seconds: float) -> str:
+    """Return a duration for people: "5 min", in the largest unit that it has one of."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def show_clock(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds: "0:05:12"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def show_text(text: str) -> str:
+    """Return a text of a file as one line, in which terminals find nothing to act on: escapes stand for it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def show_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns, the first row being their titles; cells as `show_text` gives them."""
+    rows = [[show_text(cell) for cell in row] for row in rows]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    padded = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(padded)
+
+
+class ProgressBar:
+    """A line of progress: redrawn in place on a terminal; elsewhere, as in a log, a new line now and then.
+
+    Args:
+        file: stream to write to.
+        total: amount of work; None if unknown, which leaves out bar and remaining time.
+        show: text of an amount, or of an amount per second.
+        unit: text behind amounts.
+        every_s: seconds between two lines; by default 0.2 on a terminal and 10 elsewhere.
+        patience_s: seconds before the first line.
+    """
+
+    def __init__(
+        self,
+        file: TextIO,
+        total: int | None,
+        *,
+        show: Callable[[float], str],
+        unit: str = "",
+        every_s: float | None = None,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._file = file
+        self._total = total
+        self._show = show
+        self._unit = unit
+        self.on_terminal = file.isatty()
+        self._every_s = every_s if every_s is not None else _REDRAW_S if self.on_terminal else _LOG_S
+        self._started_s = time.monotonic()
+        self._next_s = self._started_s + max(self._every_s, patience_s)
+        self._drawn = False
+
+    def is_due(self) -> bool:
+        """Whether the next line should be drawn."""
+        return time.monotonic() >= self._next_s
+
+    def draw(self, label: str, at: int, done: int, facts: str = "") -> None:
+        """Draw the line.
+
+        Args:
+            label: text in front.
+            at: position, an amount of `total`.
+            done: amount since the start, for the rate; less than `at` in work that goes on from an earlier position.
+            facts: text behind the rate.
+        """
+        now_s = time.monotonic()
+        self._next_s = now_s + self._every_s
+        self._drawn = True
+        line = self._line(label, at, done, now_s - self._started_s, facts)
+        self._write(f"\r{line}\x1b[K" if self.on_terminal else f"{line}\n")
+
+    def close(self, *, erase: bool = False) -> None:
+        """End the line on a terminal, or erase it."""
+        if self.on_terminal and self._drawn:
+            self._write("\r\x1b[K" if erase else "\n")
+
+    def _line(self, label: str, at: int, done: int, seconds: float, facts: str) -> str:
+        columns = _columns(self._file) if self.on_terminal else None
+        longest = columns and columns - 1  # a longer line breaks in two, which cannot be redrawn
+        rate = done / seconds if seconds > 0 else 0.0
+        speed = f"{self._show(rate)}{self._unit}/s{facts}"
+        if not self._total:
+            return f"{label}: {self._show(at)}{self._unit}  {speed}"[:longest]
+        part = min(at / self._total, 1.0)
+        goes_on = rate and at < self._total
+        clock = f"{show_clock((self._total - at) / rate)} left" if goes_on else show_clock(seconds)
+        head = f"{label}: {part:4.0%}"
+        tail = f" {self._show(at)}/{self._show(self._total)}{self._unit}  {speed}  {clock}"
+        width = _BAR_WIDTH if longest is None else min(_BAR_WIDTH, longest - len(f"{head} []{tail}"))
+        bar = f" [{'#' * int(part * width):.<{width}}]" if width > 0 else ""
+        return f"{head}{bar}{tail}"[:longest]
+
+    def _write(self, text: str) -> None:
+        _ = self._file.write(text)
+        self._file.flush()
+
+
+@contextmanager
+def byte_progress(label: str, total: int) -> Generator[Callable[[int], None]]:
+    """Show a bar on a terminal while files are read or written, once it takes long.
+
+    Args:
+        label: text in front of the bar.
+        total: bytes in all.
+
+    Yields:
+        A function that takes the number of bytes done since its last call.
+    """
+    bar = ProgressBar(sys.stderr, total, show=show_size, patience_s=_PATIENCE_S)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if bar.on_terminal and bar.is_due():
+            bar.draw(label, done, done)
+
+    try:
+        yield advance
+    finally:
+        bar.close(erase=True)
+
+
+def _columns(terminal: TextIO) -> int:
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):  # not a file of the system's
+        return _COLUMNS

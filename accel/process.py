@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers, once-only work, and errors that all ranks agree on before any of them raises."""
+"""Barriers, flags of any rank, and work of some ranks only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from accel.comm import Call, as_bytes, as_tensor, check_tag, exchange, fail, shared_failure, start, tagged
+from accel.comm import Call, as_bytes, as_tensor, barrier, check_tag, exchange, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError
 from accel.tree import leaves, map_leaves
@@ -37,7 +37,7 @@ def wait_for_everyone(ctx: DistContext) -> None:
     Raises:
         CollectiveMismatch: another rank called something else; on every rank.
     """
-    _meet(ctx, "wait_for_everyone")
+    barrier(ctx.comm, Call("wait_for_everyone", ordered=False))
 
 
 @context_first
@@ -54,47 +54,11 @@ def any_rank(ctx: DistContext, flag: bool, *, tag: str | None = None) -> bool:
         AccelError: a flag that is neither true nor false, such as a tensor of two elements, or a tag that is no text;
             on every rank.
     """
-    with shared_failure(ctx.comm, "any_rank"):
+    with shared_failure(ctx.comm, Call("any_rank")):
         check_tag(tag, "any_rank")
         mine = as_tensor(bytes([bool(flag)]))
     call = Call("any_rank", tagged("", tag), ordered=tag is None)
     return any(as_bytes(theirs) != b"\0" for theirs in exchange(ctx.comm, call, mine))
-
-
-def agree(ctx: DistContext, error: BaseException | None, name: str) -> None:
-    """Let all ranks return, or all raise the same error. A collective.
-
-    Args:
-        ctx: the context.
-        error: what went wrong on this rank, None if nothing did.
-        name: what was attempted, for reports.
-
-    Raises:
-        AccelError: the lowest failing rank's error, on every rank, with the rank unless all failed alike; errors of
-            other kinds arrive as `PeerError`.
-    """
-    if error is not None:
-        fail(ctx.comm, Call(name), error)
-    _meet(ctx, name)
-
-
-@contextlib.contextmanager
-def agreed(ctx: DistContext, name: str) -> Generator[None]:
-    """Run a block without collectives on every rank; an error on one is raised on all. A collective at the end.
-
-    Args:
-        ctx: the context.
-        name: what the block attempts, for reports.
-
-    Raises:
-        AccelError: as `agree`.
-    """
-    try:
-        yield
-    except Exception as error:
-        agree(ctx, error, name)
-    else:
-        agree(ctx, None, name)
 
 
 @context_first
@@ -303,23 +267,19 @@ def _length(inputs: object, where: str, sliced: Callable[[object], bool]) -> int
 @contextlib.contextmanager
 def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
     ctx.comm.check_open()
+    call = Call(name, ordered=False)
     if not goes_first:
-        _meet(ctx, name)
+        barrier(ctx.comm, call)
         yield
         return
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(AccelError):  # which is for the other ranks
-            agree(ctx, error, name)
+        # what `shared_failure` raises is for the other ranks
+        with contextlib.suppress(AccelError), shared_failure(ctx.comm, call):
+            raise error
         raise
-    _meet(ctx, name)
-
-
-def _meet(ctx: DistContext, name: str) -> None:
-    ctx.comm.check_open()
-    if ctx.comm.size > 1:
-        _ = start(ctx.comm, Call(name, ordered=False))()
+    barrier(ctx.comm, call)
 
 
 def _only(here: bool, function: Callable[P, R]) -> Callable[P, R | None]:

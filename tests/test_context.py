@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel import ConfigError, ContextClosedError, DeviceError, EnvError
+from accel.comm import Call, agreed_values
 from accel.formats import precision
-from accel.process import agree
 from accel.testing import simulate, simulate_groups
 
 COLLECTIVES = {
@@ -28,7 +28,7 @@ COLLECTIVES = {
     "reduce": lambda ctx: accel.reduce(ctx, torch.zeros(2)),
     "reduce of much": lambda ctx: accel.reduce(ctx, torch.zeros(4000)),
     "wait_for_everyone": accel.wait_for_everyone,
-    "agree": lambda ctx: agree(ctx, None, "test"),
+    "agreed": lambda ctx: agreed_values(ctx.comm, Call("test"), lambda: 1, int),
     "main_process_first": lambda ctx: _whole(ctx),
     "gather_for_metrics": lambda ctx: accel.gather_for_metrics(ctx, torch.zeros(1), _batch(ctx)),
 }

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import accel
 from accel import CheckpointError, CollectiveMismatch, ConfigError, PeerError, TreeError
-from accel.process import agree, agreed
+from accel.comm import Call, agreed
 
 worlds = st.integers(1, 8)
 seeds = st.none() | st.integers(0, 1000)
@@ -31,41 +31,6 @@ def _caught(function, *args) -> BaseException | None:
     except Exception as error:
         return error
     return None
-
-
-@relaxed
-@given(size=st.integers(2, 8), data=st.data(), seed=seeds)
-def test_all_raise_the_lowest_failing_ranks_error_or_none_does(ranks, size, data, seed):
-    failing = data.draw(st.sets(st.integers(0, size - 1)))
-
-    def rank(ctx):
-        mine = (
-            CheckpointError(f"no room for {ctx.rank}", where="disk", fix="Free some.") if ctx.rank in failing else None
-        )
-        error = _caught(agree, ctx, mine, "saving")
-        accel.wait_for_everyone(ctx)  # ranks are still in step
-        return error
-
-    for error in ranks.run(rank, size, seed=seed):
-        if failing:
-            lowest = min(failing)
-            assert type(error) is CheckpointError
-            assert str(error) == f"rank {lowest}: no room for {lowest} - at disk. Free some."
-        else:
-            assert error is None
-
-
-def test_the_failing_rank_keeps_its_own_error_as_the_cause(ranks):
-    mine = OSError("no space")
-    errors = ranks.run(lambda ctx: _caught(agree, ctx, mine if ctx.rank == 1 else None, "saving"), 3)
-    assert [type(error) for error in errors] == [PeerError] * 3
-    assert {str(error) for error in errors} == {"rank 1: OSError: no space"}
-    assert [error.__cause__ for error in errors] == [None, mine, None]
-
-
-def test_ranks_that_fail_alike_are_not_numbered(ranks):
-    errors = ranks.run(lambda ctx: _caught(agree, ctx, CheckpointError("no such folder"), "loading"), 3)
-    assert [str(error) for error in errors] == ["no such folder"] * 3
 
 
 @relaxed
@@ -82,68 +47,6 @@ def test_a_flag_that_is_neither_is_an_error_on_all(ranks):
         return accel.any_rank(ctx, torch.tensor(ctx.rank == 0))
 
     assert ranks.run(rank, 3) == [True] * 3
-
-
-def test_a_single_rank_raises_its_error_as_it_is():
-    mine = OSError("no space")
-    assert _caught(agree, accel.single(), mine, "saving") is mine
-    assert _caught(agree, accel.single(), None, "saving") is None
-
-
-@pytest.mark.parametrize("text", ["x" * 100_000, "\0" * 3000, "é😀" * 2000, "a file \udcff name", 'a "quote"\n' * 600])
-def test_any_message_reaches_the_others_with_its_kind(ranks, text):
-    def rank(ctx):
-        mine = CheckpointError("cannot write", got=text, where=text, fix="Free some.") if ctx.rank == 1 else None
-        return _caught(agree, ctx, mine, "saving")
-
-    for error in ranks.run(rank, 2):
-        assert type(error) is CheckpointError
-        assert error.problem == "rank 1: cannot write"
-        assert error.fix == "Free some."
-        assert error.got.startswith(text[:7])
-
-
-@pytest.mark.parametrize(
-    "elsewhere",
-    [
-        accel.wait_for_everyone,
-        lambda ctx: accel.gather(ctx, torch.zeros(3)),
-        lambda ctx: accel.reduce(ctx, torch.zeros(5000)),
-        lambda ctx: _whole_block(ctx),
-    ],
-    ids=["barrier", "gather", "reduce", "block"],
-)
-def test_a_failure_reaches_ranks_in_another_call(ranks, elsewhere):
-    def rank(ctx):
-        if ctx.rank == 2:
-            return _caught(agree, ctx, CheckpointError("broken"), "saving")
-        return _caught(elsewhere, ctx)
-
-    for error in ranks.run(rank, 4):
-        assert type(error) is CheckpointError
-        assert str(error) == "rank 2: broken"
-
-
-def _whole_block(ctx: accel.DistContext) -> None:
-    with agreed(ctx, "a block"):
-        pass
-
-
-def test_an_agreed_block_that_fails_somewhere_fails_everywhere(ranks):
-    def rank(ctx):
-        done = []
-
-        def work():
-            with agreed(ctx, "work"):
-                if ctx.rank == 1:
-                    raise KeyError("lost")
-                done.append(ctx.rank)
-
-        return _caught(work), done
-
-    results = ranks.run(rank, 3)
-    assert [str(error) for error, _ in results] == ["rank 1: KeyError: 'lost'"] * 3
-    assert [done for _, done in results] == [[0], [], [2]]
 
 
 @relaxed
@@ -214,17 +117,22 @@ def test_a_failure_on_one_node_reaches_the_other_nodes(ranks):
     ]
 
 
+def _agree(ctx: accel.DistContext) -> None:
+    with agreed(ctx.comm, Call("saving")):
+        pass
+
+
 def test_different_calls_are_named_with_their_sites(ranks):
     def rank(ctx):
         if ctx.rank == 1:
-            return _caught(agree, ctx, None, "saving")
+            return _caught(_agree, ctx)
         return _caught(accel.wait_for_everyone, ctx)
 
     for error in ranks.run(rank, 3):
         assert type(error) is CollectiveMismatch
         assert error.expected.startswith("rank 0: wait_for_everyone at test_process.py:")
         assert error.got.startswith("rank 1: saving at test_process.py:")
-        assert "in _caught" in error.got
+        assert "in _agree" in error.got
 
 
 def test_work_runs_where_it_is_meant_to(ranks):

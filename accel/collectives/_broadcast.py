@@ -38,7 +38,7 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None
         TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
             its path, on every rank.
     """
-    with shared_failure(ctx.comm, "broadcast"):
+    with shared_failure(ctx.comm, Call("broadcast")):
         check_tag(tag, "broadcast")
         check_rank(ctx, src, "broadcast, src=")
         leaves = read_leaves(ctx, tree)

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, overload
 from accel import tree as trees
 from accel.collectives._leaves import check_rank, make_call, read_leaves
 from accel.collectives._rows import gather_rows
-from accel.comm import check_tag, shared_failure
+from accel.comm import Call, check_tag, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
@@ -57,7 +57,7 @@ def gather(
         TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
             its path, on every rank.
     """
-    with shared_failure(ctx.comm, "gather"):
+    with shared_failure(ctx.comm, Call("gather")):
         check_tag(tag, "gather")
         check_rank(ctx, dst, "gather, dst=")
         if to not in (None, "cpu"):

@@ -51,7 +51,7 @@ def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None, tag: str 
             no text; on every rank.
         CollectiveMismatch: ranks made different calls; on every rank.
     """
-    with shared_failure(ctx.comm, "gather_object"):
+    with shared_failure(ctx.comm, Call("gather_object")):
         check_tag(tag, "gather_object")
         check_rank(ctx, dst, "gather_object, dst=")
         payload = _pickled(obj, "gather_object")
@@ -82,7 +82,7 @@ def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 
             text; on every rank.
         CollectiveMismatch: ranks made different calls, or lists of different lengths; on every rank.
     """
-    with shared_failure(ctx.comm, "broadcast_object_list"):
+    with shared_failure(ctx.comm, Call("broadcast_object_list")):
         check_tag(tag, "broadcast_object_list")
         check_rank(ctx, src, "broadcast_object_list, src=")
         count = len(objects)
@@ -102,7 +102,7 @@ def _pickled(obj: object, where: str) -> torch.Tensor:
 
 def _all_unpickled(ctx: DistContext, parts: Sequence[torch.Tensor], name: str) -> list[Any]:
     """Unpickle; where that fails on one rank, it fails on all. A collective."""
-    with shared_failure(ctx.comm, name):
+    with shared_failure(ctx.comm, Call(name)):
         try:
             objects = [pickle.loads(as_bytes(part)) for part in parts]
         except Exception as error:

@@ -10,7 +10,7 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._leaves import Leaves, make_call, read_leaves
-from accel.comm import check_tag, exchange_values, shared_failure
+from accel.comm import Call, check_tag, exchange_values, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, TreeError
 
@@ -50,7 +50,7 @@ def pad_across_processes(
         TreeError: a tensor without that dimension, or whose dtype cannot hold `pad_index`; what `gather` refuses; by
             its path, on every rank.
     """
-    with shared_failure(ctx.comm, "pad_across_processes"):
+    with shared_failure(ctx.comm, Call("pad_across_processes")):
         check_tag(tag, "pad_across_processes")
         if not isinstance(pad_index, int | float | complex):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(

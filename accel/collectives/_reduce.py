@@ -55,7 +55,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None 
         TreeError: an operation that a tensor's dtype cannot carry out, or a tensor that cannot be sent; by its path, on
             every rank.
     """
-    with shared_failure(ctx.comm, "reduce"):
+    with shared_failure(ctx.comm, Call("reduce")):
         check_tag(tag, "reduce")
         check_choice(op, get_args(Reduction), "unknown operation", where="reduce(op=)")
         leaves = read_leaves(ctx, tree)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to torch.distributed: groups and who owns them, one checked message per call, flat tensors."""
 
+from accel.comm._agree import agreed as agreed
+from accel.comm._agree import agreed_values as agreed_values
+from accel.comm._agree import barrier as barrier
+from accel.comm._agree import shared_failure as shared_failure
 from accel.comm._alarm import Alarm as Alarm
 from accel.comm._call import Call as Call
 from accel.comm._call import call_site as call_site
@@ -8,7 +12,6 @@ from accel.comm._call import check_tag as check_tag
 from accel.comm._call import tagged as tagged
 from accel.comm._exchange import exchange as exchange
 from accel.comm._exchange import exchange_values as exchange_values
-from accel.comm._exchange import shared_failure as shared_failure
 from accel.comm._exchange import start_values as start_values
 from accel.comm._handle import Comm as Comm
 from accel.comm._handle import adopt as adopt

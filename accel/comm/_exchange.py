@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -12,7 +11,7 @@ import torch
 
 from accel.comm._call import Call
 from accel.comm._handle import Comm
-from accel.comm._message import Answers, as_bytes, as_tensor, blank, fail, fill, inline_bytes, start
+from accel.comm._message import Answers, as_bytes, as_tensor, blank, fill, inline_bytes, start
 from accel.comm._torch import gather_bytes
 
 T = TypeVar("T")
@@ -82,25 +81,6 @@ def start_values(comm: Comm, call: Call, value: T, kind: type[T]) -> Callable[[]
         return [msgspec.json.decode(part, type=kind) for part in parts]
 
     return wait
-
-
-@contextlib.contextmanager
-def shared_failure(comm: Comm, name: str) -> Generator[None]:
-    """Run a block that communicates nothing; an error in it is raised on every rank, none is left waiting.
-
-    The other ranks learn of it in their next call. A collective where the block fails.
-
-    Args:
-        comm: an open handle.
-        name: the public function that the block belongs to, for reports.
-
-    Raises:
-        AccelError: as `fail`.
-    """
-    try:
-        yield
-    except Exception as error:
-        fail(comm, Call(name), error)
 
 
 def _meet(comm: Comm, call: Call, payload: bytes, nbytes: int) -> Callable[[], Answers]:

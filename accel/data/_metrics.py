@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from accel.collectives import gather
-from accel.comm import shared_failure
+from accel.comm import Call, shared_failure
 from accel.context import DistContext, context_first
 from accel.data._batches import Batch
 from accel.errors import DataError, TreeError
@@ -46,7 +46,7 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch, *, tag: str | No
         >>> counted == len(dataset)
         True
     """
-    with shared_failure(ctx.comm, "gather_for_metrics"):
+    with shared_failure(ctx.comm, Call("gather_for_metrics")):
         _check_rows(ctx, tree, batch)
     return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree, ctx.containers), tag=tag)
 

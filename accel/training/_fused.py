@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim import Optimizer
 
+from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import first_nonfinite, gradients, is_whole, parameters_of
 from accel.parallel import name_of
 from accel.precision import LossScale
-from accel.process import agree, agreed
 from accel.training._backward import backward
 
 _POLICIES = Literal["raise", "ignore"]
@@ -51,8 +51,9 @@ def fused_step(
     groups = _checked(ctx, optimizer)
     check_choice(nonfinite, get_args(_POLICIES), "unknown policy", where="nonfinite=")
     looks = nonfinite == "raise"
+    call = Call("fused_step", ordered=False)
     if looks:
-        with agreed(ctx, "fused_step"):
+        with agreed(ctx.comm, call):
             _check_loss(loss)
     done, spoilt = set[int](), list[NonFiniteError]()
 
@@ -83,7 +84,9 @@ def fused_step(
     if not done:
         raise StepError("no parameter of the optimizer took part in the loss", where="fused_step")
     if looks:
-        agree(ctx, spoilt[0] if spoilt else None, "fused_step")
+        with agreed(ctx.comm, call):
+            if spoilt:
+                raise spoilt[0]
 
 
 def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:

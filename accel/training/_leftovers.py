@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.optim import Optimizer
 
+from accel.comm import Call, agreed
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.optim import is_whole, parameters_of
 from accel.parallel import found_gradient, name_of
-from accel.process import agree
 
 _MOST_NAMED = 3
 
@@ -35,11 +36,10 @@ def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     if not found:
         return
     used = [each for each, nonzero in found if nonzero]
-    error = _leftovers(used) if used else None
-    if ctx.world_size > 1 and not all(is_whole(each) for each, _ in found):
-        agree(ctx, error, "optimizer_step")
-    elif error is not None:
-        raise error
+    is_sharded = not all(is_whole(each) for each, _ in found)
+    with agreed(ctx.comm, Call("optimizer_step", ordered=False)) if is_sharded else nullcontext():
+        if used:
+            raise _leftovers(used)
 
 
 def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:

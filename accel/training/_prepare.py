@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
 from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
 from accel.items import is_zero
 from accel.parallel import check_model, heir_of, prepare_model, replaces_parameters, unwrap_model
 from accel.precision import apply_precision
-from accel.process import agreed
 
 O_ = TypeVar("O_", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)
@@ -26,7 +26,9 @@ S = TypeVar("S", bound=LRScheduler)
 
 def prepare_objects(ctx: DistContext, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     """Carry out `prepare`, which documents it. A collective."""
-    with agreed(ctx, "prepare"):  # a rank that refuses must not leave the others waiting for its model
+    with agreed(
+        ctx.comm, Call("prepare", ordered=False)
+    ):  # a rank that refuses must not leave the others waiting for its model
         _check_kinds(objects)
         _check_optimizers(objects)
         _check_schedulers(objects)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import accel
 from accel import CheckpointError
-from accel.comm import Call, Comm, as_tensor, exchange, inline_bytes
-from accel.process import agree
+from accel.comm import Call, Comm, agreed_values, as_tensor, exchange, inline_bytes
 
 
 def _comm(size: int) -> Comm:
@@ -48,8 +47,13 @@ def test_payloads_of_any_length_arrive_from_every_rank(ranks, size, extra, odd):
 @pytest.mark.parametrize("length", [3, 300, 30_000])
 def test_errors_of_any_length_reach_many_ranks_whole(ranks, length):
     def rank(ctx):
+        def write():
+            if ctx.rank == 100:
+                raise CheckpointError("no room", got="x" * length)
+            return ctx.rank
+
         with pytest.raises(CheckpointError) as caught:
-            agree(ctx, CheckpointError("no room", got="x" * length) if ctx.rank == 100 else None, "saving")
+            agreed_values(ctx.comm, Call("saving"), write, int)
         accel.wait_for_everyone(ctx)
         return str(caught.value) == f"rank 100: no room: got {'x' * length}"
 

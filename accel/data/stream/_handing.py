@@ -105,7 +105,7 @@ class Handing:
             DataError: readers have read different streams; on every rank.
         """
         ctx = self._ctx
-        with shared_failure(ctx.comm, "batches"):
+        with shared_failure(ctx.comm, Call("batches")):
             parcels = {rank: sender.pack(self._data(steps, rank)) for rank, sender in self._senders.items()}
         messages = exchange(ctx.comm, self._call, self._message(steps, parcels))
         notes = {reader: _read_note(messages[reader]) for reader in sorted(set(self._readers))}

@@ -196,7 +196,7 @@ def _lend(ctx: DistContext, call: Call, kept: Part | None, bare: list[bool]) -> 
     lender = bare.index(False)
     payload, head = torch.empty(0, dtype=torch.uint8), 16
     if ctx.rank == lender and kept is not None:
-        with shared_failure(ctx.comm, "batches"):
+        with shared_failure(ctx.comm, Call("batches")):
             parcel = Sender().pack([kept.data], whole=True)
         payload = torch.cat([torch.tensor([parcel.label, kept.rows]).view(torch.uint8), parcel.buffer])
     lent = exchange(ctx.comm, call, payload)[lender]

@@ -19,12 +19,13 @@ REASONS = {
     "data": "what goes through the wire of a dispatched batch; transfers and reads that a test counts",
     "env": "names of hosts in Slurm's notation",
     "estimate": "the arithmetic of a plan, without a model",
-    "launch": "pure parts of a launcher (plans, relays, reports, stacks, records), without processes",
+    "items": "the parts of a save and a load, exchanged by a test; which files a load has read",
+    "launching": "pure parts of a launcher (plans, relays, reports, stacks, records), without processes",
     "parallel": "plans of sharding without ranks; the list of torch's private names",
     "precision": "fp8 backends that are not installed",
     "storage": "disks and stores that a test lets fail, sizes that pages of docs quote",
     "testing": "the simulator's own threads, hooks into torch and checks",
-    "training": "the step's parts, exchanged for others to see that a law notices; which files a load has read",
+    "training": "the step's parts, exchanged for others to see that a law notices",
 }
 PRIVATE = re.compile(r"accel\.(?:(?P<package>[a-z]\w*)\.)(?:[a-z]\w*\.)*_[a-z]\w*(?:\.\w+)*")
 

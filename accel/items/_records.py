@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import accel
 from accel.checkpoint import Kept, Making, MisfitError, decode, make_record, named_classes, record_tag, stored_names
-from accel.data import Cursor, Mean, Sum
 from accel.errors import ConfigError
 from accel.items._problems import Problems
-from accel.optim import Accumulation
-from accel.parallel import LocalSgd
-from accel.precision import LossScale
-from accel.random import Key, RngState
+from accel.random import RngState
 
+_OWN = ("TrainState", "Cursor", "Accumulation", "LossScale", "LocalSgd", "Sum", "Mean", "Key")
 _NAMED_SINCE = 4  # the format whose values name the classes of the records in them
 
 
@@ -83,4 +81,5 @@ def make_item(live: object, stored: Mapping[str, Any], name: str, tensors: Mappi
 
 
 def _own_classes() -> dict[str, tuple[type, ...]]:
-    return dict(named_classes([Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState]))
+    # by accel's own table of public names, because `TrainState` belongs to a room above this one
+    return dict(named_classes([*(getattr(accel, name) for name in _OWN), RngState]))

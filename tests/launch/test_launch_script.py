@@ -75,7 +75,7 @@ def test_neither_the_launcher_nor_its_worker_imports_torch(workspace: Workspace)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] False", "[rank 1] False"]
     code = (
-        "import os, sys; from accel.launching import launch\n"
+        "import os, sys; from accel.launching import run_launch\n"
         f"status = run_launch({str(script)!r}, environ=os.environ); print(status, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

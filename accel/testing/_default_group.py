@@ -84,7 +84,7 @@ def check_hooks() -> None:
     """Refuse a version of torch that lacks a hook, or keeps state of groups where no hook leads.
 
     Raises:
-        SimulationError: what is missing or new.
+        SimulationError: torch lacks a name, or has a new one; the message names it.
     """
     for module, names in _HOOKS.items():
         for name in names:
@@ -188,7 +188,8 @@ class _Hooks:
         Raises:
             SimulationError: torch does not see the group.
         """
-        self._threads.tables, self._threads.owner = self._tables(), uuid.uuid4().int
+        self._threads.tables = self._tables()
+        self._threads.owner = uuid.uuid4().int
         _fill(self._threads.tables, group, store)
         try:
             _c10d._register_process_group(group.group_name, group)

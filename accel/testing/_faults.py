@@ -32,11 +32,11 @@ class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
     Attributes:
         rank: the rank that it happens to.
-        call: which of the rank's collectives, sends and receives, counted from 0; it happens before this call is made.
+        call: number of the rank's collective, send or receive, from 0; the fault happens before it.
         action: "raise" raises `InjectedFault`. "vanish" ends the rank without a word to the others, save that its
             `finally` blocks still run. "delay" lets the rank go on only when no other rank can. "terminate" delivers a
             signal: the rank's own handler is called on its thread; without one, the rank ends as by "vanish".
-        signal: what "terminate" delivers: SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2.
+        signal: the one that "terminate" delivers: SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2.
     """
 
     rank: int
@@ -50,10 +50,10 @@ class WriteFault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
     Attributes:
         rank: the rank that writes.
-        write: which of the files that the rank writes through accel (of checkpoints, for example), counted from 0.
+        write: number of the file that the rank writes through accel (of a checkpoint, for example), from 0.
         action: "drop" leaves no file; "cut" leaves the first half; "corrupt" changes one byte; "full" leaves the first
             half and fails with `OSError(ENOSPC)`, no space left on device.
-        byte: which one "corrupt" changes, from the file's start, or from its end if negative; past the other end,
+        byte: the one that "corrupt" changes, from the file's start, or from its end if negative; past the other end,
             counting goes on round the file.
     """
 
@@ -116,7 +116,7 @@ class Injector:
         Raises:
             InjectedFault: a fault that raises.
             Killed: a fault that ends the rank.
-            BaseException: what the rank's own signal handler raises.
+            BaseException: the error of the rank's own signal handler.
         """
         number = self._calls[rank]
         self._calls[rank] += 1

@@ -76,7 +76,7 @@ class SimulatedWork(dist.Work):
         return future
 
     def is_completed(self) -> bool:
-        """Whether all ranks have come, once each that can go on has had its turn: who asks may do so in a loop."""
+        """Whether all ranks have come, after a turn of each rank that can go on, so that polling in a loop ends."""
         if not self._event.done and not self._given_up:
             self._rendezvous.poll(self._rank)
         return self._event.done
@@ -107,7 +107,7 @@ class SimulatedGroup(_Untyped):
     """One rank's view of a group of simulated ranks.
 
     Args:
-        rendezvous: where the group's ranks meet.
+        rendezvous: of the group's ranks.
         rank: this rank's place in the group.
     """
 
@@ -116,8 +116,8 @@ class SimulatedGroup(_Untyped):
         self._rendezvous = rendezvous
         self._rank = rank
         self._size = len(members.ranks)
-        self._me = members.ranks[rank]  # the world's number, as all that the rendezvous is told
-        self.alarm = rendezvous.alarm(self._me)  # which `accel.comm` looks for
+        self._me = members.ranks[rank]  # the world's number, as everywhere in a rendezvous
+        self.alarm = rendezvous.alarm(self._me)  # read by `accel.comm`
         self.works: WeakSet[SimulatedWork] | None = None  # collects handles where somebody wants them
         super().__init__(rank, self._size)  # pyright: ignore[reportUnknownMemberType]
 
@@ -144,7 +144,7 @@ class SimulatedGroup(_Untyped):
         return self._rendezvous.members.name
 
     def new_group(self, ranks: list[int], *, group_name: str, **options: object) -> SimulatedGroup | None:
-        """What `torch.distributed.new_group` asks of a default group; None for a rank that is no member."""
+        """Make a group for `torch.distributed.new_group`; None for a rank that is no member."""
         return self.subgroup(group_name, ranks) if self._me in ranks else None
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> SimulatedGroup:

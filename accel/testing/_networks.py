@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the real backends refuse, as tables: dtypes, reduce ops, layouts and kinds of messages.
+"""Limits of the real backends, as tables: dtypes, reduce ops, layouts and kinds of messages.
 
-gloo's are what torch 2.13 was seen to do with it; a test holds them against the local gloo. nccl's are what
-`ProcessGroupNCCL.cpp` says: its maps of dtypes and ops, `check_gpu_single_tensor` and `recvAnysource`.
+Those of gloo were observed with torch 2.13; a test holds them against the local gloo. Those of nccl stand in
+`ProcessGroupNCCL.cpp`: its maps of dtypes and ops, `check_gpu_single_tensor` and `recvAnysource`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _LINEAR = frozenset({Reduction.SUM, Reduction.AVG})
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one backend does.
+    """The limits of one backend.
 
     Attributes:
-        moves: dtypes that its collectives move; torch hands most complex tensors on as real ones.
+        moves: dtypes of collectives that move data; torch hands most complex tensors on as real ones.
         sends: dtypes of messages between two ranks; None for all.
-        reduces: dtypes that it adds up.
-        averages: dtypes that it averages.
+        reduces: dtypes of sums.
+        averages: dtypes of averages.
         bitwise: whether it has BAND, BOR and BXOR, of integers.
-        complex_reductions: collectives that add up or average complex tensors, and no more than that.
+        complex_reductions: collectives that sum or average complex tensors, and do nothing else with them.
         dense: collectives that need contiguous tensors.
-        strict_shapes: whether listed tensors need the shape of the one that they are filled from, or fill.
-        any_source: whether a rank can receive from whoever sends.
-        tags: whether messages are told apart by tags.
+        strict_shapes: whether listed tensors need the shape of their source or target.
+        any_source: whether a rank can receive from any rank.
+        tags: whether messages carry tags.
     """
 
     moves: frozenset[torch.dtype]
@@ -91,13 +91,13 @@ _LIMITS: dict[Network, Limits] = {
 
 
 def check_reduction(network: Network | None, name: str, reduction: Reduction, dtype: torch.dtype) -> None:
-    """Refuse a reduction that the backend does not do; without one, what hardly any does.
+    """Refuse a reduction that the backend lacks; without one, those that most backends lack.
 
     Args:
         network: the backend; None refuses averages of integers, which gloo refuses and nccl rounds, and bitwise
             operations on floats.
         name: the collective.
-        reduction: what it computes.
+        reduction: the operation.
         dtype: of its tensors.
 
     Raises:
@@ -124,13 +124,13 @@ def check_reduction(network: Network | None, name: str, reduction: Reduction, dt
 
 
 def check_tensors(network: Network | None, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Refuse tensors that the backend does not take; without one, all are taken.
+    """Refuse tensors that the backend does not take; without a backend, take all.
 
     Args:
         network: the backend.
         name: the collective, or "send" or "recv".
-        inputs: what it reads.
-        outputs: what it writes.
+        inputs: tensors to read.
+        outputs: tensors to write.
 
     Raises:
         SimulationError: it does not take one.
@@ -156,8 +156,8 @@ def check_message(network: Network | None, *, any_source: bool, tag: int) -> Non
 
     Args:
         network: the backend.
-        any_source: whether it is to be received from whoever sends.
-        tag: what tells it from other messages.
+        any_source: whether any rank may be the sender.
+        tag: number that distinguishes it from other messages.
 
     Raises:
         SimulationError: the backend has no such messages.

@@ -47,7 +47,7 @@ def reduce_tensors(reduction: Reduction, tensors: Sequence[Tensor]) -> Tensor:
     """Combine one tensor of each rank, in rank order.
 
     Args:
-        reduction: how.
+        reduction: the operation.
         tensors: all of one shape and dtype.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks meet: the n-th collective of every rank of a group is one meeting, and a send meets its receive."""
+"""Meetings of ranks: the n-th collective of all ranks of a group is one meeting, and a send meets its receive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAME_CALLS = "Let every rank of the group make the same calls in the same order
 
 
 class Members:
-    """The ranks of one group, and how reports call it; the group of all ranks needs no mention.
+    """The ranks of one group, and its name in reports; the group of all ranks needs no mention.
 
     Args:
         name: c10d's name of the group.
@@ -42,13 +42,13 @@ class Meeting:
     """One collective call of all ranks of a group.
 
     Attributes:
-        number: how many the group made before.
-        call: what the first rank to come called.
+        number: meetings of the group before this one.
+        call: the call of the first rank to come.
         members: the group.
-        brought: what each rank came with, until all are there.
-        result: what was made of it.
-        sites: where each rank made the call.
-        waiters: the ranks that wait for the others.
+        brought: contribution of each rank, until all are there.
+        result: of the contributions, once all are there.
+        sites: line of each rank's call.
+        waiters: ranks that wait for the others.
         done: whether all have come.
     """
 
@@ -65,7 +65,7 @@ class Meeting:
         self.done = False
 
     def describe(self, rank: int) -> str:
-        """Say what `rank` called, where, and who has come."""
+        """Describe the call of `rank`, its line, and the ranks that have come."""
         came = f"joined by {name_ranks(sorted(self.sites))} of {len(self.members.ranks)}"
         return f"{self.sites[rank].calls(self.call)}: collective #{self.number}{self.members.label}, {came}"
 
@@ -74,12 +74,12 @@ class Transfer:
     """One side of a message between two ranks.
 
     Args:
-        kind: which side.
-        source: the sender; None for a receive from whoever sends.
+        kind: side of the message.
+        source: the sender; None for a receive from any rank.
         target: the receiver.
-        tag: what both sides must agree on.
-        tensor: what is sent, or filled.
-        members: the group that it goes through.
+        tag: number that both sides must agree on.
+        tensor: the one to send, or to fill.
+        members: the group of the message.
     """
 
     __slots__ = ("done", "kind", "members", "site", "source", "tag", "target", "tensor", "waiters")
@@ -105,7 +105,7 @@ class Transfer:
 
     @property
     def rank(self) -> int:
-        """The rank whose side it is."""
+        """The rank of this side."""
         return self.target if self.source is None or self.kind == "recv" else self.source
 
     def fits(self, other: Transfer) -> bool:
@@ -114,19 +114,19 @@ class Transfer:
         return self.kind != other.kind and (either or self.source == other.source)
 
     def describe(self, rank: int) -> str:
-        """Say what `rank` called, and where."""
+        """Describe the call of `rank` and its line."""
         sender = "any rank" if self.source is None else f"rank {self.source}"
         peer = f"to rank {self.target}" if self.kind == "send" else f"from {sender}"
         return self.site.calls(f"{self.kind}({layout(self.tensor)}) {peer}, tag {self.tag}{self.members.label}")
 
 
 class Traffic:
-    """All calls of a run, by the groups that they are made in.
+    """All calls of a run, by group.
 
     Args:
-        scheduler: whose ranks make them.
-        faults: what was asked to happen to them.
-        network: the backend whose limits they keep.
+        scheduler: of the ranks.
+        faults: failures to inject.
+        network: backend with the limits to keep.
     """
 
     def __init__(self, scheduler: Scheduler, faults: Injector, network: Network | None) -> None:
@@ -137,7 +137,7 @@ class Traffic:
         self._groups: dict[tuple[str, tuple[int, ...]], Rendezvous] = {}
 
     def rendezvous(self, name: str, ranks: Sequence[int]) -> Rendezvous:
-        """Return the place where these ranks meet under that name; the same for all of them."""
+        """Return the rendezvous of these ranks under that name; the same for all of them."""
         key = (name, tuple(ranks))
         if key not in self._groups:
             for known in self._groups.values():
@@ -172,11 +172,11 @@ class Traffic:
         self.outage.check()
 
     def alarm(self, rank: int) -> SimulatedAlarm:
-        """Return what lets `rank` end the calls of all ranks, in all groups."""
+        """Return the alarm by which `rank` ends the calls of all ranks, in all groups."""
         return SimulatedAlarm(self.outage, self._groups.values(), rank)
 
     def unfinished(self) -> list[str]:
-        """Describe the calls that were made and not waited for, and whose peers never came."""
+        """Describe calls that nobody waited for and that peers never joined."""
         return [line for rendezvous in self._groups.values() for line in rendezvous.unfinished()]
 
     def close(self) -> None:
@@ -206,10 +206,10 @@ class Rendezvous:
         """Come to the rank's next meeting; the last to come does the work for all.
 
         Args:
-            rank: who comes.
-            call: what it calls; the same for all ranks of a meeting.
-            brought: its tensors, or what else it hands over.
-            run: what to do with those of all; its result is the meeting's.
+            rank: the one that comes.
+            call: its call; the same for all ranks of a meeting.
+            brought: its tensors, or another contribution.
+            run: computes the meeting's result from all contributions, by rank.
 
         Raises:
             SimulationError: the calling thread is not the rank.
@@ -235,14 +235,14 @@ class Rendezvous:
         """Offer or ask for a message; it is copied when both sides are there, as gloo and nccl do.
 
         Args:
-            kind: which side this is.
-            source: the sender; None to receive from whoever sends first.
+            kind: this side.
+            source: the sender; None to receive from the first rank that sends.
             target: the receiver.
-            tag: what both sides must agree on.
-            tensor: what to send, or to fill.
+            tag: number that both sides must agree on.
+            tensor: the one to send, or to fill.
 
         Raises:
-            SimulationError: the calling thread is not the rank whose side this is.
+            SimulationError: the calling thread is not the rank of this side.
         """
         mine = Transfer(kind, source, target, tag, tensor, self.members)
         self._traffic.begin(mine.rank, kind)
@@ -278,7 +278,7 @@ class Rendezvous:
         self._traffic.outage.check(event)
 
     def alarm(self, rank: int) -> SimulatedAlarm | None:
-        """Return what lets `rank` end the calls of all groups of the run; None where some ranks are not in this one."""
+        """Return the alarm by which `rank` ends all calls of the run; None unless this group has all ranks."""
         is_whole = len(self.members.ranks) == self._scheduler.size
         return self._traffic.alarm(rank) if is_whole else None
 
@@ -300,13 +300,13 @@ class Rendezvous:
         self._scheduler.poll(rank)
 
     def unfinished(self) -> list[str]:
-        """Describe the calls that were made and not waited for, and whose peers never came."""
+        """Describe calls that nobody waited for and that peers never joined."""
         meetings = [f"rank {rank}: {m.describe(rank)}" for m in self._meetings.values() for rank in m.sites]
         return meetings + [f"rank {t.rank}: {t.describe(t.rank)}" for queue in self._transfers.values() for t in queue]
 
     def _finish(self, meeting: Meeting, run: Callable[[Sequence[Any]], object]) -> None:
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # whatever the last rank computes with
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # not those of the last rank
                 meeting.result = run([meeting.brought[rank] for rank in self.members.ranks])
         except CollectiveMismatch as error:
             places = "; ".join(f"rank {rank} at {site}" for rank, site in sorted(meeting.sites.items()))

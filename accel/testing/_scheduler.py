@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank runs at a time: who goes on, who waits for what, and what to say when nobody can go on.
+"""One rank runs at a time: the next one, the events that others wait for, and the report of a deadlock.
 
 A rank gives up the baton only where it must wait for others (and, with a seed, before each of its calls). Because
 nobody else runs meanwhile, "no rank can go on" is a fact and not a guess by time-out, and a run can be repeated.
@@ -83,7 +83,7 @@ class Scheduler:
         self._resume(first)
 
     def join(self, timeout_s: float, unwind_s: float) -> bool:
-        """Wait until all ranks have ended, and tell whether they have.
+        """Wait until all ranks have ended; return whether they have.
 
         Args:
             timeout_s: seconds to wait at most while all is well.
@@ -100,7 +100,7 @@ class Scheduler:
 
         Args:
             rank: the rank.
-            how: what a report says of it, such as "returned".
+            how: its word in reports, such as "returned".
         """
         self._ended[rank] = how
         del self._threads[rank]
@@ -116,7 +116,7 @@ class Scheduler:
         """Let only the thread of `rank` pass, and only while the run goes on.
 
         Args:
-            rank: whose call it is.
+            rank: the caller.
             what: the call, for the message.
 
         Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signal handlers of simulated ranks, kept apart: each rank is a process of its own as far as it can tell.
+"""Signal handlers of simulated ranks, kept apart: each rank looks like a process of its own.
 
 Python sets handlers on the main thread only, and for the whole process. So while simulations run, `signal.signal`,
 `signal.getsignal` and `signal.raise_signal` lead a simulated rank here; see `_process.py`.

@@ -128,26 +128,27 @@ def simulate(
         fn: called with each rank's context, on CPU.
         world_size: number of ranks, 1 or more.
         seed: fixes a random schedule, one for each seed; None lets ranks go in turn, from rank 0.
-        timeout_s: seconds for the whole run. Only what the simulation cannot see, such as an endless loop, takes them.
-        faults: what goes wrong, `Fault`s of ranks and `WriteFault`s of their disks; each must come to pass.
-        default_group: whether each rank has a c10d world of its own, whose default group is the simulated one. Then
-            what asks torch.distributed for its default group runs too: `dist.get_rank()`, `new_group`, DeviceMesh,
+        timeout_s: seconds for the whole run. Only code that the simulation cannot see, such as an endless loop, takes
+            them.
+        faults: `Fault`s of ranks and `WriteFault`s of their disks to inject; each must come to pass.
+        default_group: whether each rank has a c10d world of its own with the simulated group as its default group. Then
+            code that asks torch.distributed for its default group runs too: `dist.get_rank()`, `new_group`, DeviceMesh,
             DTensor, FSDP2, tensor parallelism, pipelines, torch.distributed.checkpoint. Threads that a rank starts
             see the process's own default group, if it has one. It costs a few milliseconds a run.
-        network: "gloo" or "nccl" to refuse what that backend refuses (dtypes, reduce ops, layouts, kinds of messages)
-            or silently gets wrong; None for the laxest that makes sense. Tensors are on the CPU all the same.
+        network: "gloo" or "nccl" to refuse dtypes, reduce ops, layouts and kinds of messages that the backend refuses
+            or silently gets wrong; None for the laxest limits that make sense. Tensors are on the CPU all the same.
 
     Returns:
-        What `fn` returned, by rank.
+        Values of `fn`, by rank.
 
     Raises:
         Deadlock: ranks wait for each other, or a call was made that others never joined.
         CollectiveMismatch: ranks made calls that do not fit together.
         SimulationError: the run took longer than `timeout_s`, `fn` is a coroutine or generator and so has not run, a
             thread could not start, or torch lacks what `default_group` needs.
-        FaultNotReached: all went well, because the run ended before a fault was due.
+        FaultNotReached: the run ended before a fault was due.
         ConfigError: an argument is outside its range.
-        BaseException: whatever `fn` raised first on a rank, with notes on which rank, and which were left waiting.
+        BaseException: the first error of `fn` on a rank, with notes on that rank and those left waiting.
 
     Reference: ranks as threads over a passed group are torchft's way to test; running one at a time under a seed is
         the deterministic simulation testing of FoundationDB (Zhou et al. 2021, SIGMOD).

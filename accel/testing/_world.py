@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of one function on all ranks, and what comes of it."""
+"""One run of one function on all ranks, and its outcome."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class World(Generic[T]):
     """The ranks of one run.
 
     Args:
-        prepare: makes what a rank calls, from its group; called for all ranks before the first one runs.
+        prepare: makes a rank's function from its group; called for all ranks before the first one runs.
         size: number of ranks.
         seed: of the schedule.
-        faults: failures that were asked for.
+        faults: failures to inject.
         streams: each rank's random streams.
-        network: the backend whose limits calls keep; None for hardly any.
-        around: what a rank's thread is in while it runs.
+        network: backend with the limits to keep; None for hardly any.
+        around: scope of a rank's thread while it runs.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class World(Generic[T]):
         return self._halt(self._timeout_error(timeout_s))
 
     def outcome(self) -> list[T]:
-        """Return the results by rank, or raise what went wrong first.
+        """Return the results by rank, or raise the first error.
 
         Raises:
-            BaseException: what a rank raised first; its notes name the rank and those left waiting.
+            BaseException: the first error of a rank; its notes name the rank and those left waiting.
             Deadlock: ranks waited for each other, or calls were never completed.
             CollectiveMismatch: ranks made calls that do not fit together.
             SimulationError: the run took too long, or a rank vanished.
@@ -115,11 +115,11 @@ class World(Generic[T]):
         return [self._results[rank] for rank in range(self._size)]
 
     def close(self) -> None:
-        """Let go of what the ranks' groups hold."""
+        """Drop the references of the ranks' groups."""
         self._traffic.close()
 
     def _jobs(self) -> list[Callable[[], None]]:
-        """Make what ranks need at their start, in one go: that is faster than on each rank's thread."""
+        """Make the ranks' jobs in one go: faster than on each rank's thread."""
         groups = [SimulatedGroup(self._everyone, rank) for rank in range(self._size)]
         calls = [self._prepare(group) for group in groups]
         return [
@@ -145,7 +145,7 @@ class World(Generic[T]):
             how = self._killed[rank] = str(end)
         except BaseException as error:
             how = f"raised {error!r}"
-            if scheduler.cause is None:  # what a rank raises because it was stopped is no cause
+            if scheduler.cause is None:  # an error after the stop is no cause
                 self._errors[rank] = error
         scheduler.leave(rank, how)
 

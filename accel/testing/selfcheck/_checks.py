@@ -139,7 +139,8 @@ def bandwidth(ctx: DistContext, _folder: Path) -> Judged:
     """Measure how fast the ranks sum up and answer each other. A collective."""
     large = torch.ones(_LARGE // 4, device=ctx.device)
     small = torch.ones(1, device=ctx.device)
-    large_s, small_s = _seconds(ctx, large, _ROUNDS), _seconds(ctx, small, 20 * _ROUNDS)
+    large_s = _seconds(ctx, large, _ROUNDS)
+    small_s = _seconds(ctx, small, 20 * _ROUNDS)
     seen = f"reduce: {_LARGE / large_s / 1e9:.2f} GB/s of 32 MB, {1e6 * small_s:.0f} us of 4 B"
     return seen, [] if large_s > 0 else ["the clock does not move"]
 

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 _CAUSES = (
-    (r"out of memory|OutOfMemory", "another program holds the memory of the GPU; `nvidia-smi` tells which."),
+    (r"out of memory|OutOfMemory", "another program holds the memory of the GPU; `nvidia-smi` names it."),
     (r"No space left|Disk quota", "the disk of the folder is full; name another one with --folder."),
     (
         r"Permission denied|Read-only|No such file|a file stands",
@@ -23,12 +23,12 @@ _CAUSES = (
         r"no GPU|GPU \d+ for local rank",
         "there are fewer GPUs than ranks; start fewer, or take the CPU with --cpu.",
     ),
-    (r"NCCL|nccl", "the GPUs do not reach each other; NCCL_DEBUG=INFO tells where, NCCL_P2P_DISABLE=1 avoids the bus."),
+    (r"NCCL|nccl", "the GPUs do not reach each other; NCCL_DEBUG=INFO shows where, NCCL_P2P_DISABLE=1 avoids the bus."),
     (
         r"no kernel image|driver|CUDA error",
         "torch was built for another GPU or driver; `accel env` shows both versions.",
     ),
-    (r"did not|time-out|timed out|left:", "a rank ended or hangs; the report of the launcher above tells which."),
+    (r"did not|time-out|timed out|left:", "a rank ended or hangs; the report of the launcher above names it."),
 )
 
 
@@ -38,9 +38,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: of the check.
         state: "running" until it has ended; "skipped" if it could not be made.
-        detail: what was seen, what is wrong, or what is missing.
-        cause: what is likely behind it; empty unless it failed.
-        seconds: how long it took.
+        detail: observation, fault, or missing part.
+        cause: likely reason; empty unless it failed.
+        seconds: duration.
     """
 
     name: str

@@ -26,16 +26,15 @@ def run_checks(
 
     Args:
         ctx: the context.
-        folder: where checkpoints may be written, on a file system that all hosts share; None to leave out what
-            takes one.
-        note: told what has come of them so far, before and after each.
-        checks: which.
+        folder: for checkpoints, on a file system that all hosts share; None to leave out the checks that need one.
+        note: called with the outcomes so far, before and after each check.
+        checks: the ones to run.
 
     Returns:
         An outcome for each check, the same on every rank.
 
     Raises:
-        Exception: what stopped this rank alone, so that the ranks cannot agree any more.
+        Exception: an error of this rank alone, after which the ranks cannot agree any more.
     """
     outcomes: list[Outcome] = []
     for check in checks:

@@ -64,7 +64,7 @@ class _Column:
         dtype: of its elements.
         trailing: its shape without the first dimension; None for a 0-d leaf.
         content: its elements on a rank whose shift is 0.
-        slot: which of the numbers of rows is its length.
+        slot: index of its length among the numbers of rows.
     """
 
     __slots__ = ("content", "dtype", "slot", "trailing")
@@ -86,7 +86,7 @@ def trees(leaf: st.SearchStrategy[Any] | None = None, *, max_depth: int = 2) -> 
 
     Args:
         leaf: the leaves; `tensors()` if left out.
-        max_depth: how many containers are inside each other at most; 0 for lone leaves.
+        max_depth: most containers inside each other; 0 for lone leaves.
 
     Raises:
         ConfigError: a negative number.
@@ -115,7 +115,7 @@ def rank_trees(
         min_size: the fewest ranks, 1 or more.
         max_size: the most ranks.
         max_rows: the most rows of a leaf on one rank; the fewest are 0.
-        max_depth: how many containers are inside each other at most; 0 for lone leaves.
+        max_depth: most containers inside each other; 0 for lone leaves.
         dtypes: to choose from; the first is the simplest.
         special: whether elements may be special, as for `tensors`.
 
@@ -144,7 +144,9 @@ def _per_rank(
     rows: st.SearchStrategy[tuple[int, ...]],
     ranks: st.SearchStrategy[list[_Rank]],
 ) -> list[Any]:
-    tree, same_rows, each = draw(columns), draw(rows), draw(ranks)
+    tree = draw(columns)
+    same_rows = draw(rows)
+    each = draw(ranks)
     return [map_leaves(lambda column, rank=rank: column.on_rank(rank, same_rows), tree) for rank in each]
 
 

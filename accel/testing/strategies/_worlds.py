@@ -54,9 +54,9 @@ def faults(
 
     Args:
         world_size: number of ranks, 1 or more.
-        calls: how many calls every rank makes without faults, 1 or more. Where it is too large, the run raises
+        calls: number of calls of every rank without faults, 1 or more. Where it is too large, the run raises
             `FaultNotReached`, which says how many there were.
-        actions: what may happen; the first is the simplest.
+        actions: kinds of faults; the first is the one to shrink to.
 
     Raises:
         ConfigError: a number below 1, no actions or an unknown one.
@@ -73,8 +73,8 @@ def write_faults(
 
     Args:
         world_size: number of ranks, 1 or more.
-        writes: how many files every rank writes through accel, 1 or more.
-        actions: what may happen; the first is the simplest.
+        writes: number of files that every rank writes through accel, 1 or more.
+        actions: kinds of faults; the first is the one to shrink to.
 
     Raises:
         ConfigError: a number below 1, no actions or an unknown one.

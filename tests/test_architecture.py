@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
     {"errors", "lazy"},
-    {"formats", "fronts", "terminal", "topology", "xla"},
+    {"endpoints", "formats", "fronts", "terminal", "topology", "xla"},
     {"config", "env", "schedules"},
     {"tree", "random", "storage"},
     {"comm"},
@@ -40,6 +40,7 @@ TORCH_FREE = {
     "xla",
     "schedules",
     "config",
+    "endpoints",
     "terminal",
     "topology",
     "env",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import sys
@@ -15,15 +14,14 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
+from accel.endpoints import await_listener, probe
 from accel.env import LaunchEnv
 from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
 
 _RETRY_S = 10.0
 _LOOK_S = 0.1
-_KNOCK_S = 5.0
 _SILENT_S = 1.0  # until it is said that rank 0 is waited for
 _STARTING_S = 5.0  # the same where its host answers: the other ranks may have been quicker
-_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 _LINGER_S = 3.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BACKLOG = 2048  # that of torch's own server
@@ -105,7 +103,9 @@ def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
     Returns:
         None where ranks meet elsewhere, and where somebody serves already: torchrun, or an earlier opening.
     """
-    if env.rank or env.master_addr not in _LOOPBACK or env.master_port is None or _knock(env, _SILENT_S) is None:
+    if env.rank or env.master_addr not in _LOOPBACK or env.master_port is None:
+        return None
+    if probe(env.master_addr, env.master_port, _SILENT_S) is None:
         return None
     family = socket.AF_INET6 if ":" in env.master_addr else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -127,33 +127,23 @@ def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
 
 
 def _await_server(env: LaunchEnv, timeout_s: float) -> None:
-    """Wait until somebody serves the address where ranks meet. Waiting by torch's means would print, and not say why.
+    """Wait until somebody serves the address where ranks meet. torch's own wait would print, and hide the cause.
 
-    A name that is not known yet is waited for, too: where a scheduler starts the ranks, it may come with rank 0.
+    Where a scheduler starts the ranks, the name of the address may become known with rank 0.
     """
-    began, pause_s, told = time.monotonic(), 0.01, False
-    while error := _knock(env, min(timeout_s, _KNOCK_S if told else _SILENT_S)):
-        waited_s = time.monotonic() - began
-        if not isinstance(error, OSError) or error.errno in _NO_WAY or waited_s >= timeout_s:
-            raise _unreachable(env, error) from error
+
+    def notice(error: OSError, waited_s: float) -> bool:
         silent_s = _STARTING_S if isinstance(error, ConnectionRefusedError) else _SILENT_S
-        if not told and env.local_rank == 0 and waited_s >= silent_s:
-            told = True
-            where = f"{env.master_addr}:{env.master_port}, up to {timeout_s:g} s"
-            _ = sys.stderr.write(f"accel: rank {env.rank} waits for rank 0 at {where}: {error}\n")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 1.0)
+        if env.local_rank or waited_s < silent_s:
+            return False
+        where = f"{env.master_addr}:{env.master_port}, up to {timeout_s:g} s"
+        _ = sys.stderr.write(f"accel: rank {env.rank} waits for rank 0 at {where}: {error}\n")
+        return True
 
-
-def _knock(env: LaunchEnv, timeout_s: float) -> OSError | UnicodeError | None:
-    """Return why nobody opens at the address where ranks meet; None if somebody does."""
     try:
-        with socket.create_connection((env.master_addr, env.master_port), timeout=timeout_s) as knocking:
-            if knocking.getsockname() == knocking.getpeername():  # a port of one's own, which nobody serves yet
-                return ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-    except (OSError, UnicodeError) as error:  # the latter for what can be no name
-        return error
-    return None
+        _ = await_listener(env.master_addr, env.master_port or 0, timeout_s, notice=notice)
+    except (OSError, UnicodeError) as error:
+        raise _unreachable(env, error) from error
 
 
 def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from accel.config import LaunchConfig
+from accel.endpoints import await_listener, split_endpoint
 from accel.errors import LaunchError
 from accel.launching._run import tell
 from accel.launching._signals import NOTICES, STOPPING, Signals, listening
@@ -24,9 +24,7 @@ from accel.launching._target import Target
 
 _AGENT = str(Path(__file__).with_name("_agent.py"))
 _RETRY_S = 0.5
-_KNOCK_S = 5.0
 _SILENT_S = 0.5  # until the user is told that somebody is waited for
-_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 _KILL_AFTER_S = 10.0  # an agent may be waiting for a host that is cut off
 # Without the first, a host that comes back finds nobody at the address that rank 0 once had (torch 2.13).
 _AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -45,12 +43,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     config: LaunchConfig
     parent: int
     added: tuple[str, ...]
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of a meeting point, an IPv6 address without its brackets."""
-    host, _, port = endpoint.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def check_endpoint(config: LaunchConfig) -> str:
@@ -142,33 +134,24 @@ def _reach(config: LaunchConfig, signals: Signals) -> int:
     host, port = split_endpoint(config.rdzv_endpoint)
     if config.node_rank == 0 or is_here(host, port):
         return 0
-    began, told = time.monotonic(), False
-    while error := _knock(host, port, min(config.rdzv_timeout_s, _KNOCK_S if told else _SILENT_S)):
-        waited_s = time.monotonic() - began
-        if error.errno in _NO_WAY or waited_s >= config.rdzv_timeout_s:
-            raise LaunchError(
-                "nobody answers where the hosts meet",
-                expected=f"the first host's launcher at {config.rdzv_endpoint}",
-                got=str(error),
-                where="--rdzv-endpoint",
-                fix="Start the launch there, and check name, port and firewall.",
-            ) from error
-        if not told and waited_s >= _SILENT_S:
-            patience = f"up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
-            tell(f"accel: waiting for the first host at {config.rdzv_endpoint}, {patience}: {error}\n")
-            told = True
-        if (number := signals.wait(_RETRY_S)) in STOPPING:
-            return number
-    return 0
 
+    def notice(error: OSError, waited_s: float) -> bool:
+        if waited_s < _SILENT_S:
+            return False
+        patience = f"up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
+        tell(f"accel: waiting for the first host at {config.rdzv_endpoint}, {patience}: {error}\n")
+        return True
 
-def _knock(host: str, port: int, timeout_s: float) -> OSError | None:
-    """Return why nobody opens at an address; None if somebody does."""
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        return await_listener(host, port, config.rdzv_timeout_s, notice=notice, pause=signals.stop)
     except OSError as error:
-        return error
-    return None
+        raise LaunchError(
+            "nobody answers where the hosts meet",
+            expected=f"the first host's launcher at {config.rdzv_endpoint}",
+            got=str(error),
+            where="--rdzv-endpoint",
+            fix="Start the launch there, and check name, port and firewall.",
+        ) from error
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]:

@@ -25,8 +25,9 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from accel.config import LaunchConfig
+from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
-from accel.launching._hosts import is_here, split_endpoint
+from accel.launching._hosts import is_here
 from accel.launching._meeting import Note, compare, note_of, seats
 from accel.launching._run import tell
 

@@ -31,6 +31,11 @@ class Signals:
         arrived = self._source.recv(4096) if ready else b""
         return next((number for kind in (STOPPING, NOTICES) for number in arrived if number in kind), 0)
 
+    def stop(self, timeout_s: float) -> int:
+        """Wait for any signal; return one that asks to stop, else 0."""
+        number = self.wait(timeout_s)
+        return number if number in STOPPING else 0
+
 
 @contextmanager
 def listening() -> Generator[Signals]:

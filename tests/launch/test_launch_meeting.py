@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.config import LaunchConfig
+from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
-from accel.launching._hosts import check_endpoint, is_here, split_endpoint
+from accel.launching._hosts import check_endpoint, is_here
 from accel.launching._meeting import Note, describe_hosts, note_of, seats
 from accel.launching._plan import Place
 from accel.launching._record import Failure

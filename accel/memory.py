@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from accel.comm import Alarm, Call, call_site, exchange, fail, peer_error
+from accel.comm import Alarm, Call, barrier, call_site, peer_error, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError, OutOfMemoryError, PeerError
 from accel.random import capture_rng, restore_rng
@@ -127,7 +127,7 @@ def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: st
     call = _call(size, site)
     try:
         result = _run(ctx, function, size, call)
-        _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
+        barrier(ctx.comm, call)
     except OutOfMemoryError as told:  # every rank has got this one
         return told.problem
     except PeerError as told:
@@ -148,7 +148,7 @@ def _watched_attempt(
     with alarm.watching():
         try:
             result = function(size)
-            _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
+            barrier(ctx.comm, call)
         except Exception as error:
             told = _told(error, search)
             if isinstance(told, OutOfMemoryError):
@@ -181,9 +181,10 @@ def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) 
             raise told from None  # not what the function put around it
         text = _headline(error)
         if is_out_of_memory(error):
-            fail(ctx.comm, call, OutOfMemoryError(text, where=where))
-        with contextlib.suppress(AccelError):
-            fail(ctx.comm, call, PeerError(text, where=where))
+            with shared_failure(ctx.comm, call):
+                raise OutOfMemoryError(text, where=where) from None
+        with contextlib.suppress(AccelError), shared_failure(ctx.comm, call):
+            raise PeerError(text, where=where) from None
         raise
 
 
@@ -215,11 +216,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _agreed(ctx: DistContext, site: str, choose: Callable[[], int]) -> int:
     """Choose a size on every rank: the same, or the error of one is raised on all."""
-    try:
+    with shared_failure(ctx.comm, Call(_NAME, site=site)):
         size = choose()
-    except Exception as error:
-        fail(ctx.comm, Call(_NAME, site=site), error)
-    _ = exchange(ctx.comm, _call(size, site), torch.empty(0, dtype=torch.uint8))
+    barrier(ctx.comm, _call(size, site))
     return size
 
 

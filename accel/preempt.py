@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from accel.comm import Call, call_site, exchange, fail
+from accel.comm import Call, agreed, call_site, exchange
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
@@ -65,10 +65,18 @@ class StopRequests:
         """Handle these signals from now on.
 
         Raises:
-            ValueError: this is not the main thread.
+            ConfigError: this is not the main thread.
         """
-        for number in set(signals):
-            self._former[number] = signal.signal(number, self._handle)
+        try:
+            for number in set(signals):
+                self._former[number] = signal.signal(number, self._handle)
+        except ValueError as error:
+            raise ConfigError(
+                "only the main thread can change what signals do",
+                got=str(error),
+                where="stop_requests",
+                fix="Open it on the main thread, and hand what it gives to the thread that trains.",
+            ) from error
 
     def give_back(self) -> None:
         """Let every signal do again what it did before."""
@@ -109,15 +117,10 @@ def stop_requests(
         ConfigError: not the main thread, the only one that may change what signals do; or no signals, or one that
             cannot be handled. On every rank.
     """
-    requests, call = StopRequests(), Call("stop_requests", site=call_site())
+    requests = StopRequests()
     try:
-        try:
+        with agreed(ctx.comm, Call("stop_requests", site=call_site())):
             requests.take_over(_checked(signals))
-        except ConfigError as error:
-            fail(ctx.comm, call, error)
-        except ValueError as error:
-            fail(ctx.comm, call, _no_main_thread(error))
-        _ = exchange(ctx.comm, call, torch.empty(0, dtype=torch.uint8))
         yield requests
     finally:
         requests.give_back()
@@ -155,12 +158,3 @@ def _checked(signals: Sequence[int]) -> Sequence[int]:
             where="stop_requests, signals=",
         )
     return signals
-
-
-def _no_main_thread(error: ValueError) -> ConfigError:
-    return ConfigError(
-        "only the main thread can change what signals do",
-        got=str(error),
-        where="stop_requests",
-        fix="Open it on the main thread, and hand what it gives to the thread that trains.",
-    )

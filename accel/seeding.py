@@ -15,9 +15,9 @@ from typing import cast
 import msgspec
 import torch
 
-from accel.comm import Call, call_site, exchange, fail
+from accel.comm import Call, call_site, exchange, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError
+from accel.errors import ConfigError
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
 
 
@@ -96,10 +96,8 @@ def synchronize_rng(ctx: DistContext) -> None:
         CollectiveMismatch: another rank called something else, or computes on another kind of device.
     """
     call = Call("synchronize_rng", f"device {ctx.device.type}", call_site())
-    try:
+    with shared_failure(ctx.comm, call):
         mine = msgspec.msgpack.encode(capture_rng(ctx.device)) if ctx.is_main_process else b""
-    except AccelError as error:
-        fail(ctx.comm, call, error)
     payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
     first = exchange(ctx.comm, call, payload)[0]
     data = bytes(cast("list[int]", first.tolist()))  # pyright: ignore[reportUnknownMemberType]

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from accel.collectives import reduce
-from accel.comm import Call, call_site, fail
+from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, check_context
 from accel.data._batches import Batch
 from accel.errors import ConfigError, DataError, TreeError
@@ -194,5 +194,5 @@ def _added(left: Any, right: Any) -> Any:
 
 
 def _nothing(ctx: DistContext) -> None:
-    error = DataError("nothing was added, so there is no value", fix="Call metric = metric.add(...) in the loop.")
-    fail(ctx.comm, Call("value", site=call_site()), error)
+    with shared_failure(ctx.comm, Call("value", site=call_site())):
+        raise DataError("nothing was added, so there is no value", fix="Call metric = metric.add(...) in the loop.")

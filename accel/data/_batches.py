@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from accel.comm import Call, call_site, fail, start_values
+from accel.comm import Call, call_site, shared_failure, start_values
 from accel.context import DistContext, context_first
 from accel.data._cuts import Cuts
 from accel.data._epoch import Epoch, Request, plan_epoch, requests
@@ -92,10 +92,8 @@ def batches(
         4
     """
     ctx.comm.check_open()
-    try:
+    with shared_failure(ctx.comm, Call("batches", site=call_site())):
         cursor = _cursor(state)
-    except AccelError as error:
-        fail(ctx.comm, Call("batches", site=call_site()), error)
     if isinstance(loader, StreamLoader):
         yield from _stream_batches(ctx, loader, cursor)
     else:
@@ -122,10 +120,8 @@ def _stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> G
 
 def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:
     site = call_site()
-    try:
+    with shared_failure(ctx.comm, Call("batches", site=site)):
         epoch = _checked_epoch(ctx, loader, cursor)
-    except AccelError as error:
-        fail(ctx.comm, Call("batches", site=site), error)
     detail = f"{epoch.cursor}\n{loader.source.plan}\n{loader.world_size} data-parallel ranks"
     if isinstance(epoch.plan, Cuts):
         detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"

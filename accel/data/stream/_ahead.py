@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from accel.comm import Call, exchange_values, fail
+from accel.comm import Call, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.data._read_error import read_error
 from accel.data.stream._read import Skipped, Step
@@ -56,7 +56,8 @@ class Ahead:
                 if isinstance(step, Step):
                     taken.append(step)
         if self._failure is not None and not taken:
-            fail(self._ctx.comm, self._call, self._failure)
+            with shared_failure(self._ctx.comm, self._call):
+                raise self._failure
         return taken
 
     def _skips(self) -> bool:

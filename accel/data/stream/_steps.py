@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from accel.comm import Call, call_site, exchange, fail, shared_failure
+from accel.comm import Call, call_site, exchange, shared_failure
 from accel.context import DistContext
 from accel.data._plan import Cursor, SampleCount, check_entry, copies_of
 from accel.data._position import StreamPosition, WorkerPosition
@@ -80,11 +80,9 @@ def stream_steps(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Gene
         Batches on the context's device, and what is known about each.
     """
     site = call_site()
-    try:
+    with shared_failure(ctx.comm, Call("batches", site=site)):
         check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
         loader.passes.check(cursor)
-    except DataError as error:
-        fail(ctx.comm, Call("batches", site=site), error)
     facts = f"stream {loader.mode}, batch {loader.batch_size}, of all {loader.global_batch}, tail {loader.tail}"
     where = f"seed {cursor.seed}, epoch {cursor.epoch}, {cursor.consumed} consumed"
     opening = Call("batches", f"{where}\n{facts}\n{loader.world_size} data-parallel ranks", site)

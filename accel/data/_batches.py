@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 
 from accel.comm import Call, call_site, shared_failure, start_values
 from accel.context import DistContext, context_first
-from accel.data._cuts import Cuts
-from accel.data._epoch import Epoch, Request, plan_epoch, requests
+from accel.data._cursor import Cursor, Positioned, check_entry
+from accel.data._epoch import Epoch, plan_epoch
 from accel.data._loader import Loader
-from accel.data._plan import Cursor, Positioned, SampleCount, Shard, check_entry, copies_of
+from accel.data._plan import Cuts, SampleCount, Shard, copies_of
 from accel.data._read_error import read_error
-from accel.data._reading import Asked, RequestedDataset, has_epochs, read_here, seed_base
+from accel.data._requests import Asked, Request, RequestedDataset, has_epochs, read_here, requests, seed_base
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._loader import StreamLoader
 from accel.data.stream._steps import stream_steps
@@ -144,23 +144,24 @@ def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
         raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
     check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
     loader.passes.check(cursor)
-    now = len(loader.dataset) if loader.source.size is not None else None
-    if now != loader.source.size:
+    source = loader.source
+    now = len(source.dataset) if source.size is not None else None
+    if now != source.size:
         raise DataError(
             "the dataset has changed its length",
-            expected=f"{loader.source.size} samples, as when it was prepared",
+            expected=f"{source.size} samples, as when it was prepared",
             got=str(now),
             fix="Prepare the loader again where an epoch begins.",
         )
-    return plan_epoch(loader.source, cursor)
+    return plan_epoch(source, cursor)
 
 
 def _read(ctx: DistContext, loader: Loader, epoch: Epoch, wanted: Iterator[Request]) -> Generator[tuple[Any, Shard]]:
-    """Give what is read for this rank's shards, with them; workers end with this, unless they persist."""
-    at = epoch.cursor
-    key = Key(at.seed).fold_in("worker", at.epoch, *([] if loader.source.salt is None else [loader.source.salt]))
+    """Read this rank's shards; workers end with this generator, unless they persist."""
+    source, at = loader.source, epoch.cursor
+    key = Key(at.seed).fold_in("worker", at.epoch, *([] if source.salt is None else [source.salt]))
     base = seed_base(key) if loader.seed_samples else None
-    bare = not (loader.seed_samples or loader.whole or has_epochs(loader.dataset))
+    bare = not (loader.seed_samples or loader.whole or has_epochs(source.dataset))
     asked = Asked(wanted, at.epoch, base, bare=bare)
     is_last = False
     try:
@@ -182,8 +183,10 @@ def _read(ctx: DistContext, loader: Loader, epoch: Epoch, wanted: Iterator[Reque
 
 
 def _reader(loader: Loader, asked: Asked, key: Key) -> contextlib.AbstractContextManager[Iterable[Any]]:
-    """Lend what reads what is asked: torch's DataLoader, if there are workers or pinned memory."""
-    dataset = loader.dataset if asked.bare else RequestedDataset(loader.dataset, loader.whole)
+    """Lend a reader of the requests: torch's DataLoader, if there are workers or pinned memory."""
+    dataset = loader.source.dataset
+    if not asked.bare:
+        dataset = RequestedDataset(dataset, loader.whole)
     if not (loader.num_workers or loader.options["pin_memory"]):
         return contextlib.nullcontext(read_here(dataset, loader.collate_fn, asked))
 

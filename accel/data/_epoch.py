@@ -1,24 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One epoch: which samples in which order, cut into which steps; and a rank's requests for them, from any cursor."""
+"""One epoch: its order as a keyed permutation or as a sampler drew it, and its steps from any cursor.
+
+The permutation is a generalised Feistel network over Z_a x Z_b with a * b just above n, and cycle walking for the few
+values beyond n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So any position of any epoch is known
+without the others, and memory is O(1).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+import math
+from typing import Any, cast
 
 import msgspec
 import torch
 
-from accel.data._cuts import BatchPlan, Cuts, token_bounds
-from accel.data._draw import draw
-from accel.data._order import Drawn, Order, order
-from accel.data._plan import Cursor, Plan, Shard, advance, beyond, check_cursor, shard
-from accel.errors import DataError
+from accel.data._cursor import Cursor, advance, beyond, check_cursor
+from accel.data._plan import BatchPlan, Cuts, Plan, token_bounds
+from accel.data._sampling import draw
+from accel.errors import ConfigError, DataError
+from accel.random import Key, check_seed
 
-_FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for
+_ROUNDS = 6
+_TABLE = 1024  # samples up to which a whole permutation is cheaper than the network
+_GOLDEN, _MIXER = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # as signed integers
+_MASK = 2**31 - 1
 
-Request = tuple[Shard, list[int]]
+
+class Order(msgspec.Struct, frozen=True):
+    """A permutation of `range(n)` that is evaluated where it is asked.
+
+    Attributes:
+        n: how many samples.
+        keys: one 63-bit key a round; none leaves the samples in sequence.
+    """
+
+    n: int
+    keys: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, position: int) -> int:
+        """Return the sample at a position of the epoch."""
+        if not 0 <= position < self.n:
+            raise IndexError(f"position {position} of an order of {self.n}")
+        return self.at(torch.tensor([position]))[0]
+
+    def at(self, positions: torch.Tensor) -> Any:
+        """Return the samples at several positions, as nested lists of the positions' shape.
+
+        Args:
+            positions: any shape, int64, each from 0 to n - 1; overwritten.
+        """
+        if self.keys and self.n <= _TABLE:
+            positions = _ranked(self.n, self.keys)[positions]
+        elif self.keys:
+            rows = math.isqrt(self.n - 1) + 1
+            columns = -(-self.n // rows)
+            positions = _permute(positions, rows, columns, self.keys)
+            while bool((beyond := positions >= self.n).any()):
+                positions[beyond] = _permute(positions[beyond], rows, columns, self.keys)
+        return cast(Any, positions).tolist()
+
+
+class Drawn(msgspec.Struct, frozen=True, eq=False):
+    """The samples of one epoch as a sampler gave them.
+
+    Attributes:
+        samples: shape [n], int64.
+    """
+
+    samples: torch.Tensor
+
+    def at(self, positions: torch.Tensor) -> Any:
+        """Return the samples at several positions, as nested lists of the positions' shape."""
+        return cast(Any, self.samples[positions]).tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,6 +117,27 @@ class Epoch(msgspec.Struct, frozen=True, eq=False):
     order: Order | Drawn
     plan: Plan | Cuts
     cursor: Cursor
+
+
+def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | None = None) -> Order:
+    """Return the order of one epoch's samples: a permutation with random access and O(1) memory.
+
+    Args:
+        seed: of the run.
+        epoch: each has its own permutation.
+        n: how many samples, at most 10**15.
+        shuffle: False for the dataset's own sequence.
+        salt: a second seed, such as that of a loader's own generator.
+
+    Raises:
+        ConfigError: n below 1 or too large, or a seed or epoch outside its range.
+    """
+    if type(n) is not int or not 1 <= n <= 10**15:
+        expected = "an integer from 1 to 10**15"
+        raise ConfigError("cannot order so many samples", expected=expected, got=repr(n), where="order(n=)")
+    key = Key(check_seed(seed, where="order(seed=)")).fold_in("data", check_seed(epoch, where="order(epoch=)"))
+    key = key if salt is None else key.fold_in("salt", salt)
+    return Order(n, tuple(key.integers(_ROUNDS, bits=63)) if shuffle else ())
 
 
 def plan_epoch(source: Source, cursor: Cursor) -> Epoch:
@@ -118,42 +196,6 @@ def skip_steps(epoch: Epoch, steps: int) -> Cursor:
     return advance(cursor, consumed, is_last=steps == left)
 
 
-def requests(epoch: Epoch, rank: int, world_size: int) -> Iterator[Request]:
-    """Give a rank's shards of the rest of an epoch, with their samples; stand-ins repeat one of the same step."""
-    if isinstance(epoch.plan, Plan):
-        return _equal_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
-    return _cut_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
-
-
-def _cut_requests(this: Order | Drawn, cuts: Cuts, cursor: Cursor, rank: int, world_size: int) -> Iterator[Request]:
-    epoch = cursor.epoch
-    while cursor.epoch == epoch:
-        part = cuts.shard(cursor, rank, world_size)
-        yield part, _samples(this, part)
-        cursor = part.next
-
-
-def _equal_requests(this: Order | Drawn, plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Iterator[Request]:
-    epoch, size, chunk = cursor.epoch, plan.global_batch, _FIRST
-    while cursor.epoch == epoch:
-        part = shard(plan, cursor, rank, world_size)
-        whole = min((plan.end - cursor.consumed) // size, max(chunk // part.rows, 1))
-        if whole == 0:
-            yield part, _samples(this, part)
-            return
-        steps = torch.arange(part.start, part.start + whole * size, size)
-        rows = torch.arange(part.rows).clamp_(max=part.stop - part.start - 1)
-        for samples in this.at(steps[:, None] + rows):
-            part = shard(plan, cursor, rank, world_size)
-            yield part, samples
-            cursor = part.next
-        chunk = _LOOKAHEAD
-
-
-def _samples(this: Order | Drawn, part: Shard) -> list[int]:
-    return this.at(torch.arange(part.start, part.start + part.rows).clamp_(max=part.stop - 1))
-
-
 def _ordered(source: Source, cursor: Cursor) -> tuple[Order | Drawn, int, list[int], str]:
     """The order of an epoch, how many samples it has, its batches if a sampler made them, and what it is called."""
     if source.sampler is None:
@@ -165,3 +207,27 @@ def _ordered(source: Source, cursor: Cursor) -> tuple[Order | Drawn, int, list[i
     drawn = draw(source.sampler, cursor, in_batches=source.in_batches, dataset=source.dataset)
     name = f"{len(drawn.samples)} samples drawn by {type(source.sampler).__name__}, digest {drawn.digest}"
     return Drawn(drawn.samples), len(drawn.samples), drawn.bounds, name
+
+
+def _ranked(n: int, keys: tuple[int, ...]) -> torch.Tensor:
+    """A table for small n, where a network of few values favours some permutations."""
+    hashes = torch.arange(n)
+    for key in keys:
+        hashes = _mix(hashes, key)
+    return torch.argsort(hashes, stable=True)
+
+
+def _permute(x: torch.Tensor, rows: int, columns: int, keys: tuple[int, ...]) -> torch.Tensor:
+    left = torch.div(x, columns, rounding_mode="floor")
+    right = x - left * columns
+    for first, second in zip(keys[::2], keys[1::2], strict=True):
+        left.add_(_mix(right, first)).remainder_(rows)
+        right.add_(_mix(left, second)).remainder_(columns)
+    return left.mul_(columns).add_(right)
+
+
+def _mix(x: torch.Tensor, key: int) -> torch.Tensor:
+    """Hash to integers below 2**31; products wrap around, and the constants are SplitMix64's."""
+    y = (x + key).mul_(_GOLDEN)
+    y.bitwise_xor_(y >> 32).mul_(_MIXER)
+    return y.bitwise_right_shift_(33).bitwise_and_(_MASK)

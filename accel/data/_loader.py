@@ -10,11 +10,11 @@ from typing import Any, NoReturn, cast, overload
 from torch.utils.data import DataLoader
 
 from accel.context import DistContext, context_first
+from accel.data._cursor import Coordinates, Cursor, Passes
 from accel.data._epoch import Source, plan_epoch, skip_steps
-from accel.data._given import Lengths, read_source
-from accel.data._passes import Passes
-from accel.data._plan import Cursor, Place, Plan, Tail, check_count
-from accel.data._reading import Workers
+from accel.data._plan import Plan, Tail, check_count
+from accel.data._requests import Workers
+from accel.data._user_loader import Lengths, read_source
 from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, stream_loader
 from accel.errors import ConfigError, DataError
 
@@ -26,7 +26,7 @@ class Loader:
     Attributes:
         source: the order of its epochs and how they are cut.
         rank, world_size: which part of each step is read here, and of how many; of data-parallel ranks.
-        prepared_for: the place of its context.
+        prepared_for: the coordinates of its context.
         num_workers: processes that read ahead; 0 reads in this one.
         seed_samples: whether each sample is read with random streams of its own.
         collate_fn: list of samples to batch.
@@ -39,7 +39,7 @@ class Loader:
     source: Source
     rank: int
     world_size: int
-    prepared_for: Place
+    prepared_for: Coordinates
     num_workers: int
     seed_samples: bool
     collate_fn: Callable[[Any], Any]

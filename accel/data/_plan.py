@@ -3,66 +3,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from bisect import bisect_left
 from collections import Counter
-from typing import Literal, Protocol, Self, get_args, runtime_checkable
+from collections.abc import Iterable
+from typing import Literal, Self, get_args
 
 import msgspec
 
-from accel.data._position import StreamPosition
+from accel.data._cursor import Cursor, advance, beyond
 from accel.errors import ConfigError, DataError, check_choice
-from accel.random import check_seed
 
 Tail = Literal["ragged", "pad", "drop"]
-Place = tuple[int, int, tuple[int, int]]  # of a context: rank, world size, (index, count) among data-parallel ranks
-
-
-class Cursor(msgspec.Struct, frozen=True, weakref=True):
-    """Where a run stands in its data, in samples of all ranks together.
-
-    Attributes:
-        seed: of the data order.
-        epoch: epochs finished.
-        consumed: samples of this epoch that all ranks together have taken.
-        of: the order that `consumed` counts in, in words; empty for any. A cursor that `batches` gave fits no other.
-        stream: where the readers of a stream stand; None for data with positions, and on ranks that do not read.
-    """
-
-    seed: int = 0
-    epoch: int = 0
-    consumed: int = 0
-    of: str = ""
-    stream: StreamPosition | None = None
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed, where="Cursor.seed")
-        check_seed(self.epoch, where="Cursor.epoch")
-        check_seed(self.consumed, where="Cursor.consumed")
-
-    def rank_part(self) -> object:
-        """Return what differs between ranks, for a checkpoint to keep for each; None if nothing does."""
-        return self.stream if self.stream is not None and self.stream.ranks else None
-
-    def with_rank_part(self, part: object) -> Self:
-        """Return the cursor with this rank's own part, in records or in plain values.
-
-        Raises:
-            msgspec.ValidationError: it is none.
-        """
-        return msgspec.structs.replace(self, stream=msgspec.convert(part, StreamPosition))
-
-
-@runtime_checkable
-class Positioned(Protocol):
-    """A record that holds the run's cursor among others, such as `TrainState`."""
-
-    @property
-    def cursor(self) -> Cursor:
-        """The position in the data."""
-        ...
-
-    def check_pass(self) -> None:
-        """Raise `StepError` unless a pass over the data may begin now."""
-        ...
 
 
 class SampleCount(int):
@@ -127,6 +80,27 @@ class Plan(msgspec.Struct, frozen=True):
         return -(-max(self.end - consumed, 0) // self.global_batch)
 
 
+class BatchPlan(msgspec.Struct, frozen=True):
+    """How batches of different sizes are dealt to ranks.
+
+    Attributes:
+        batches_per_step: batches that all ranks take together in one step.
+        tail: what becomes of a last step with fewer batches: `ragged` leaves some ranks with none, `drop` leaves the
+            step out.
+        batch_tokens: the most tokens in a batch, for batches that are cut by length; None for those of a batch sampler.
+    """
+
+    batches_per_step: int
+    tail: Literal["ragged", "drop"] = "ragged"
+    batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.tail, ("ragged", "drop"), "unknown way to end an epoch of unequal batches", where="tail=")
+        check_count(self.batches_per_step, "not a number of batches to a step", where="batches_per_step=")
+        if self.batch_tokens is not None:
+            check_count(self.batch_tokens, "not a number of tokens", where="batch_tokens=")
+
+
 class Shard(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of one global batch.
 
@@ -144,6 +118,67 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
     valid: SampleCount
     is_last: bool
     next: Cursor
+
+
+class Cuts(msgspec.Struct, frozen=True):
+    """The batches of the rest of one epoch.
+
+    Attributes:
+        bounds: positions in the epoch's order: where the first batch starts, and where each one ends.
+        batches_per_step: batches that all ranks take together.
+        drop: whether a last step with fewer batches is left out.
+    """
+
+    bounds: list[int]
+    batches_per_step: int
+    drop: bool
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs between different batches."""
+        return hashlib.blake2b(array("q", self.bounds), digest_size=6).hexdigest()
+
+    def steps_after(self, consumed: int) -> int:
+        """Steps from a position to the end of the epoch.
+
+        Raises:
+            DataError: the position lies within a batch.
+        """
+        batches = len(self.bounds) - 1 - self.batch_at(consumed)
+        return batches // self.batches_per_step if self.drop else -(-batches // self.batches_per_step)
+
+    def shard(self, cursor: Cursor, rank: int, world_size: int) -> Shard:
+        """Return a rank's part of the step at the cursor: whole batches, one after another, in rank order.
+
+        Raises:
+            DataError: the cursor lies beyond the end of the epoch, or within a batch.
+        """
+        steps, first = self.steps_after(cursor.consumed), self.batch_at(cursor.consumed)
+        if not steps:
+            raise beyond(cursor, cursor.consumed)
+        last = min(first + self.batches_per_step, len(self.bounds) - 1)
+        each, extra = divmod(last - first, world_size)
+        begin = first + rank * each + min(rank, extra)
+        start, stop = self.bounds[begin], self.bounds[begin + each + (rank < extra)]
+        valid = SampleCount(stop - start, self.bounds[last] - cursor.consumed)
+        after = advance(cursor, self.bounds[last], is_last=steps == 1)
+        return Shard(start, stop, max(stop - start, 1), valid, steps == 1, after)
+
+    def batch_at(self, consumed: int) -> int:
+        """Return which batch starts at a position.
+
+        Raises:
+            DataError: none does.
+        """
+        at = bisect_left(self.bounds, consumed)
+        if at == len(self.bounds) or self.bounds[at] != consumed:
+            raise DataError(
+                "the cursor is not between two batches",
+                expected=f"a position where a batch starts, such as {self.bounds[max(at - 1, 0)]}",
+                got=f"{consumed} consumed",
+                fix="The cursor belongs to other batches; start the epoch anew with Cursor(seed=, epoch=).",
+            )
+        return at
 
 
 def shard(plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Shard:
@@ -172,45 +207,27 @@ def shard(plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Shard:
     return Shard(start, start + count, rows, valid, is_last, advance(cursor, done, is_last=is_last))
 
 
-def advance(cursor: Cursor, consumed: int, *, is_last: bool) -> Cursor:
-    """Return the cursor after a step that took the samples up to `consumed`."""
-    if is_last:
-        return Cursor(cursor.seed, cursor.epoch + 1)
-    return Cursor(cursor.seed, cursor.epoch, consumed, cursor.of)
+def token_bounds(lengths: Iterable[int], batch_tokens: int, start: int = 0) -> list[int]:
+    """Cut samples into batches, in their order, each as long as its tokens allow.
 
-
-def beyond(cursor: Cursor, end: int) -> DataError:
-    """The error for a cursor with nothing after it in its epoch."""
-    return DataError(
-        "the cursor is beyond the end of the epoch",
-        expected=f"fewer than {end} samples consumed",
-        got=f"{cursor.consumed} consumed",
-        fix="The cursor belongs to another dataset, or to another batch size with drop_last.",
-    )
-
-
-def check_entry(ctx_place: Place, prepared_for: Place, cursor: object) -> None:
-    """Raise `DataError` for a loader that was prepared for another rank, or a cursor that is none.
+    A batch counts its rows times its longest sample, which is what it takes once padded.
 
     Args:
-        ctx_place: of the context.
-        prepared_for: that of the context that the loader was prepared with.
-        cursor: where to start.
+        lengths: of the samples from `start` on, in tokens; none above `batch_tokens`.
+        batch_tokens: the most that a batch holds.
+        start: the position of the first sample.
+
+    Returns:
+        Positions: `start`, and where each batch ends.
     """
-    if ctx_place != prepared_for:
-        raise DataError(
-            "the loader was prepared for another rank",
-            expected="rank {} of {}, place {} among data-parallel ones".format(*ctx_place),
-            got="rank {} of {}, place {}".format(*prepared_for),
-            fix="Prepare it with this context.",
-        )
-    check_cursor(cursor)
-
-
-def check_cursor(cursor: object) -> None:
-    """Raise `DataError` for what is no cursor, such as a number of steps."""
-    if not isinstance(cursor, Cursor):
-        raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
+    bounds, stop, longest = [start], start, 0
+    for length in lengths:
+        longest = max(longest, length)
+        if longest * (stop + 1 - bounds[-1]) > batch_tokens:
+            bounds.append(stop)
+            longest = length
+        stop += 1
+    return [*bounds, stop]
 
 
 def copies_of(places: list[int], world_size: int) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import accel
 from accel.context import DistContext
-from accel.data._position import StreamPosition, WorkerPosition
+from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError
 from accel.testing import simulate
 

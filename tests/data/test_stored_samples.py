@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import accel
-from accel.data import _reading
+from accel.data import _requests
 
 
 class Held(Dataset[Any]):
@@ -48,7 +48,7 @@ def noisy(samples: list[Any]) -> list[float]:
 def seeded_positions(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where streams are seeded while rank 1 of 2 reads two batches of three and two rows, of which one is padding."""
     seeded: list[int] = []
-    monkeypatch.setattr(_reading, "seed_streams", lambda _base, position: seeded.append(position))
+    monkeypatch.setattr(_requests, "seed_streams", lambda _base, position: seeded.append(position))
     ctx = dataclasses.replace(accel.single(), rank=1, world_size=2)
     loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=3), seed_samples=True, tail="pad")
     assert [batch.valid for batch in accel.batches(ctx, loader, accel.Cursor())] == [3, 2]

@@ -10,8 +10,8 @@ from typing import Any, Literal, NoReturn, Protocol, cast, get_args, runtime_che
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.context import DistContext
-from accel.data._passes import Passes
-from accel.data._plan import Place, Tail, check_count
+from accel.data._cursor import Coordinates, Passes
+from accel.data._plan import Tail, check_count
 from accel.data.stream._cut import Cut
 from accel.errors import ConfigError, DataError, check_choice
 from accel.tree import Container
@@ -46,7 +46,7 @@ class StreamLoader:
             batches.
         global_batch: samples to a step of all ranks; None if the stream gives batches.
         rank, world_size: which part of each step is for this rank, and of how many; of data-parallel ranks.
-        prepared_for: the place of its context.
+        prepared_for: the coordinates of its context.
         replay: whether resuming reads again from the beginning, even if the stream has a state.
         steps_per_message: the most steps that ranks agree on, and hand on, at once.
         num_workers: processes that read ahead, on the ranks that read; 0 reads in this one.
@@ -62,7 +62,7 @@ class StreamLoader:
     global_batch: int | None
     rank: int
     world_size: int
-    prepared_for: Place
+    prepared_for: Coordinates
     replay: bool
     steps_per_message: int
     num_workers: int

@@ -15,10 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accel.data._position import StreamPosition, WorkerPosition
-from accel.data._reading import seed_base, seed_streams
+from accel.data._cursor import StreamPosition, WorkerPosition
+from accel.data._requests import seed_base, seed_streams, twin
 from accel.data._transfer import check_movable, pin
-from accel.data._twin import twin
 from accel.data.stream._cut import Cut, Part, cut
 from accel.errors import DataError
 from accel.random import Key

@@ -11,8 +11,8 @@ import torch
 
 from accel.comm import Call, call_site, exchange, shared_failure
 from accel.context import DistContext
-from accel.data._plan import Cursor, SampleCount, check_entry, copies_of
-from accel.data._position import StreamPosition, WorkerPosition
+from accel.data._cursor import Cursor, StreamPosition, WorkerPosition, check_entry
+from accel.data._plan import SampleCount, copies_of
 from accel.data._transfer import moved
 from accel.data.stream._ahead import Ahead, batch_bytes, steps_after
 from accel.data.stream._cut import Part

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch.utils.data import Sampler
 
-from accel.data._plan import Cursor
+from accel.data._cursor import Cursor
 from accel.errors import AccelError, DataError
 from accel.random import Key, capture_rng, restore_rng, seed_rng
 

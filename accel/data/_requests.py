@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to requests for samples, each with random streams of its own; and workers that outlive an epoch."""
+"""A rank's requests for samples, and their answers: each sample with random streams of its own, here or in workers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,52 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
-from accel.data._epoch import Request
-from accel.data._plan import Shard
-from accel.data._twin import twin
+from accel.data._cursor import Cursor
+from accel.data._epoch import Drawn, Epoch, Order
+from accel.data._plan import Cuts, Plan, Shard, shard
 from accel.random import Key, isolated_rng
 
+_FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for
 _WORD = 2**64 - 1
 _STORED = frozenset({list, tuple, range, torch.Tensor})
+
+Request = tuple[Shard, list[int]]
+
+
+def requests(epoch: Epoch, rank: int, world_size: int) -> Iterator[Request]:
+    """Give a rank's shards of the rest of an epoch, with their samples; stand-ins repeat one of the same step."""
+    if isinstance(epoch.plan, Plan):
+        return _equal_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
+    return _cut_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
+
+
+def _cut_requests(this: Order | Drawn, cuts: Cuts, cursor: Cursor, rank: int, world_size: int) -> Iterator[Request]:
+    epoch = cursor.epoch
+    while cursor.epoch == epoch:
+        part = cuts.shard(cursor, rank, world_size)
+        yield part, _samples(this, part)
+        cursor = part.next
+
+
+def _equal_requests(this: Order | Drawn, plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Iterator[Request]:
+    epoch, size, chunk = cursor.epoch, plan.global_batch, _FIRST
+    while cursor.epoch == epoch:
+        part = shard(plan, cursor, rank, world_size)
+        whole = min((plan.end - cursor.consumed) // size, max(chunk // part.rows, 1))
+        if whole == 0:
+            yield part, _samples(this, part)
+            return
+        steps = torch.arange(part.start, part.start + whole * size, size)
+        rows = torch.arange(part.rows).clamp_(max=part.stop - part.start - 1)
+        for samples in this.at(steps[:, None] + rows):
+            part = shard(plan, cursor, rank, world_size)
+            yield part, samples
+            cursor = part.next
+        chunk = _LOOKAHEAD
+
+
+def _samples(this: Order | Drawn, part: Shard) -> list[int]:
+    return this.at(torch.arange(part.start, part.start + part.rows).clamp_(max=part.stop - 1))
 
 
 class Workers:
@@ -157,6 +196,22 @@ def _at_epoch(dataset: Any, epoch: int) -> Any:
     told = twin(dataset)
     told.set_epoch(epoch)
     return told
+
+
+def twin(source: Any) -> Any:
+    """Return another object of the same attributes, so that an epoch or a position set on it leaves the user's alone.
+
+    `copy.copy` would not do: classes that give their own `__dict__` as what is pickled share it with their copies.
+    """
+    kind = cast(Any, type(source))
+    if hasattr(kind, "__del__"):  # which may close what both hold
+        return source
+    try:
+        other = kind.__new__(kind)
+        other.__dict__.update(source.__dict__)
+    except (TypeError, AttributeError):  # not made of attributes: it is read itself
+        return source
+    return other
 
 
 def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any]) -> Iterator[Any]:

@@ -15,9 +15,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from accel.data._cuts import BatchPlan
 from accel.data._epoch import Source
-from accel.data._plan import Plan, Tail
+from accel.data._plan import BatchPlan, Plan, Tail
 from accel.errors import ConfigError, DataError
 
 Lengths = Sequence[int] | torch.Tensor | Callable[[int], int]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run stands in its data: the cursor, the position in a stream, and guards against a dropped cursor."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, Self, runtime_checkable
+
+import msgspec
+import torch
+
+from accel.errors import DataError
+from accel.random import check_seed
+
+# of a context: rank, world size, (index, count) among data-parallel ranks
+Coordinates = tuple[int, int, tuple[int, int]]
+
+
+class WorkerPosition(msgspec.Struct, frozen=True):
+    """How far one reading process has come.
+
+    Attributes:
+        elements: of its part of the stream, in batches that have been given.
+        state: what the stream's `state_dict` said at that point; None if it has none.
+        ended: whether its part has been read to the end.
+    """
+
+    elements: int = 0
+    state: Any = None
+    ended: bool = False
+
+
+class StreamPosition(msgspec.Struct, frozen=True):
+    """How far a reader of a stream has come.
+
+    Attributes:
+        workers: its reading processes, in order; one if it reads without workers.
+        turn: which of them gives the next batch.
+        ranks: how many ranks read, each a part of its own; 0 if this is a position in the whole stream, which any
+            number of ranks can go on from.
+    """
+
+    workers: tuple[WorkerPosition, ...]
+    turn: int = 0
+    ranks: int = 0
+
+
+class Cursor(msgspec.Struct, frozen=True, weakref=True):
+    """Where a run stands in its data, in samples of all ranks together.
+
+    Attributes:
+        seed: of the data order.
+        epoch: epochs finished.
+        consumed: samples of this epoch that all ranks together have taken.
+        of: the order that `consumed` counts in, in words; empty for any. A cursor that `batches` gave fits no other.
+        stream: where the readers of a stream stand; None for data with positions, and on ranks that do not read.
+    """
+
+    seed: int = 0
+    epoch: int = 0
+    consumed: int = 0
+    of: str = ""
+    stream: StreamPosition | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed, where="Cursor.seed")
+        check_seed(self.epoch, where="Cursor.epoch")
+        check_seed(self.consumed, where="Cursor.consumed")
+
+    def rank_part(self) -> object:
+        """Return what differs between ranks, for a checkpoint to keep for each; None if nothing does."""
+        return self.stream if self.stream is not None and self.stream.ranks else None
+
+    def with_rank_part(self, part: object) -> Self:
+        """Return the cursor with this rank's own part, in records or in plain values.
+
+        Raises:
+            msgspec.ValidationError: it is none.
+        """
+        return msgspec.structs.replace(self, stream=msgspec.convert(part, StreamPosition))
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """A record that holds the run's cursor among others, such as `TrainState`."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """The position in the data."""
+        ...
+
+    def check_pass(self) -> None:
+        """Raise `StepError` unless a pass over the data may begin now."""
+        ...
+
+
+class Passes:
+    """Where the last complete training pass over a loader began. Holds the cursor weakly.
+
+    A pass trains if gradients are enabled. Only the same object counts: an equal new cursor is a wish to start again.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Cursor] | None = None
+
+    def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
+        return Passes, ()  # another process begins without a memory
+
+    def check(self, cursor: Cursor) -> None:
+        """Raise `DataError` if a training pass would begin at the very cursor of the complete one before."""
+        if self._last is None or self._last() is not cursor or not torch.is_grad_enabled():
+            return
+        raise DataError(
+            "the loop has dropped the cursor after each batch, and would repeat the epoch",
+            expected="cursor = batch.next for each batch",
+            got=f"the cursor of the pass before: epoch {cursor.epoch}, {cursor.consumed} consumed",
+            where="batches",
+            fix="Write `cursor = batch.next` in the loop, or carry a TrainState: state = state.next(batch). To read the"
+            " epoch again, pass a new Cursor, or a state from a train_state of its own; to evaluate, leave the cursor"
+            " out: accel.batches(ctx, loader).",
+        )
+
+    def complete(self, cursor: Cursor) -> None:
+        """Note that a pass from a cursor has ended with its epoch. Evaluation leaves the memory as it is."""
+        if torch.is_grad_enabled():
+            self._last = weakref.ref(cursor)
+
+
+def advance(cursor: Cursor, consumed: int, *, is_last: bool) -> Cursor:
+    """Return the cursor after a step that took the samples up to `consumed`."""
+    if is_last:
+        return Cursor(cursor.seed, cursor.epoch + 1)
+    return Cursor(cursor.seed, cursor.epoch, consumed, cursor.of)
+
+
+def beyond(cursor: Cursor, end: int) -> DataError:
+    """The error for a cursor with nothing after it in its epoch."""
+    return DataError(
+        "the cursor is beyond the end of the epoch",
+        expected=f"fewer than {end} samples consumed",
+        got=f"{cursor.consumed} consumed",
+        fix="The cursor belongs to another dataset, or to another batch size with drop_last.",
+    )
+
+
+def check_entry(here: Coordinates, prepared_for: Coordinates, cursor: object) -> None:
+    """Raise `DataError` for a loader that was prepared for another rank, or for anything but a cursor.
+
+    Args:
+        here: the context's coordinates.
+        prepared_for: the coordinates that the loader was prepared for.
+        cursor: the start position.
+    """
+    if here != prepared_for:
+        raise DataError(
+            "the loader was prepared for another rank",
+            expected="rank {} of {}, place {} among data-parallel ones".format(*here),
+            got="rank {} of {}, place {}".format(*prepared_for),
+            fix="Prepare it with this context.",
+        )
+    check_cursor(cursor)
+
+
+def check_cursor(cursor: object) -> None:
+    """Raise `DataError` for what is no cursor, such as a number of steps."""
+    if not isinstance(cursor, Cursor):
+        raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))

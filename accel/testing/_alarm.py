@@ -20,7 +20,7 @@ class Cuttable(Protocol):
 
 
 class Outage:
-    """What has cut the calls of a run, if anything has.
+    """The failure that has cut the calls of a run, if any.
 
     Args:
         scheduler: of the run.

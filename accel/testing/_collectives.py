@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each collective does, as functions of the buffers of all ranks; they write into the outputs."""
+"""Collectives as functions of the buffers of all ranks; they write into the outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Buffers(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What must agree between tensors; printed like `float32[2, 3]`."""
+    """Layout that must agree between tensors; printed like `float32[2, 3]`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

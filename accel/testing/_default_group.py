@@ -174,7 +174,7 @@ class _Hooks:
             setattr(place, name, value)
 
     def tables(self) -> Any:
-        """What c10d knows, as the calling thread sees it."""
+        """Tables of c10d, as the calling thread sees them."""
         return getattr(self._threads, "tables", self._real)
 
     @contextmanager

@@ -28,7 +28,7 @@ _STOP_REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
-    """What happens to one rank at one of its calls.
+    """A fault of one rank at one of its calls.
 
     Attributes:
         rank: the rank that it happens to.
@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
 
 class WriteFault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
-    """What a bad disk does to one file that a rank writes; apart from "full" it reports success.
+    """A disk's fault in one file that a rank writes; apart from "full" the disk reports success.
 
     Attributes:
         rank: the rank that writes.

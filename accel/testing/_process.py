@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What simulations change in the whole process while they run.
+"""Changes that simulations make to the whole process while they run.
 
-That is who answers for `signal`, torch's thread count, and how soon python looks for cyclic garbage.
+These are the functions of `signal`, torch's thread count, and the threshold of python's garbage collector.
 
 The first simulation makes the changes and the last one undoes them; blocks nest, and overlap in several threads. What
 they have to remember in between is held by the stand-ins that they put into `signal`, and by nothing else.

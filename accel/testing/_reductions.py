@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `all_reduce` and its kin do with one tensor of each rank."""
+"""Reductions of one tensor of each rank, as `all_reduce` and its kin do them."""
 
 from __future__ import annotations
 

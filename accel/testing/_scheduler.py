@@ -32,7 +32,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 class Waitable(Protocol):
-    """What a rank can wait for."""
+    """An event that ranks wait for."""
 
     done: bool
     waiters: list[int]
@@ -184,7 +184,7 @@ class Scheduler:
         return self._threads.get(rank)
 
     def report(self) -> str:
-        """Where each rank waits, or how it ended: a line for each, or for several in a row that are alike."""
+        """Describe each rank's wait or end, one line for each run of equal ones."""
         alike = itertools.groupby(range(self.size), self._status)
         return "".join(f"\n  {name_ranks(list(ranks))}: {status}" for status, ranks in alike)
 

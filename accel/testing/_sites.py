@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the user's code a call was made."""
+"""Call sites in the user's code."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Worker(Protocol):
 
 
 class Crew(Protocol):
-    """Where workers come from and go to."""
+    """Source of workers, which takes them back."""
 
     def take(self, count: int) -> list[Worker]:
         """Return `count` workers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `accel test` runs on every rank: does this installation, on these devices, do what training relies on?
+"""Checks that `accel test` runs on every rank: does this installation, on these devices, support training?
 
 `python -m accel.testing.selfcheck` runs it under any launcher; on one rank without.
 """

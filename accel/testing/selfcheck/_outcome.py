@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a check, as a value, as a line, and in a file; and what is likely behind a failure. Without torch."""
+"""Outcome of a check, as a value, as a line, and in a file, with the likely reason of a failure. Without torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CAUSES = (
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a check, the same on all ranks.
+    """Outcome of a check, the same on all ranks.
 
     Attributes:
         name: of the check.

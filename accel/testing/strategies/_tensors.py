@@ -25,7 +25,7 @@ _VALUES = 9  # of a dtype, at most
 
 
 class Content(NamedTuple):
-    """What a tensor holds: ordinary or special values, from one of them on."""
+    """Values of a tensor: ordinary or special ones, from one of them on."""
 
     special: bool
     start: int

@@ -43,7 +43,7 @@ class Record(msgspec.Struct):
 
 
 class _Rank(NamedTuple):
-    """What is particular to one rank: numbers of rows to pick from, if ranks differ, and how its tensors look."""
+    """Properties of one rank: numbers of rows to pick from, if ranks differ, and values of its tensors."""
 
     rows: tuple[int, ...] | None
     look: int
@@ -58,7 +58,7 @@ class _Rank(NamedTuple):
 
 
 class _Column:
-    """What is the same about a leaf on all ranks.
+    """Properties of a leaf that all ranks share.
 
     Args:
         dtype: of its elements.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many ranks there are, in which order they run, and what goes wrong with them."""
+"""Strategies for worlds: number of ranks, their schedule, and their faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST_BYTE = 2**16 - 1
 
 
 class World(msgspec.Struct, frozen=True):
-    """What to pass to `simulate` beside the function: `simulate(fn, world.size, seed=world.seed)`.
+    """Arguments of `simulate` beside the function: `simulate(fn, world.size, seed=world.seed)`.
 
     Attributes:
         size: number of ranks.

@@ -17,8 +17,8 @@ from processes import ending, patience, same_path
 from accel.comm import _idle
 
 ROUNDS = """
-import os, sys
-import torch, accel, accel.training
+import gc, os, sys
+import torch, torch._dynamo, accel, accel.training
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,6 +45,8 @@ def rank(number, port, mesh):
     kept.append((ctx, model, optimizer))  # alive until the interpreter ends
 
 torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # what imports have made: collections of a child walk what the child has made
 kept, statuses, starved = [], [], "starved" in sys.argv
 for at in range(int(sys.argv[1])):
     port, children = free_port(), []
@@ -83,12 +85,6 @@ def run_rounds(tmp_path: Path, rounds: int, *words: str) -> str:
     done = subprocess.run(command, env=same_path(), capture_output=True, text=True, timeout=patience(600))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_exits_with_a_wrapped_model_and_a_mesh_alive(tmp_path: Path) -> None:
-    assert "6 exits" in run_rounds(tmp_path, 3)
 
 
 @pytest.mark.slow

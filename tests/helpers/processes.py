@@ -21,17 +21,21 @@ import torch.multiprocessing as mp
 # Below the ports that systems hand out themselves (Linux: from 32768), so that no client takes one between the test's
 # look and the bind of rank 0.
 _PORTS = range(15_000, 32_000)
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _MOST = 10.0  # times a limit of a quiet machine
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of this machine that nobody listens on."""
+    """Different ports of this machine that nobody listens on, out of this worker's own share of them."""
+    each = len(_PORTS) // _WORKERS
+    ours = _PORTS[_WORKER * each : (_WORKER + 1) * each]
     with contextlib.ExitStack() as probes:
         ports: list[int] = []
         while len(ports) < count:
             probe = probes.enter_context(socket.socket())
             with contextlib.suppress(OSError):  # taken
-                probe.bind(("", random.SystemRandom().choice(_PORTS)))  # whatever a test has seeded
+                probe.bind(("", random.SystemRandom().choice(ours)))  # whatever a test has seeded
                 ports.append(probe.getsockname()[1])
         return ports
 
@@ -59,7 +63,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 # What the process that forks has imported, once for all tests; the packages that training imports late, too.
-_IMPORTED = ["pytest", "hypothesis", "torch._dynamo", "accel.training", "accel.testing"]
+_IMPORTED = ["pytest", "hypothesis", "torch._dynamo", "accel.training", "accel.testing", "tests.helpers.frozen"]
 
 
 def run_ranks(worker: Callable[..., None], *args: object, count: int = 2) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from accel.context import from_env as from_env
     from accel.context import from_group as from_group
     from accel.context import from_mesh as from_mesh
+    from accel.context import group_of as group_of
     from accel.context import replace as replace
     from accel.context import session as session
     from accel.context import single as single
@@ -147,7 +148,17 @@ _HOMES = {
         "pad_across_processes",
         "reduce",
     ),
-    "context": ("DistContext", "close", "from_env", "from_group", "from_mesh", "replace", "session", "single"),
+    "context": (
+        "DistContext",
+        "close",
+        "from_env",
+        "from_group",
+        "from_mesh",
+        "group_of",
+        "replace",
+        "session",
+        "single",
+    ),
     "data": (
         "Batch",
         "Cursor",

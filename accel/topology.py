@@ -3,48 +3,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from accel.errors import AccelError, ConfigError, did_you_mean
 
-DATA_DIMS = (
-    "dp",
-    "ddp",
-    "data",
-    "data_parallel",
-    "dp_replicate",
-    "replicate",
-    "dp_shard",
-    "shard",
-    "fsdp",
-    "hsdp",
-    "ep",
-    "expert",
-    "expert_parallel",
-)
-SHARED_DIMS = (
-    "tp",
-    "tensor",
-    "tensor_parallel",
-    "cp",
-    "context",
-    "context_parallel",
-    "sp",
-    "sequence",
-    "sequence_parallel",
-    "pp",
-    "pipeline",
-    "pipeline_parallel",
-)
+Dimension = Literal["data", "replicate", "shard", "expert", "tensor", "context", "sequence", "pipeline"]
 
-# along these, ranks hold layers or experts of their own, not replicas or shards of one model
-PIPELINE_DIMS = ("pp", "pipeline", "pipeline_parallel")
-EXPERT_DIMS = ("ep", "expert", "expert_parallel")
+# names of a mesh's axes by what their ranks do; along "data" ranks hold replicas or shards, as the strategy says
+AXIS_NAMES: Mapping[Dimension, tuple[str, ...]] = {
+    "data": ("dp", "data", "data_parallel", "hsdp"),
+    "replicate": ("dp_replicate", "replicate", "ddp"),
+    "shard": ("dp_shard", "shard", "fsdp"),
+    "expert": ("ep", "expert", "expert_parallel"),
+    "tensor": ("tp", "tensor", "tensor_parallel"),
+    "context": ("cp", "context", "context_parallel"),
+    "sequence": ("sp", "sequence", "sequence_parallel"),
+    "pipeline": ("pp", "pipeline", "pipeline_parallel"),
+}
+_DATA: tuple[Dimension, ...] = ("data", "replicate", "shard", "expert")  # along these ranks have samples of their own
+_DIMENSION_OF = {name: dimension for dimension, names in AXIS_NAMES.items() for name in names}
+DATA_DIMS = tuple(name for name, dimension in _DIMENSION_OF.items() if dimension in _DATA)
+SHARED_DIMS = tuple(name for name in _DIMENSION_OF if name not in DATA_DIMS)
 
 MESH_TEXT = r"^([a-z_]+=(-1|[1-9][0-9]{0,6})(,[a-z_]+=(-1|[1-9][0-9]{0,6}))*)?$"
+
+
+class Axis(NamedTuple):
+    """A rank's index along an axis of a mesh, and the axis's size."""
+
+    rank: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshPosition:
+    """A rank's coordinate on a mesh.
+
+    Attributes:
+        data: index among the shares of the samples, and their number.
+        axes: index and size along each named axis, in the mesh's order; not part of equality, as the mesh is not.
+    """
+
+    data: tuple[int, int]
+    axes: tuple[tuple[str, Axis], ...] = dataclasses.field(compare=False)
+
+    def find(self, name: str) -> str | None:
+        """Return the mesh's own name of an axis, which may be another one of the same dimension; None without one.
+
+        Raises:
+            ConfigError: no mesh has an axis of that name.
+        """
+        names = [own for own, _ in self.axes]
+        if name in names:
+            return name
+        if name not in _DIMENSION_OF:
+            known = (*names, *_DIMENSION_OF)
+            raise ConfigError("unknown axis of a mesh", got=repr(name), fix=did_you_mean(str(name), known))
+        return next((own for own in names if _DIMENSION_OF.get(own) == _DIMENSION_OF[name]), None)
+
+    def axis(self, name: str) -> Axis:
+        """Return index and size along an axis; (0, 1) where the mesh has none.
+
+        Raises:
+            ConfigError: as `find`.
+        """
+        own = self.find(name)
+        return Axis(0, 1) if own is None else dict(self.axes)[own]
 
 
 def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) -> dict[str, int]:
@@ -102,32 +131,39 @@ def fit_mesh(text: str, world_size: int, *, where: str, error: type[AccelError] 
     return {name: world_size // known if size == -1 else size for name, size in sizes.items()}
 
 
-def data_place(
+def without_mesh(rank: int, size: int) -> MeshPosition:
+    """Return a rank's position where no mesh is known: on one axis "dp" of all ranks."""
+    return MeshPosition((rank, size), (("dp", Axis(rank, size)),))
+
+
+def mesh_position(
     names: Sequence[str] | None,
     shape: Sequence[int],
     coordinate: Sequence[int],
     data_dims: Sequence[str] | None = None,
-) -> tuple[int, int]:
-    """Return a rank's index among the shares of the samples, and how many shares there are.
+) -> MeshPosition:
+    """Return a rank's position on a mesh.
 
     Ranks whose coordinates differ in a data dimension have samples of their own, ranks that differ in other dimensions
     alone share them. Shares are numbered in the order of the mesh, its last data dimension fastest.
 
     Args:
-        names: of the mesh's dimensions; None for a mesh without, which is data parallel if it has one dimension.
+        names: of the mesh's axes; None for a mesh without, which is data parallel if it has one axis.
         shape: of the mesh.
         coordinate: the rank's.
         data_dims: names of the data dimensions; None for those in `DATA_DIMS`, all others being in `SHARED_DIMS`.
 
     Raises:
-        ConfigError: a dimension of which it is not known what it means, or `data_dims` that the mesh does not have.
+        ConfigError: an axis of unknown meaning, or `data_dims` that the mesh does not have.
     """
     data = _known(names, len(shape)) if data_dims is None else _stated(names or (), len(shape), data_dims)
     at, count = 0, 1
     for is_data, size, here in zip(data, shape, coordinate, strict=True):
         if is_data:
             at, count = at * size + here, count * size
-    return at, count
+    axes = tuple(Axis(here, size) for here, size in zip(coordinate, shape, strict=True))
+    named = ("dp",) if names is None else tuple(names)
+    return MeshPosition((at, count), tuple(zip(named, axes, strict=False)))
 
 
 def _known(names: Sequence[str] | None, ndim: int) -> list[bool]:

@@ -63,6 +63,55 @@ def test_closing_ends_the_groups_of_a_mesh_and_leaves_those_of_others(ranks):
     assert ranks.run(rank, 4, default_group=True) == [(2, 1, 4), (4, 1, 4), (2, 5, 4), (4, 5, 4)]
 
 
+@pytest.mark.parametrize("axes", [("dp",), ("tp", "dp"), ("dp", "cp"), ("dp", "cp", "tp"), ("dp", "pp"), ("pp",), ()])
+def test_a_group_along_axes_has_the_ranks_that_differ_in_these_alone(ranks, axes):
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="dp=2,cp=2,tp=2")
+        group = accel.group_of(ctx, *axes)
+        assert accel.group_of(ctx, *reversed(axes)) is group
+        members = [ctx.rank] if group is None else sorted(dist.get_process_group_ranks(group))
+        others = [name for name in ("dp", "cp", "tp") if name not in axes]
+        return members, tuple(ctx.axis(name) for name in others)
+
+    said = ranks.run(rank, 8, default_group=True)
+    for members, at in said:
+        assert members == [other for other, (_, there) in enumerate(said) if there == at]
+
+
+def test_groups_along_axes_end_with_the_context(ranks):
+    def rank(ctx):
+        opened = accel.replace(accel.from_group(dist.group.WORLD, device="cpu"), mesh="dp=2,cp=2,tp=2")
+        group = accel.group_of(opened, "dp", "tp")
+        accel.close(opened)
+        with pytest.raises(KeyError):
+            dist.get_process_group_ranks(group)
+        with pytest.raises(accel.ContextClosedError):
+            accel.group_of(opened, "dp", "tp")
+        return True
+
+    assert all(ranks.run(rank, 8, default_group=True))
+
+
+def test_without_a_mesh_all_ranks_are_one_axis(ranks):
+    def rank(ctx):
+        with pytest.raises(ConfigError, match=r"unknown axis of a mesh: got 'tpp'.*Did you mean `tp`\?"):
+            accel.group_of(ctx, "tpp")
+        return ctx.axis("dp"), ctx.axis("tp"), accel.group_of(ctx, "dp") is ctx.comm.group, accel.group_of(ctx, "tp")
+
+    assert ranks.run(rank, 2) == [((at, 2), (0, 1), True, None) for at in range(2)]
+    assert (accel.single().axis("dp"), accel.group_of(accel.single(), "dp")) == ((0, 1), None)
+
+
+def test_ranks_that_name_other_axes_are_told(ranks):
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="dp=2,cp=2,tp=2")
+        with pytest.raises(CollectiveMismatch, match="group_of"):
+            accel.group_of(ctx, *(("dp", "cp") if ctx.rank else ("dp", "tp")))
+        return True
+
+    assert all(ranks.run(rank, 8, default_group=True))
+
+
 def test_an_empty_text_takes_the_mesh_away(ranks):
     def rank(ctx):
         opened = accel.replace(ctx, mesh="tp=2")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel import ConfigError, EnvError
-from accel.topology import DATA_DIMS, SHARED_DIMS, data_place, fit_mesh, mesh_sizes
+from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, fit_mesh, mesh_position, mesh_sizes
 
 known = st.lists(st.sampled_from(DATA_DIMS + SHARED_DIMS), min_size=1, max_size=4, unique=True)
 meshes = known.flatmap(lambda names: st.tuples(st.just(names), st.tuples(*[st.integers(1, 4)] * len(names))))
@@ -31,7 +31,7 @@ def test_ranks_share_a_place_just_if_they_differ_in_no_data_dimension(mesh):
     holders = {}
     for coordinate in _coordinates(shape):
         own = tuple(here for name, here in zip(names, coordinate, strict=True) if name in DATA_DIMS)
-        index, count = data_place(names, shape, coordinate)
+        index, count = mesh_position(names, shape, coordinate).data
         assert count == math.prod(size for name, size in zip(names, shape, strict=True) if name in DATA_DIMS)
         holders.setdefault(index, []).append(own)
     assert sorted(holders) == list(range(count))
@@ -44,7 +44,7 @@ def test_stating_what_the_names_mean_changes_nothing(mesh):
     names, shape = mesh
     stated = [name for name in reversed(names) if name in DATA_DIMS]
     for coordinate in _coordinates(shape):
-        assert data_place(names, shape, coordinate, stated) == data_place(names, shape, coordinate)
+        assert mesh_position(names, shape, coordinate, stated) == mesh_position(names, shape, coordinate)
 
 
 @given(mesh=meshes, at=st.integers(0, 3))
@@ -52,13 +52,13 @@ def test_a_dimension_of_one_changes_nothing(mesh, at):
     names, shape = mesh
     for coordinate in _coordinates(shape):
         longer = [[*each[:at], extra, *each[at:]] for each, extra in ((names, "dp"), (shape, 1), (coordinate, 0))]
-        assert data_place(*longer) == data_place(names, shape, coordinate)
+        assert mesh_position(*longer).data == mesh_position(names, shape, coordinate).data
 
 
 @given(size=st.integers(1, 9))
 def test_one_dimension_without_a_name_is_data_parallel(size):
-    assert [data_place(None, (size,), (at,)) for at in range(size)] == [(at, size) for at in range(size)]
-    assert data_place(None, (size, 2), (0, 1), ()) == (0, 1)
+    assert [mesh_position(None, (size,), (at,)).data for at in range(size)] == [(at, size) for at in range(size)]
+    assert mesh_position(None, (size, 2), (0, 1), ()).data == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,35 @@ def test_one_dimension_without_a_name_is_data_parallel(size):
     ],
 )
 def test_the_usual_meshes(names, place):
-    assert data_place(names, (2, 3), (1, 2)) == place
+    assert mesh_position(names, (2, 3), (1, 2)).data == place
+
+
+@given(mesh=meshes)
+def test_every_axis_has_an_index_and_a_size(mesh):
+    names, shape = mesh
+    for coordinate in _coordinates(shape):
+        position = mesh_position(names, shape, coordinate)
+        assert [position.axis(name) for name in names] == list(map(Axis, coordinate, shape))
+        dimensions = {dimension for dimension, known in AXIS_NAMES.items() if not set(known) & set(names)}
+        for dimension in dimensions:
+            assert {position.axis(name) for name in AXIS_NAMES[dimension]} == {(0, 1)}
+
+
+def test_an_axis_is_found_by_another_name_of_its_dimension_and_an_unknown_one_is_refused():
+    position = mesh_position(("stage", "tensor"), (2, 3), (1, 2), ())
+    assert (position.axis("tp"), position.axis("stage"), position.axis("pp")) == ((2, 3), (1, 2), (0, 1))
+    with pytest.raises(ConfigError, match=r"unknown axis of a mesh: got 'tensors'.*Did you mean `tensor`\?"):
+        position.axis("tensors")
 
 
 def test_other_names_are_for_the_user_to_state():
-    assert data_place(("stage", "x", "y"), (2, 2, 2), (1, 0, 1), ("x", "y")) == (1, 4)
+    assert mesh_position(("stage", "x", "y"), (2, 2, 2), (1, 0, 1), ("x", "y")).data == (1, 4)
 
 
 @pytest.mark.parametrize(
     ("names", "data_dims", "said"),
     [
-        (("dp", "model"), None, r"not known whether.*dp, ddp.* got 'model' .*data_dims=\(\.\.\.\)"),
+        (("dp", "model"), None, r"not known whether.*dp, data.* got 'model' .*data_dims=\(\.\.\.\)"),
         (("DP", "tp"), None, "got 'DP'"),
         (None, None, r"2 dimensions without names.*mesh_dim_names"),
         (("dp", "tp"), ("dp", "cp"), r"some of 'dp', 'tp', got \('dp', 'cp'\) - at data_dims="),
@@ -93,7 +111,7 @@ def test_other_names_are_for_the_user_to_state():
 )
 def test_what_is_not_known_is_refused(names, data_dims, said):
     with pytest.raises(ConfigError, match=said):
-        data_place(names, (2, 2), (0, 0), data_dims)
+        mesh_position(names, (2, 2), (0, 0), data_dims)
 
 
 def _written(names, shape):

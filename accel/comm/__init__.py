@@ -17,9 +17,10 @@ from accel.comm._handle import Comm as Comm
 from accel.comm._handle import adopt as adopt
 from accel.comm._handle import alone as alone
 from accel.comm._handle import connect as connect
+from accel.comm._mesh import group_along as group_along
 from accel.comm._mesh import mesh_group as mesh_group
 from accel.comm._mesh import open_mesh as open_mesh
-from accel.comm._mesh import place_on_mesh as place_on_mesh
+from accel.comm._mesh import position_on_mesh as position_on_mesh
 from accel.comm._message import HEADER_BYTES as HEADER_BYTES
 from accel.comm._message import Answers as Answers
 from accel.comm._message import as_bytes as as_bytes

@@ -63,6 +63,7 @@ class Comm:
         roll: where ranks note who came to a collective that failed; None where no store is known.
         beside: carries tensors on the CPU where the group itself carries none; None where it does.
         opened: further groups that were opened for this handle's user, and that `close` destroys.
+        along: those of several axes of a mesh, by the ranks of all groups that were opened together.
         unfinished: what goes on in the background; None if nothing does.
         spare: host memory that such work leaves to the next, by name.
         met: the last checked call, if ranks made it from different places.
@@ -74,6 +75,7 @@ class Comm:
         "_group",
         "_number",
         "_share",
+        "along",
         "backend",
         "bell",
         "beside",
@@ -113,6 +115,7 @@ class Comm:
         self.beside = beside
         self._share = share
         self.opened: list[dist.ProcessGroup] = []
+        self.along: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         self.unfinished: Unfinished | None = None
         self.spare: dict[str, torch.Tensor] = {}
         self.met: Met | None = None
@@ -198,6 +201,7 @@ class Comm:
         if owned and self.roll is not None:
             self.roll.leave()
         opened = self.opened
+        self.along.clear()
         self._closed, self._group, self.roll, self.beside, self._share, self.opened = True, None, None, None, None, []
         self.bell = None
         if not owned and not opened:

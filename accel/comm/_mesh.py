@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -16,7 +17,7 @@ from accel.comm._exchange import exchange
 from accel.comm._handle import Comm
 from accel.comm._torch import peer_error
 from accel.errors import ConfigError
-from accel.topology import data_place
+from accel.topology import MeshPosition, mesh_position
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -40,16 +41,16 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     )
 
 
-def place_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | None) -> tuple[int, int]:
-    """Return this rank's place among the data-parallel ones of a mesh; see `accel.topology.data_place`.
+def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | None) -> MeshPosition:
+    """Return this rank's position on a mesh; see `accel.topology.mesh_position`.
 
     Args:
-        comm: whose ranks the mesh has.
-        mesh: with the meaning of its dimensions in their names.
-        data_dims: as for `data_place`.
+        comm: handle of the mesh's ranks.
+        mesh: its axes' names say what their ranks do.
+        data_dims: as for `mesh_position`.
 
     Raises:
-        ConfigError: not a mesh, or one of other ranks; or as `data_place`.
+        ConfigError: not a mesh, or one of other ranks; or as `mesh_position`.
     """
     coordinate, ranks = _coordinate(mesh), _ranks(mesh)
     own = _group_ranks(comm)
@@ -61,7 +62,7 @@ def place_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | None)
             where="mesh=",
             fix="Pass the whole mesh, or make a context of its own ranks with from_mesh.",
         )
-    return data_place(mesh.mesh_dim_names, mesh.shape, coordinate, data_dims)
+    return mesh_position(mesh.mesh_dim_names, mesh.shape, coordinate, data_dims)
 
 
 def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeout_s: float) -> DeviceMesh:
@@ -98,6 +99,41 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
         groups.append(_open_group(grid.movedim(dim, -1).reshape(-1, size), f"mesh_{name}", timeout_s))
         comm.opened.append(groups[-1])
     return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=tuple(sizes))
+
+
+def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: float) -> dist.ProcessGroup | None:
+    """Return the group of ranks that differ from this one along some axes alone; None if that is this rank alone.
+
+    The first call for several axes is a collective, which opens the group; it ends with the handle.
+
+    Args:
+        comm: handle of the mesh's ranks.
+        mesh: with named axes.
+        axes: the mesh's own names.
+        timeout_s: seconds after which a collective of the group fails that misses a rank.
+
+    Raises:
+        CollectiveMismatch: ranks name other axes.
+        PeerError: another rank was lost.
+    """
+    names = mesh.mesh_dim_names or ()
+    dims = [at for at, name in enumerate(names) if name in axes and mesh.shape[at] > 1]
+    size = math.prod(mesh.shape[at] for at in dims)
+    if not dims:
+        return None
+    if size == comm.size:
+        return comm.group
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    others = [at for at in range(mesh.ndim) if at not in dims]
+    rows = cast(Any, mesh.mesh).permute(*others, *dims).reshape(-1, size)
+    key = tuple(tuple(row) for row in cast("list[list[int]]", rows.tolist()))
+    if key not in comm.along:
+        listed = "_".join(names[at] for at in dims)
+        _ = exchange(comm, Call("group_of", listed, call_site()), torch.empty(0, dtype=torch.uint8))
+        comm.along[key] = _open_group(rows, f"mesh_{listed}", timeout_s)
+        comm.opened.append(comm.along[key])
+    return comm.along[key]
 
 
 def _open_group(rows: torch.Tensor, name: str, timeout_s: float) -> dist.ProcessGroup:

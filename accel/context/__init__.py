@@ -10,6 +10,7 @@ from accel.context._adopt import from_mesh as from_mesh
 from accel.context._adopt import replace as replace
 from accel.context._first import check_context as check_context
 from accel.context._first import context_first as context_first
+from accel.context._groups import group_of as group_of
 from accel.context._record import DistContext as DistContext
 from accel.context._session import close as close
 from accel.context._session import from_env as from_env

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel.comm import adopt, mesh_group, open_mesh, place_on_mesh
+from accel.comm import adopt, mesh_group, open_mesh, position_on_mesh
 from accel.context._checks import DEFAULT_TIMEOUT_S, check_accumulation, check_containers, check_strategy, check_timeout
 from accel.context._device import choose_device
 from accel.context._first import context_first
@@ -19,7 +19,7 @@ from accel.env import LaunchEnv
 from accel.errors import ConfigError
 from accel.formats import Precision, PrecisionName, StrategyName
 from accel.formats import precision as precision_of
-from accel.topology import fit_mesh
+from accel.topology import fit_mesh, without_mesh
 from accel.tree import Container
 
 
@@ -162,12 +162,14 @@ def replace(
         raise ConfigError("data_dims has no effect without mesh", where="replace(data_dims=)", fix="Pass mesh= too.")
     here = LaunchEnv(rank=ctx.rank, local_rank=ctx.local_rank)
     place = ctx.device if device is None else choose_device(device, here)
-    handle, at = (ctx.mesh, ctx.mesh_place) if mesh is None else (None, None)
+    handle = ctx.mesh if mesh is None else None
+    position = ctx.position if mesh is None else without_mesh(ctx.rank, ctx.world_size)
     if isinstance(mesh, str):
         sizes = fit_mesh(mesh, ctx.world_size, where="mesh=")
         mesh = open_mesh(ctx.comm, sizes, place, ctx.timeout_s) if sizes else None
     if mesh is not None:
-        handle, at = mesh, place_on_mesh(ctx.comm, mesh, data_dims)
+        handle = mesh
+        position = position_on_mesh(ctx.comm, mesh, data_dims)
     arguments = {"accumulation": accumulation, "precision": precision, "mesh": mesh}
     return dataclasses.replace(
         ctx,
@@ -178,5 +180,5 @@ def replace(
         strategy=ctx.strategy if strategy is None else check_strategy(strategy),
         containers=ctx.containers if containers is None else check_containers(containers),
         mesh=handle,
-        mesh_place=at,
+        position=position,
     )

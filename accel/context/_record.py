@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel.comm import Comm
 from accel.env import LaunchEnv
 from accel.formats import Precision, StrategyName
+from accel.topology import Axis, MeshPosition, without_mesh
 from accel.tree import Container
 
 
@@ -29,7 +30,7 @@ class DistContext:
         strategy: how `prepare` spreads a model over the ranks.
         timeout_s: seconds after which a collective that misses a rank fails.
         containers: kinds of containers besides those that `accel.tree` knows; set by `replace`.
-        mesh_place: what the mesh says about `data_parallel`; None without a mesh.
+        position: coordinate on the mesh, or on the one axis "dp" that all ranks form without a mesh.
         mesh: the mesh of all ranks, if `replace` or `from_mesh` was given one.
         launched: which of `accumulation`, `precision` and `mesh` a variable has set, as `accel launch` sets those of
             its flags and files; a step refuses them if they have no effect. Not part of equality either.
@@ -46,10 +47,10 @@ class DistContext:
     backend: str
     precision: Precision
     timeout_s: float
+    position: MeshPosition
     accumulation: int = 1
     strategy: StrategyName = "ddp"
     containers: tuple[Container, ...] = ()
-    mesh_place: tuple[int, int] | None = None
     mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
     launched: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
     comm: Comm = dataclasses.field(compare=False, repr=False)
@@ -75,7 +76,25 @@ class DistContext:
 
         Ranks of one tensor, context or pipeline group have the same index.
         """
-        return (self.rank, self.world_size) if self.mesh_place is None else self.mesh_place
+        return self.position.data
+
+    def axis(self, name: str) -> Axis:
+        """Return this rank's index along an axis of the mesh, and the axis's size.
+
+        (0, 1) for an axis that the mesh does not have, so that one script serves all meshes. Without a mesh the ranks
+        form one axis, "dp".
+
+        Args:
+            name: such as "tp"; an axis under another name of the same dimension, such as "tensor", is found too.
+
+        Raises:
+            ConfigError: no mesh has an axis of that name.
+
+        Example:
+            >>> accel.single().axis("tp")
+            Axis(rank=0, size=1)
+        """
+        return self.position.axis(name)
 
 
 def build(
@@ -99,6 +118,7 @@ def build(
         backend=comm.backend,
         precision=precision,
         timeout_s=timeout_s,
+        position=without_mesh(comm.rank, comm.size),
         accumulation=accumulation,
         strategy=strategy,
         comm=comm,

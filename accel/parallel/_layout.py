@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from accel.errors import PrepareError
-from accel.topology import EXPERT_DIMS, PIPELINE_DIMS, SHARED_DIMS
+from accel.topology import AXIS_NAMES, SHARED_DIMS
 
-_SHARDS = ("dp_shard", "shard", "fsdp")
-_REPLICAS = ("dp_replicate", "replicate", "ddp")
+_SHARDS = AXIS_NAMES["shard"]
+_REPLICAS = AXIS_NAMES["replicate"]
 
 
 class Layout(NamedTuple):
@@ -39,8 +39,8 @@ def check_dims(names: Sequence[str] | None, sizes: Sequence[int]) -> None:
         PrepareError: a pipeline or expert dimension of more than one rank.
     """
     for name, size in zip(names or (), sizes, strict=False):
-        if size > 1 and name in PIPELINE_DIMS + EXPERT_DIMS:
-            held = "stage" if name in PIPELINE_DIMS else "experts"
+        if size > 1 and name in AXIS_NAMES["pipeline"] + AXIS_NAMES["expert"]:
+            held = "stage" if name in AXIS_NAMES["pipeline"] else "experts"
             raise PrepareError(
                 f"every rank would begin with rank 0's {held}, and average gradients with all others",
                 expected="a mesh without pipeline and expert dimensions of more than one rank",

@@ -13,7 +13,7 @@ from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.optim import Accumulation, parameters_of
 from accel.parallel import runs_without_autocast
-from accel.topology import EXPERT_DIMS, SHARED_DIMS
+from accel.topology import AXIS_NAMES, SHARED_DIMS
 
 _BY = "as `accel launch` sets it by its flag or file"
 
@@ -59,7 +59,7 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
     asked = {
         name: size
         for name, size in zip(names, ctx.mesh.shape, strict=False)
-        if size > 1 and name in SHARED_DIMS + EXPERT_DIMS
+        if size > 1 and name in SHARED_DIMS + AXIS_NAMES["expert"]
     }
     if not asked:
         return

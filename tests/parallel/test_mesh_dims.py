@@ -11,7 +11,7 @@ from torch.optim import SGD
 import accel
 from accel import PrepareError
 from accel.testing import Simulator
-from accel.topology import EXPERT_DIMS, PIPELINE_DIMS
+from accel.topology import AXIS_NAMES
 
 
 def _stage(ctx: accel.DistContext) -> nn.Module:
@@ -42,7 +42,7 @@ def test_stages_and_experts_keep_their_values(ranks: Simulator, mesh: str, strat
         assert "out of the mesh" in said
 
 
-@pytest.mark.parametrize("name", PIPELINE_DIMS + EXPERT_DIMS)
+@pytest.mark.parametrize("name", AXIS_NAMES["pipeline"] + AXIS_NAMES["expert"])
 def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) -> None:
     def rank(ctx: accel.DistContext) -> bool:
         model = accel.unwrap_model(accel.prepare(accel.replace(ctx, mesh=f"{name}=1,dp=2"), _stage(ctx)))

@@ -27,7 +27,7 @@ from accel.comm import HEADER_BYTES, inline_bytes
 from accel.config import LaunchConfig
 from accel.context import _checks
 from accel.launching import _run
-from accel.storage._digests import SPAN_BYTES
+from accel.storage._files import SPAN_BYTES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -27,13 +26,12 @@ from accel.checkpoint._commit import Share, Stage, commit_stage, open_stage, wri
 from accel.checkpoint._directory import step_name
 from accel.checkpoint._keep import Keep
 from accel.checkpoint._notes import Note, collect_notes, leave_note, show_life
-from accel.checkpoint._objects import new_mark
 from accel.checkpoint._settle import settle
 from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, describe, rebuild
-from accel.storage import Place
+from accel.storage import Place, RemotePath
 
 
 class Saving:
@@ -52,7 +50,8 @@ class Saving:
         keep: Keep | None,
         check: Callable[[], object] | None,
     ) -> None:
-        self.path = target
+        self.path = target.path
+        self._target = target
         self._ctx = ctx
         self._stage = stage
         self._keep = keep
@@ -60,7 +59,7 @@ class Saving:
         self._written: Future[Share] = Future()
         self._committed: Future[None] = Future()
         self._given_up = threading.Event()
-        self._outcome: Exception | Place | None = None
+        self._outcome: Exception | Path | RemotePath | None = None
         work = contextvars.copy_context()
         # not a daemon: a program that ends without a word waits for its last checkpoint
         self._thread = threading.Thread(target=work.run, args=(self._work, snapshot), name=f"accel-save-{target.name}")
@@ -74,7 +73,7 @@ class Saving:
         """Whether this rank's thread has ended, well or not. No communication."""
         return not self._thread.is_alive()
 
-    def result(self) -> Place:
+    def result(self) -> Path | RemotePath:
         """Wait for the commit. A collective the first time.
 
         Returns:
@@ -102,7 +101,7 @@ class Saving:
         if error is not None and self._outcome is None:
             logging.getLogger("accel.checkpoint").error("%s was not saved: %s", self.path, error)
 
-    def _settle(self) -> Place:
+    def _settle(self) -> Path | RemotePath:
         site = call_site()
         try:
             # first what needs no other rank: simulated ranks run one at a time
@@ -152,9 +151,9 @@ class Saving:
             if share is None:
                 raise rebuild(error) if error is not None else CheckpointError(f"rank {rank} wrote nothing")
             shares.append(share)
-        commit_stage(stage, self.path, snapshot, shares)
+        commit_stage(stage, self._target, snapshot, shares)
         if self._keep is not None:
-            retain(self.path, self._keep)
+            retain(self._target, self._keep)
 
 
 def save_async(
@@ -178,7 +177,7 @@ def save_async(
         CollectiveMismatch: ranks hold different tensors.
     """
     target, site = out / step_name(step), call_site()
-    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=new_mark(target))
+    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=target.new_mark())
     error = None
     try:
         snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))
@@ -204,9 +203,8 @@ def _written(content: Content, tensors: Mapping[str, torch.Tensor]) -> Content:
 
 def _leave_failure(stage: Stage, rank: int, snapshot: Snapshot, error: Exception) -> None:
     """Tell rank 0; where even that cannot be written, `Saving.result` does."""
-    if isinstance(stage.path, Path):
-        with suppress(OSError):
-            os.unlink(stage.path / snapshot.file)  # a full disk has room for the note then
+    with suppress(CheckpointError):
+        stage.path.remove([snapshot.file])  # a full disk has room for the note then
     with suppress(CheckpointError):
         leave_note(stage, rank, Note(error=describe(error)))
 

@@ -8,18 +8,17 @@ from collections.abc import Mapping
 
 from accel.checkpoint._directory import committed, is_committed, is_exactly_ours, manifest_of, step_of
 from accel.checkpoint._keep import Keep, plan_keep
-from accel.checkpoint._objects import discard_objects, sweep_objects, wasteful_steps
+from accel.checkpoint._manifest import MANIFEST
+from accel.checkpoint._objects import sweep_objects, wasteful_steps
 from accel.errors import AccelError, CheckpointError
-from accel.storage import Place, RemotePath, leftovers, open_directory, remove_flat, set_aside
+from accel.storage import Place, as_place, remove_flat
 
 
 def sweep(out: Place) -> None:
     """Remove half-written stages, and what was moved aside; who holds the lock knows that their writers are gone."""
-    if isinstance(out, RemotePath):
-        for folder in wasteful_steps(out):
-            sweep_step(folder)
-        return
-    for left in leftovers(out):
+    for folder in wasteful_steps(out):
+        sweep_step(folder)
+    for left in out.leftovers():
         step = step_of(left.target)
         if step is None:
             continue
@@ -28,14 +27,14 @@ def sweep(out: Place) -> None:
             if left.kind == "tmp":
                 remove_flat(left.path)
             elif is_committed(target, step):
-                discard(left.path)
-            elif is_committed(left.path, step) and not target.exists():
-                left.path.rename(target)
+                discard(as_place(left.path))
+            elif is_committed(as_place(left.path), step) and not target.exists():
+                left.path.rename(left.path.with_name(left.target))
         except (AccelError, OSError) as error:
             warn("%s was left by a writer that is gone and could not be removed: %s", left.path, error)
 
 
-def sweep_step(folder: RemotePath) -> None:
+def sweep_step(folder: Place) -> None:
     """Remove the objects of a step that its checkpoint does not consist of."""
     try:
         sweep_objects(folder)
@@ -65,14 +64,8 @@ def discard(path: Place) -> None:
         warn("%s stays: it holds what accel did not write, or is no valid checkpoint", path)
         return
     try:
-        if isinstance(path, RemotePath):
-            discard_objects(path)
-            return
-        with open_directory(path, follow=False) as folder, folder.unread() as unread:
-            if unread:
-                remove_flat(set_aside(path))
-            else:
-                logging.getLogger("accel.checkpoint").info("%s is being read, and stays until the next save", path)
+        if not path.delete(MANIFEST):
+            logging.getLogger("accel.checkpoint").info("%s is being read, and stays until the next save", path)
     except CheckpointError as error:
         warn("%s could not be deleted: %s", path, error)
 

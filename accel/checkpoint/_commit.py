@@ -7,13 +7,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from accel.checkpoint._cleanup import discard, sweep, sweep_step
 from accel.checkpoint._manifest import MANIFEST, encode_manifest
-from accel.checkpoint._objects import commit_objects, sweep_objects
+from accel.checkpoint._objects import sweep_objects
 from accel.checkpoint._settle import settle
 from accel.checkpoint._snapshot import Snapshot
 from accel.comm import Call
@@ -23,15 +22,7 @@ from accel.storage import (
     FileEntry,
     Lock,
     Place,
-    RemoteLock,
-    RemotePath,
-    commit,
-    lock_place,
-    make_folder,
-    make_stage,
-    remove_flat,
-    write_file,
-    write_tensors,
+    encode_tensors,
 )
 
 
@@ -62,10 +53,8 @@ class Stage:
             return
         try:
             with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
-                if isinstance(self.path, RemotePath):
-                    sweep_objects(self.path, self.mark)
-                else:
-                    remove_flat(self.path)
+                sweep_objects(self.path, self.mark)
+                self.path.remove_stage()
         finally:
             self.lock.release()
 
@@ -113,7 +102,7 @@ def write_share(stage: Place, snapshot: Snapshot) -> Share:
     """
     if not snapshot.tensors:
         return Share(snapshot.file, None)
-    return Share(snapshot.file, write_tensors(stage, snapshot.file, snapshot.tensors))
+    return Share(snapshot.file, stage.write(snapshot.file, encode_tensors(snapshot.tensors)))
 
 
 def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[Share]) -> None:
@@ -124,26 +113,20 @@ def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     """
     files = {share.name: share.entry for share in shares if share.entry is not None}
     manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))
-    if isinstance(target, RemotePath):
-        if isinstance(stage.lock, RemoteLock):
-            stage.lock.check()
-        commit_objects(target, manifest, files)
-        sweep_step(target)
-    else:
-        assert isinstance(stage.path, Path)
-        write_file(stage.path, MANIFEST, [manifest])
-        if (aside := commit(stage.path, target)) is not None:
-            discard(aside)
+    if stage.lock is not None:
+        stage.lock.check()
+    if (aside := stage.path.commit(target.name, MANIFEST, manifest, files)) is not None:
+        discard(aside)
+    sweep_step(target)
     logging.getLogger("accel.checkpoint").info("wrote %s, %d bytes", target, sum(each.size for each in files.values()))
 
 
 def _make(target: Place, mark: str) -> Stage:
-    if isinstance(target, Path):
-        make_folder(target.parent)
-    lock = lock_place(target.parent)
+    target.parent.make()
+    lock = target.parent.lock()
     try:
         sweep(target.parent)
-        return Stage(target if isinstance(target, RemotePath) else make_stage(target), lock, mark)
+        return Stage(target.make_stage(), lock, mark)
     except BaseException:
         lock.release()
         raise

@@ -12,7 +12,7 @@ from typing import overload
 
 from accel.checkpoint._manifest import LARGEST_MANIFEST, MANIFEST, Manifest, decode_manifest
 from accel.errors import CheckpointError
-from accel.storage import FileEntry, OpenDirectory, Place, RemotePath, as_place, leftovers, list_names, open_directory
+from accel.storage import FileEntry, OpenDirectory, Place, RemotePath, as_place
 
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
@@ -57,8 +57,17 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
         >>> accel.latest_checkpoint("runs/demo") == path
         True
     """
-    folder = as_place(out)
-    if isinstance(folder, Path) and not os.path.lexists(folder):
+    newest = newest_in(as_place(out), verify=verify)
+    return newest.path if newest is not None else None
+
+
+def newest_in(folder: Place, *, verify: bool = False) -> Place | None:
+    """Return the newest committed checkpoint in a folder; see `latest_checkpoint`.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    if not folder.exists():
         return None
     seen = None
     while (found := candidates(folder)) != seen:  # a writer may replace all of them while they are looked at
@@ -77,22 +86,18 @@ def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool 
 
 def candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
     """List what may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
-    found = [(step_of(name), True, folder / name) for name in list_names(folder)]
-    if isinstance(folder, Path):  # a writer that died between two renames left the former checkpoint of its step aside
-        found += [(step_of(left.target), False, left.path) for left in leftovers(folder) if left.kind == "old"]
-    known = [(step, final, path, identity_of(path)) for step, final, path in found if step is not None]
+    found = [(step_of(name), True, folder / name) for name in folder.names()]
+    # a writer that died between two renames left the former checkpoint of its step aside
+    aside = [left for left in folder.leftovers() if left.kind == "old"]
+    found += [(step_of(left.target), False, folder / left.path.name) for left in aside]
+    known = [(step, final, path, path.identity()) for step, final, path in found if step is not None]
     return sorted(known, key=lambda each: each[:2], reverse=True)
-
-
-def is_there(path: Place) -> bool:
-    """Whether anything is at a path, or under a URL."""
-    return bool(list_names(path)) if isinstance(path, RemotePath) else os.path.lexists(path)
 
 
 def deleted(path: Place) -> CheckpointError:
     """Make the error of a step's folder that is no longer there."""
     try:
-        left = [name for name in sorted(list_names(path.parent)) if step_of(name) is not None]
+        left = [name for name in sorted(path.parent.names()) if step_of(name) is not None]
     except CheckpointError:
         left = []
     return CheckpointError(
@@ -106,7 +111,7 @@ def deleted(path: Place) -> CheckpointError:
 
 def committed(out: Place) -> list[tuple[int, Place]]:
     """List the steps under `out` that are committed, with their folders, newest first."""
-    steps = [(step, out / name) for name in list_names(out) if (step := step_of(name)) is not None]
+    steps = [(step, out / name) for name in out.names() if (step := step_of(name)) is not None]
     return [(step, path) for step, path in sorted(steps, reverse=True) if is_committed(path, step)]
 
 
@@ -122,7 +127,7 @@ def is_committed(path: Place, step: int | None = None) -> bool:
 def is_exactly_ours(path: Place) -> bool:
     """Whether a folder is a checkpoint and holds nothing that its manifest does not list."""
     try:
-        with open_directory(path, follow=False) as folder:
+        with path.open(follow=False) as folder:
             manifest, _ = read_manifest(folder)
             return folder.names() == sorted([MANIFEST, *manifest.files])
     except CheckpointError:
@@ -139,7 +144,7 @@ def manifest_of(path: Place, step: int | None = None) -> Manifest:
     Raises:
         CheckpointError: it is no committed checkpoint, or of another step.
     """
-    with open_directory(path, follow=False) as folder:
+    with path.open(follow=False) as folder:
         manifest, _ = read_manifest(folder)
         if step is not None:
             check_step(folder, manifest, step)
@@ -173,7 +178,7 @@ def check_bytes(path: Place, manifest: Manifest) -> None:
     Raises:
         CheckpointError: a file is missing or damaged; it is named.
     """
-    with open_directory(path) as folder:
+    with path.open() as folder:
         folder.check_all((name, span) for name, entry in sorted(manifest.files.items()) for span in entry.spans())
 
 
@@ -192,14 +197,3 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
             fix="Pass the folder that was given to save_state, or that of one of its steps.",
         )
     return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))
-
-
-def identity_of(path: Place) -> tuple[int, int]:
-    """Return numbers that tell a folder from another that has its name later; zeros for one of a store, or none."""
-    if isinstance(path, RemotePath):
-        return 0, 0
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return 0, 0
-    return status.st_ino, status.st_ctime_ns

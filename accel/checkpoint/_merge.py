@@ -24,7 +24,6 @@ from accel.storage import (
     encode_index,
     file_names,
     make_folder,
-    open_directory,
     parse_size,
     plan_shards,
     publish_weights,
@@ -64,7 +63,9 @@ def merge(
         CheckpointError: no checkpoint, a damaged one, no such item, or one that is no module; or the disk failed.
         ConfigError: `max_shard_size` is no size.
     """
-    source, target, limit = as_place(path), Path(folder), parse_size(max_shard_size, "merge, max_shard_size=")
+    source = as_place(path)
+    target = Path(folder)
+    limit = parse_size(max_shard_size, "merge, max_shard_size=")
     names = _names(manifest_of(source), item, source)
     with open_verified(source, names.values(), advance) as saved:
         sizes = {name: saved.stub(full).nbytes for name, full in names.items()}
@@ -101,7 +102,7 @@ def open_verified(path: Place, names: Iterable[str], advance: Advance | None = N
     """
     with open_checkpoint(path) as saved:
         files = {piece.file for name in names for piece in saved.entries[name].pieces}
-        with open_directory(path) as folder:
+        with path.open() as folder:
             for file in sorted(files):
                 check_file(folder, file, saved.manifest.files[file], advance)
         yield saved

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from accel.checkpoint._directory import candidates, identity_of, is_there, step_of
+from accel.checkpoint._directory import candidates, step_of
 from accel.checkpoint._manifest import MANIFEST
 from accel.checkpoint._read import Saved, open_checkpoint
 from accel.checkpoint._settle import settle
 from accel.comm import Call
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.storage import Place, list_names
+from accel.storage import Place
 
 
 class _Pick(msgspec.Struct, frozen=True):
@@ -56,9 +56,9 @@ class Skipped:
     def add_held(self, held: Held, reason: str) -> None:
         """Note one that turned out to be damaged while it was held; one that its writer has deleted is none."""
         if isinstance(held.opened, Saved) and not held.opened.is_current():
-            self.gone.add((held.path.name, held.opened.digest))
+            self.gone.add((held.place.name, held.opened.digest))
         else:
-            self.add(held.path, held.digest, reason)
+            self.add(held.place, held.digest, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class Held:
     """A checkpoint that this rank holds open.
 
     Attributes:
-        path: the checkpoint's folder, the same on every rank.
+        place: the checkpoint's folder, the same on every rank.
         digest: of its manifest as rank 0 reads it.
         is_newest: whether it was chosen from a run's folder, so that another may take its place.
         opened: its contents, or the reason why this rank cannot read it.
     """
 
-    path: Place
+    place: Place
     digest: str
     is_newest: bool
     opened: Saved | CheckpointError
@@ -120,7 +120,7 @@ def hold_newest(
 def _pick(stack: contextlib.ExitStack, path: Place, skipped: Skipped) -> tuple[Saved | None, _Pick]:
     """Open the checkpoint at a path, or the newest of a run's folder."""
     of_step = step_of(path.name.partition(".")[0]) is not None
-    if of_step or MANIFEST in (list_names(path) if is_there(path) else ()):
+    if of_step or MANIFEST in (path.names() if path.exists() else ()):
         saved = stack.enter_context(open_checkpoint(path))
         return saved, _Pick("", saved.digest)
     if (saved := _open_newest(stack, path, skipped)) is not None:
@@ -130,13 +130,13 @@ def _pick(stack: contextlib.ExitStack, path: Place, skipped: Skipped) -> tuple[S
 
 def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: Skipped) -> Saved | None:
     seen = None
-    while (found := candidates(out) if is_there(out) else []) != seen:  # a writer may replace all of them meanwhile
+    while (found := candidates(out) if out.exists() else []) != seen:  # a writer may replace all of them meanwhile
         for step, _, path, identity in found:
             with contextlib.ExitStack() as inner:
                 try:
                     saved = inner.enter_context(open_checkpoint(path, follow=False, step=step))
                 except CheckpointError as error:
-                    if identity_of(path) != identity:  # a writer has replaced or deleted it meanwhile
+                    if path.identity() != identity:  # a writer has replaced or deleted it meanwhile
                         break
                     _note_broken(path, error, skipped)
                     continue
@@ -151,12 +151,12 @@ def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: Skipped) -> S
 def _note_broken(path: Place, error: CheckpointError, skipped: Skipped) -> None:
     """Note a checkpoint that is damaged; a folder without a manifest is what a killed save may leave."""
     try:
-        is_checkpoint = MANIFEST in list_names(path)
+        is_checkpoint = MANIFEST in path.names()
     except CheckpointError:
         is_checkpoint = False
     if is_checkpoint:
         skipped.add(path, "", str(error))
-    elif is_there(path):
+    elif path.exists():
         logging.getLogger("accel.checkpoint").warning("%s is not a checkpoint and is skipped: %s", path, error)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from accel.checkpoint._boxes import Box, intersect, whole, within
-from accel.checkpoint._directory import check_sizes, check_step, deleted, is_there, read_manifest, step_of
+from accel.checkpoint._directory import check_sizes, check_step, deleted, read_manifest, step_of
 from accel.checkpoint._manifest import Manifest, Piece, TensorEntry
 from accel.errors import CheckpointError
 from accel.storage import (
@@ -20,7 +20,6 @@ from accel.storage import (
     Span,
     dtype_name,
     memory_of,
-    open_directory,
     read_header,
     stored_dtype,
     view_tensors,
@@ -254,9 +253,9 @@ def _opened(path: Place, follow: bool) -> Generator[OpenDirectory]:
     """Open a folder; if it is a step's and gone, the error says so."""
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(open_directory(path, follow=follow))
+            folder = stack.enter_context(path.open(follow=follow))
         except CheckpointError:
-            if step_of(path.name.partition(".")[0]) is not None and not is_there(path):
+            if step_of(path.name.partition(".")[0]) is not None and not path.exists():
                 raise deleted(path) from None
             raise
         yield folder

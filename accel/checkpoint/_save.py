@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from accel.checkpoint._cleanup import retain
 from accel.checkpoint._commit import Share, Stage, commit_stage, open_stage, write_share
 from accel.checkpoint._directory import step_name
 from accel.checkpoint._keep import Keep
-from accel.checkpoint._objects import new_mark
 from accel.checkpoint._settle import settle
 from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
 from accel.comm import Call, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.storage import Place
+from accel.storage import Place, RemotePath
 
 
 def save(
     ctx: DistContext, out: Place, content: Content, *, step: int, keep: Keep | None, metrics: Mapping[str, float]
-) -> Place:
+) -> Path | RemotePath:
     """Write a checkpoint and commit it. A collective.
 
     Args:
@@ -39,7 +39,7 @@ def save(
         CollectiveMismatch: ranks hold different tensors.
     """
     target, site = out / step_name(step), call_site()
-    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=new_mark(target))
+    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=target.new_mark())
     stage = open_stage(ctx, target, snapshot.mark, site)
     try:
         shares = _write(ctx, stage, snapshot, site)
@@ -50,7 +50,7 @@ def save(
         stage.abandon()
         raise
     stage.close()
-    return target
+    return target.path
 
 
 def _write(ctx: DistContext, stage: Stage, snapshot: Snapshot, site: str) -> list[Share]:

@@ -3,29 +3,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
 from accel.checkpoint._cleanup import discard
-from accel.checkpoint._directory import committed, latest_checkpoint, manifest_of, read_manifest, step_of
+from accel.checkpoint._directory import committed, manifest_of, newest_in, read_manifest, step_of
 from accel.checkpoint._keep import Keep, plan_keep
 from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry
 from accel.errors import CheckpointError
-from accel.storage import (
-    FileEntry,
-    OpenDirectory,
-    Place,
-    RemotePath,
-    disk_errors,
-    leftovers,
-    list_names,
-    list_objects,
-    lock_place,
-    open_directory,
-)
+from accel.storage import FileEntry, OpenDirectory, Place, as_place
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -52,17 +39,17 @@ def survey(out: Place) -> list[Found]:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    named = [(step, out / name) for name in list_names(out) if (step := step_of(name)) is not None]
+    named = [(step, out / name) for name in out.names() if (step := step_of(name)) is not None]
     found: list[Found] = []
     for step, path in sorted(named):
         try:
             found.append(_look(path, manifest_of(path, step), ""))
         except CheckpointError as error:
             found.append(_look(path, None, error.problem))
-    for left in leftovers(out) if isinstance(out, Path) else ():
+    for left in out.leftovers():
         if step_of(left.target) is not None:
             kind = "being written or deleted" if left.kind == "tmp" else "moved aside"
-            found.append(_look(left.path, None, f"{kind}, by a process that is gone" if left.dead else kind))
+            found.append(_look(as_place(left.path), None, f"{kind}, by a process that is gone" if left.dead else kind))
     return found
 
 
@@ -72,10 +59,10 @@ def find_checkpoint(path: Place) -> Place:
     Raises:
         CheckpointError: it is neither.
     """
-    with open_directory(path) as folder:
+    with path.open() as folder:
         if MANIFEST in folder.names():
             return path
-    if (newest := latest_checkpoint(path)) is None:
+    if (newest := newest_in(path)) is None:
         raise CheckpointError(
             "no checkpoint, and no folder of any",
             expected=f"a folder with {MANIFEST}, or one that was given to save_state",
@@ -97,7 +84,7 @@ def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
     """
     problems: list[str] = []
     try:
-        with open_directory(path) as folder:
+        with path.open() as folder:
             manifest, _ = read_manifest(folder)
             for name, entry in sorted(manifest.files.items()):
                 try:
@@ -157,7 +144,7 @@ def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
     Raises:
         CheckpointError: another process is saving into the folder, or it cannot be read.
     """
-    lock = None if dry_run else lock_place(out)
+    lock = None if dry_run else out.lock()
     try:
         paths = dict(committed(out))
         if not paths:
@@ -168,7 +155,7 @@ def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
         if not dry_run:
             for path in gone:
                 discard(path)
-        left = set[str]() if dry_run else set(list_names(out))
+        left = set[str]() if dry_run else set(out.names())
         return [path for path in gone if path.name not in left]
     finally:
         if lock is not None:
@@ -186,17 +173,8 @@ def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Call
 
 
 def _look(path: Place, manifest: Manifest | None, problem: str) -> Found:
-    if isinstance(path, RemotePath):
-        size, changed = 0, 0.0
-        for each in list_objects(path):
-            size, changed = size + each.size, max(changed, each.changed)
-        return Found(path, size, changed, manifest, problem)
-    with disk_errors(path):
-        if path.is_symlink() or not path.is_dir():
-            return Found(path, 0, path.lstat().st_mtime, manifest, problem)
-        with os.scandir(path) as entries:
-            sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
-        return Found(path, sum(sizes), path.stat().st_mtime, manifest, problem)
+    size, changed = path.usage()
+    return Found(path, size, changed, manifest, problem)
 
 
 def _facts(one: Manifest, other: Manifest) -> list[tuple[str, object, object]]:

@@ -179,7 +179,7 @@ def _merge(words: Sequence[str]) -> int:
     from accel.checkpoint import merge
 
     with byte_progress("merge", total) as advance:
-        merge(path, args.folder, item=args.item, max_shard_size=args.max_shard_size, advance=advance)
+        merge(path.path, args.folder, item=args.item, max_shard_size=args.max_shard_size, advance=advance)
     print(f"{path}, {args.item} -> {args.folder}")
     return 0
 
@@ -197,7 +197,7 @@ def _import(words: Sequence[str]) -> int:
     from accel.items import import_accelerate, import_dcp
 
     of_accelerate = (args.folder / "model.safetensors").exists()
-    made = (import_accelerate if of_accelerate else import_dcp)(args.folder, args.run, step=args.step)
+    made = (import_accelerate if of_accelerate else import_dcp)(args.folder, args.run.path, step=args.step)
     print(f"{args.folder} -> {made}")
     return 0
 
@@ -210,7 +210,7 @@ def _export(words: Sequence[str]) -> int:
     from accel.items import export_dcp
 
     with byte_progress("export", total) as advance:
-        made = export_dcp(path, args.folder, advance=advance)
+        made = export_dcp(path.path, args.folder, advance=advance)
     print(f"{path} -> {made}")
     return 0
 

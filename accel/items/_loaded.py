@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from accel.items._items import check_items
 from accel.items._loading import rollback, try_risky
 from accel.items._parts import check_taken
 from accel.items._restore import LoadOptions, Matching, finish
-from accel.storage import Place, Span
+from accel.storage import RemotePath, Span
 
 
 class Loaded(dict[str, Any]):
@@ -30,7 +31,7 @@ class Loaded(dict[str, Any]):
         skipped: what did not fit, a line each; empty unless `strict=False`.
     """
 
-    def __init__(self, values: Mapping[str, object], path: Place, skipped: tuple[str, ...] = ()) -> None:
+    def __init__(self, values: Mapping[str, object], path: Path | RemotePath, skipped: tuple[str, ...] = ()) -> None:
         super().__init__(values)
         self.path = path
         self.skipped = skipped
@@ -134,15 +135,15 @@ class Loading:
         except CheckpointError as failure:
             error = _half_loaded(failure)
         settle(self._ctx, Call(f"{verb}: copying", site=site), error, b"", bytes)
-        loaded = Loaded(matching.changes.values, self._held.path, matching.skipped.lines())
+        loaded = Loaded(matching.changes.values, self._held.place.path, matching.skipped.lines())
         if loaded.skipped and self._ctx.is_main_process:
             text, lines = (
                 "%s was not loaded in full, as strict=False:%s",
                 "".join(f"\n  {line}" for line in loaded.skipped),
             )
-            logging.getLogger("accel.checkpoint").warning(text, self._held.path, lines)
+            logging.getLogger("accel.checkpoint").warning(text, self._held.place, lines)
         if self._ctx.is_main_process:
-            _report(self._verb, self._held.path)
+            _report(self._verb, self._held.place)
         return loaded
 
     def _open(self, saved: Saved, matching: Matching) -> _Wish:
@@ -173,7 +174,7 @@ class Loading:
         return [(name, span) for name, share in mine.items() for span in spans[name][share.start : share.stop]]
 
 
-def _report(verb: str, path: Place) -> None:
+def _report(verb: str, path: object) -> None:
     """Log a load. A run that goes on from a checkpoint shows that on stderr too, unless the script logs by itself."""
     logger = logging.getLogger("accel.checkpoint")
     logger.info("%s: loaded %s", verb, path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from accel.errors import CheckpointError
-from accel.storage import Place, dtype_name
+from accel.storage import dtype_name
 
 Facts = tuple[str, tuple[int, ...]]
 
@@ -59,7 +59,7 @@ class Problems:
         """Return each difference as a line of its own."""
         return tuple(f"{title}: {line}" for title, part in self._parts().items() for line in sorted(part))
 
-    def error(self, path: Place) -> CheckpointError:
+    def error(self, path: object) -> CheckpointError:
         """Make the error that lists them all."""
         parts = self._parts()
         lines = [f"\n  {title}:" + "".join(f"\n    {line}" for line in sorted(p)) for title, p in parts.items() if p]

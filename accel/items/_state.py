@@ -31,7 +31,7 @@ from accel.items._loaded import Loading
 from accel.items._parts import join_values, own_values
 from accel.items._renaming import LoadTransform, SaveTransform
 from accel.items._restore import LoadOptions
-from accel.storage import Place, RemotePath, as_place
+from accel.storage import RemotePath, as_place
 
 SaveMode = Literal["sync", "async"]
 
@@ -65,7 +65,7 @@ def save_state(
     mode: Literal["sync"] = "sync",
     allow_non_finite: bool = False,
     transform: SaveTransform | None = None,
-) -> Place: ...
+) -> Path | RemotePath: ...
 
 
 @overload
@@ -95,7 +95,7 @@ def save_state(
     mode: SaveMode = "sync",
     allow_non_finite: bool = False,
     transform: SaveTransform | None = None,
-) -> Place | Saving:
+) -> Path | RemotePath | Saving:
     """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
 
     Every rank writes its share. Parameters and optimizer state are taken to be equal on all ranks; of buffers, records
@@ -253,7 +253,7 @@ def load_newest(
     Returns:
         None if the path is a folder without checkpoints, or does not exist.
     """
-    folder, error = Path(), None
+    folder, error = as_place(""), None
     try:
         folder = as_place(path)
     except Exception as failure:

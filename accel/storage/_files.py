@@ -1,39 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single files: written once, flushed to the disk and hashed; read by name from an open folder, never through links."""
+"""Single files: written once, flushed to the disk and hashed, a digest of every 16 MiB; and locks on open files."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
-import mmap
 import os
 import re
-import stat
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from accel.errors import CheckpointError
-from accel.storage._digests import HASHERS, Bytes, FileEntry, Span, hashed_beside
-from accel.storage._flock import try_flock, unlock
-from accel.storage._place import Place
 
+Bytes = bytes | memoryview
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+
+SPAN_BYTES = 16 * 2**20
+
+_HASHERS_BESIDE = 2  # as fast as one thread writes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _LONGEST_NAME = 255
 _COALESCE_BYTES = 1 << 20
 _FLUSH_BYTES = 16 << 20
-_HASH_BYTES = 1 << 18  # stays in a core's cache between being read and being hashed
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 
 # Called with the path of each file whose bytes have been written; set where a test simulates a bad disk.
 AFTER_WRITE: ContextVar[Callable[[Path], None] | None] = ContextVar("accel.storage.AFTER_WRITE", default=None)
 
 
+class Span(msgspec.Struct, frozen=True):
+    """Consecutive bytes of a file, from `start` to before `stop`, and their SHA-256 in hex."""
+
+    start: int
+    stop: int
+    sha256: str
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a written file must look like when it is read.
+
+    Attributes:
+        size: bytes.
+        sha256: digests in hex: of every 16 MiB of it, the last of what is left; or one of all of it.
+    """
+
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: tuple[Digest, ...] | Digest
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte is in exactly one digest."""
+        return isinstance(self.sha256, str) or len(self.sha256) == -(-self.size // SPAN_BYTES)
+
+    def spans(self) -> list[Span]:
+        """Return the file's parts, each of which has a digest of its own; of an entry that is complete."""
+        if isinstance(self.sha256, str):
+            return [Span(0, self.size, self.sha256)]
+        starts = range(0, self.size, SPAN_BYTES)
+        return [
+            Span(start, min(start + SPAN_BYTES, self.size), digest)
+            for start, digest in zip(starts, self.sha256, strict=True)
+        ]
+
+
 @contextlib.contextmanager
-def disk_errors(path: Place) -> Generator[None]:
+def disk_errors(path: object) -> Generator[None]:
     """Turn an operating system's error in the block into a `CheckpointError` with its text and the path."""
     try:
         yield
@@ -74,229 +114,87 @@ def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
         return entry()
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to the disk.
+def try_flock(file: int, *, shared: bool = False) -> bool | None:
+    """Lock an open file or folder without waiting.
+
+    Args:
+        file: descriptor.
+        shared: whether other shared locks may be held beside it.
+
+    Returns:
+        True if it is locked, False if another holder prevents that, None where the file system has no locks.
 
     Raises:
-        CheckpointError: the disk failed.
+        OSError: the disk failed.
     """
-    with disk_errors(folder):
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, each on the disk before the next.
-
-    Raises:
-        CheckpointError: the disk failed, or forbids it.
-    """
-    if folder.is_dir():
-        return
-    if folder.parent != folder:
-        make_folder(folder.parent)
-    with disk_errors(folder), contextlib.suppress(FileExistsError):
-        os.mkdir(folder)
-    if not folder.is_dir():
-        raise CheckpointError("a file stands where a folder should be", where=str(folder), fix="Choose another `out`.")
-    sync_folder(folder.parent)
-
-
-class OpenDirectory:
-    """A folder held open, so that all its files are of one moment even if it is renamed meanwhile."""
-
-    __slots__ = ("_file", "path")
-
-    def __init__(self, file: int, path: Place) -> None:
-        self._file = file
-        self.path = path
-
-    def check_size(self, name: str, size: int) -> None:
-        """Look whether a file is there and has as many bytes as it should.
-
-        Raises:
-            CheckpointError: it is missing, a link, no regular file, or of another size.
-        """
-        with self._opened(name) as file:
-            self._compare_size(name, os.fstat(file).st_size, size)
-
-    def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
-        """Return a file's bytes, as private memory backed by the file.
-
-        Args:
-            name: a file of this folder.
-            size: bytes that it must have; None for any.
-            limit: bytes that it may have at most; None for any.
-
-        Raises:
-            CheckpointError: it is missing, a link, no regular file, or of another size.
-        """
-        with self._opened(name) as file:
-            found = os.fstat(file).st_size
-            self._compare_size(name, found, size, limit)
-            if not found:
-                return memoryview(bytearray())
-            return memoryview(mmap.mmap(file, found, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-
-    def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with a file's bytes from `start` on; in one pass, where mapping takes two.
-
-        Raises:
-            CheckpointError: it is missing, a link, no regular file, or too short; or the disk failed.
-        """
-        with self._opened(name) as file:
-            self._fill(file, name, start, memory)
-
-    @contextlib.contextmanager
-    def descriptor(self, name: str) -> Generator[str]:
-        """Give a path by which another library opens a file of this folder during the block; no link is followed.
-
-        Raises:
-            CheckpointError: it is missing, a link, or no regular file.
-        """
-        with self._opened(name) as file:
-            yield f"/proc/self/fd/{file}"
-
-    def check(self, name: str, span: Span) -> None:
-        """Compare a part of a file with its digest.
-
-        Raises:
-            CheckpointError: it is damaged; or as for `read_into`.
-        """
-        digest, memory = hashlib.sha256(), memoryview(bytearray(min(_HASH_BYTES, span.stop - span.start)))
-        with self._opened(name) as file:
-            for start in range(span.start, span.stop, _HASH_BYTES):
-                chunk = memory[: span.stop - start]
-                self._fill(file, name, start, chunk)
-                digest.update(chunk)
-        self._compare_digest(name, span, digest.hexdigest())
-
-    def check_all(self, spans: Iterable[tuple[str, Span]], advance: Callable[[int], object] | None = None) -> None:
-        """Compare parts of files with their digests, several at once.
-
-        Args:
-            spans: names of files, and which part of each.
-            advance: called with numbers of bytes that have been read.
-
-        Raises:
-            CheckpointError: as for `check`, of the first that is not as it should be.
-        """
-        listed = list(spans)
-        with ThreadPoolExecutor(HASHERS) as pool:
-            done = pool.map(self.check, [name for name, _ in listed], [span for _, span in listed])
-            for (_, span), _ in zip(listed, done, strict=True):
-                if advance is not None:
-                    advance(span.stop - span.start)
-
-    def names(self) -> list[str]:
-        """List what is in the folder, sorted."""
-        return sorted(os.listdir(self._file))
-
-    @contextlib.contextmanager
-    def kept(self) -> Generator[bool]:
-        """Keep retention from deleting the folder during the block, among the processes of one host.
-
-        Gives False if the folder has been deleted or has lost its name already.
-
-        Raises:
-            CheckpointError: the disk failed.
-        """
-        with disk_errors(self.path):
-            locked = try_flock(self._file, shared=True)
-        try:
-            yield locked is not False and self.is_in_place()
-        finally:
-            if locked:
-                unlock(self._file)
-
-    @contextlib.contextmanager
-    def unread(self) -> Generator[bool]:
-        """Keep readers out of the folder during the block; gives False if one holds it by `kept`.
-
-        Raises:
-            CheckpointError: the disk failed.
-        """
-        with disk_errors(self.path):
-            locked = try_flock(self._file)
-        try:
-            yield locked is not False
-        finally:
-            if locked:
-                unlock(self._file)
-
-    def is_in_place(self) -> bool:
-        """Return whether the path still leads to this folder, which a writer may have deleted or replaced."""
-        try:
-            return os.path.samestat(os.fstat(self._file), os.stat(str(self.path)))
-        except OSError:
-            return False
-
-    def refusal(self, name: str, problem: str, *, expected: str = "", got: str = "") -> CheckpointError:
-        """Make the error that blames one file."""
-        fix = "Load an older checkpoint; `latest_checkpoint` skips folders whose files are missing or cut."
-        return CheckpointError(f"{name}: {problem}", expected=expected, got=got, where=str(self.path / name), fix=fix)
-
-    def _check_name(self, name: str) -> None:
-        if not is_file_name(name):
-            raise self.refusal("a file", "not a name of a file in this folder", got=repr(name))
-
-    def _compare_size(self, name: str, found: int, size: int | None, limit: int | None = None) -> None:
-        if size is not None and found != size:
-            raise self.refusal(name, "wrong size", expected=f"{size} bytes", got=f"{found} bytes")
-        if limit is not None and found > limit:
-            raise self.refusal(name, "too large", expected=f"at most {limit} bytes", got=f"{found} bytes")
-
-    def _compare_digest(self, name: str, span: Span, found: str) -> None:
-        if found != span.sha256:
-            where = f"other bytes from {span.start} to {span.stop}"
-            raise self.refusal(name, "damaged: the digest does not fit the contents", got=where)
-
-    def _fill(self, file: int, name: str, start: int, memory: memoryview) -> None:
-        left = memory
-        while left:
-            count = os.preadv(file, [left], start)
-            if not count:
-                raise self.refusal(name, "wrong size", expected=f"{len(left)} bytes from {start} on", got="its end")
-            left, start = left[count:], start + count
-
-    @contextlib.contextmanager
-    def _opened(self, name: str) -> Generator[int]:
-        self._check_name(name)
-        try:
-            file = os.open(name, _READ_FLAGS, dir_fd=self._file)
-        except OSError as error:
-            reasons = {errno.ENOENT: "missing", errno.ELOOP: "a symbolic link, which is never followed"}
-            raise self.refusal(name, reasons.get(error.errno or 0, str(error.strerror))) from error
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise self.refusal(name, "not a regular file")
-            with disk_errors(self.path / name):
-                yield file
-        finally:
-            os.close(file)
+def unlock(file: int) -> None:
+    """Drop the lock. Closing is not enough: a forked process may hold the file open, too."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
-def open_directory(path: Path, *, follow: bool = True) -> Generator[OpenDirectory]:
-    """Hold a folder open for the block.
+def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]:
+    """Hash chunks on threads while the block writes them; gives what waits for the entry of a file that holds them.
 
-    Args:
-        path: the folder.
-        follow: whether the last part of the path may be a symbolic link.
-
-    Raises:
-        CheckpointError: it is missing, no folder, or cannot be read.
+    The threads are no pool's: that would refuse to start while the interpreter waits for the last save.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    with disk_errors(path):
-        file = os.open(path, flags)
+    waiting, found = deque(enumerate(cut(chunks))), dict[int, str]()
+    count = len(waiting)
+
+    def work() -> None:
+        while True:
+            try:
+                at, parts = waiting.popleft()
+            except IndexError:
+                return
+            digest = hashlib.sha256()
+            for part in parts:
+                digest.update(part)
+            found[at] = digest.hexdigest()
+
+    threads = [threading.Thread(target=work, name="accel-hash") for _ in range(min(_HASHERS_BESIDE, count))]
+
+    def entry() -> FileEntry:
+        for thread in threads:
+            thread.join()
+        return FileEntry(sum(map(len, chunks)), tuple(found[at] for at in range(count)))
+
     try:
-        yield OpenDirectory(file, path)
+        for thread in threads:
+            thread.start()
+        yield entry
     finally:
-        os.close(file)
+        waiting.clear()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def cut(chunks: Sequence[Bytes]) -> Iterator[list[memoryview]]:
+    """Cut chunks, as if they were one, into the parts that get a digest each."""
+    parts, room = list[memoryview](), SPAN_BYTES
+    for chunk in chunks:
+        left = memoryview(chunk)
+        while left:
+            parts.append(left[:room])
+            left, room = left[room:], room - len(parts[-1])
+            if not room:
+                yield parts
+                parts, room = [], SPAN_BYTES
+    if parts:
+        yield parts
 
 
 def _coalesce(chunks: Sequence[Bytes]) -> Iterator[Bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +18,7 @@ from pathlib import Path
 import msgspec
 
 from accel.errors import CheckpointError
-from accel.storage._files import disk_errors
-from accel.storage._flock import try_flock, unlock
-from accel.storage._place import Place
-from accel.storage._stage import host_name, is_alive
+from accel.storage._files import disk_errors, try_flock, unlock
 
 LOCK = "save.lock"
 
@@ -55,6 +53,9 @@ class FolderLock:
     def __init__(self, file: int, path: Path) -> None:
         self._file = file
         self._path = path
+
+    def check(self) -> None:
+        """Do nothing: nobody takes the lock from a holder that lives."""
 
     def release(self) -> None:
         """Let the next writer in. Never raises: a file that cannot be removed is seen to be nobody's."""
@@ -102,7 +103,7 @@ def is_gone(holder: Holder) -> bool:
     return another or not is_alive(holder.pid)
 
 
-def refusal(path: Place, holder: Holder | None) -> CheckpointError:
+def refusal(path: object, holder: Holder | None) -> CheckpointError:
     """Make the error that names the holder; None for one that cannot be told."""
     if holder is None:
         got = "a lock whose holder cannot be told"
@@ -182,3 +183,19 @@ def _started(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError, UnicodeDecodeError):
         return ""
+
+
+def host_name() -> str:
+    """Return this host's name, as names of files hold it."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", os.uname().nodename)[:100] or "host"
+
+
+def is_alive(pid: int) -> bool:
+    """Whether this host has a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

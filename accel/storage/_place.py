@@ -1,76 +1,163 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where checkpoints lie: a path of a file system, or the URL of an object store."""
+"""Places: folders of files, in a file system or an object store, behind one set of operations."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import msgspec
+from typing import ClassVar, Protocol
 
 from accel.errors import ConfigError
+from accel.storage._files import Bytes, FileEntry
+from accel.storage._folders import Leftover, LocalPlace
+from accel.storage._objects import RemotePath
+from accel.storage._reading import OpenDirectory
+from accel.storage._store import RemotePlace
 
 _LOCAL = ("file://", "local://")
 
 
-class RemotePath(msgspec.Struct, frozen=True):
-    """A place in a store that fsspec reaches, such as `s3://bucket/run`; used like a path, but it is no path.
+class Lock(Protocol):
+    """Keeps other writers out of a place until it is released."""
+
+    def check(self) -> None:
+        """Raise unless the lock is still held.
+
+        Raises:
+            CheckpointError: another writer took it for abandoned; or the store failed.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let the next writer in. Never raises."""
+        ...
+
+
+class Place(Protocol):
+    """A folder of files. Every operation raises `CheckpointError` if the disk or store fails.
 
     Attributes:
-        url: the store's scheme and the place in it, without "/" at the end.
-        options: what fsspec passes to the store, such as `{"endpoint_url": ...}`; never shown.
-
-    Raises:
-        ConfigError: the URL names no place.
+        path: the user's name for it.
+        pause_s: time between two looks for what others write, in seconds.
     """
 
-    url: str
-    options: dict[str, Any] = {}
-
-    def __post_init__(self) -> None:
-        scheme, mark, inside = self.url.partition("://")
-        if not scheme or not mark or not inside.strip("/"):
-            raise ConfigError("not a place in a store", expected="a URL such as s3://bucket/run", got=repr(self.url))
-        msgspec.structs.force_setattr(self, "url", self.url.rstrip("/"))
+    pause_s: ClassVar[float]
 
     @property
-    def name(self) -> str:
-        """The last part."""
-        return self.url.rpartition("/")[2]
+    def path(self) -> Path | RemotePath: ...
 
     @property
-    def parent(self) -> RemotePath:
-        """The place that this one lies in, unless it is the first in its store."""
-        return RemotePath(self.url.rpartition("/")[0], self.options)
+    def name(self) -> str: ...
 
-    def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(f"{self.url}/{name}", self.options)
+    @property
+    def parent(self) -> Place: ...
 
-    def __hash__(self) -> int:
-        return hash(self.url)
+    def __truediv__(self, name: str) -> Place: ...
 
-    def __str__(self) -> str:
-        return self.url
+    def exists(self) -> bool:
+        """Whether anything is there."""
+        ...
 
-    def __repr__(self) -> str:
-        return f"RemotePath({self.url!r})"
+    def identity(self) -> tuple[int, int]:
+        """Return numbers that tell a folder from another that has its name later; zeros where there are none."""
+        ...
 
+    def names(self) -> list[str]:
+        """List what is in the folder; nothing where a store has no such folder."""
+        ...
 
-Place: TypeAlias = Path | RemotePath
+    def tree(self) -> dict[str, list[str]]:
+        """List the files of all folders inside, by folder, in a store; nothing elsewhere."""
+        ...
+
+    def leftovers(self) -> list[Leftover]:
+        """List the folders inside that writers used beside their targets; none in a store."""
+        ...
+
+    def usage(self) -> tuple[int, float]:
+        """Return the bytes of the files, and the time of the last change in seconds since 1970."""
+        ...
+
+    def make(self) -> None:
+        """Make the folder and its missing parents."""
+        ...
+
+    def lock(self) -> Lock:
+        """Take the lock of the folder; the error names the writer that holds it, by host and process."""
+        ...
+
+    def open(self, *, follow: bool = True) -> AbstractContextManager[OpenDirectory]:
+        """Hold the folder open for reading during the block; `follow` says whether it may be a symbolic link."""
+        ...
+
+    def write(self, name: str, chunks: Sequence[Bytes]) -> FileEntry:
+        """Write a new file, and return once it is on the disk or in the store."""
+        ...
+
+    def get(self, name: str, limit: int) -> Bytes | None:
+        """Return the bytes of a small file, None if there is none."""
+        ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, which appears whole."""
+        ...
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete files; those that are gone already do not count."""
+        ...
+
+    def beating(self, name: str) -> AbstractContextManager[object]:
+        """Renew a file during the block where others cannot see an upload grow."""
+        ...
+
+    def new_mark(self) -> str:
+        """Return a part of file names that no other save has; "" where each save has a stage of its own."""
+        ...
+
+    def make_stage(self) -> Place:
+        """Return the folder in which this one is written anew: a new one beside it; in a store, this one."""
+        ...
+
+    def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> Place | None:
+        """Write a stage's last file, and give the stage its name.
+
+        Args:
+            name: last part of the final path.
+            last: the file without which the folder counts for nothing.
+            data: contents of that file.
+            files: what has been written beside it.
+
+        Returns:
+            The former holder of the name, moved aside; None if there was none.
+        """
+        ...
+
+    def remove_stage(self) -> None:
+        """Delete a stage with its files, unless the stage is the target."""
+        ...
+
+    def delete(self, last: str) -> bool:
+        """Delete the folder, so that no reader ever finds half of it; return False if one holds it open.
+
+        Args:
+            last: the file without which the folder counts for nothing.
+        """
+        ...
 
 
 def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
-    """Return what a caller named: a text with "://" is a URL, and `file://` one of a path.
+    """Return the place that a caller named: a text with "://" is a URL, and `file://` one of a path.
 
     Raises:
         ConfigError: no file system takes it.
     """
     if isinstance(where, RemotePath):
-        return where
+        return RemotePlace(where)
     text = os.fspath(where)
     if "\0" in text:
         raise ConfigError("a path with a zero byte", expected="a path or URL", got=repr(text))
     if text.startswith(_LOCAL):
-        return Path(text.partition("://")[2])
-    return RemotePath(text) if isinstance(where, str) and "://" in text else Path(text)
+        return LocalPlace(Path(text.partition("://")[2]))
+    return RemotePlace(RemotePath(text)) if isinstance(where, str) and "://" in text else LocalPlace(Path(text))

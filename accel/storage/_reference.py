@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accel.errors import CheckpointError
-from accel.storage._files import OpenDirectory
-from accel.storage._header import read_header
+from accel.storage._reading import OpenDirectory
+from accel.storage._safetensors import read_header
 
 
 def read_reference(folder: OpenDirectory, name: str) -> Mapping[str, torch.Tensor]:

@@ -19,8 +19,7 @@ import msgspec
 
 from accel.errors import CheckpointError
 from accel.storage._lock import LOCK, Holder, is_gone, me, refusal
-from accel.storage._place import RemotePath
-from accel.storage._remote import get_object, put_object, remove_objects
+from accel.storage._objects import RemotePath, get_object, put_object, remove_objects
 
 FRESH_S = 60.0
 _BEAT_S = 15.0

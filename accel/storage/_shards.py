@@ -15,7 +15,7 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.storage._files import is_file_name
-from accel.storage._header import MOST_TENSORS
+from accel.storage._safetensors import MOST_TENSORS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

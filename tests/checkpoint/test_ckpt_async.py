@@ -23,6 +23,7 @@ from accel.checkpoint._commit import Share, Stage
 from accel.checkpoint._notes import Note, collect_notes, leave_note
 from accel.context import DistContext, session, single
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
+from accel.storage import as_place
 from accel.testing import WriteFault, simulate
 
 
@@ -160,24 +161,26 @@ def test_a_failure_of_one_rank_is_the_same_error_on_every_rank(
 
 
 def test_ranks_that_write_nothing_are_named(tmp_path: Path) -> None:
-    leave_note(Stage(tmp_path, None, ""), 2, Note(share=Share("x", None)))
+    stage = Stage(as_place(tmp_path), None, "")
+    leave_note(stage, 2, Note(share=Share("x", None)))
     given_up = threading.Event()
     with pytest.raises(CheckpointError, match=r"nothing was written for 0.1 s: .* got none of rank 1, 3"):
-        collect_notes(Stage(tmp_path, None, ""), [1, 2, 3], timeout_s=0.1, given_up=given_up)
+        collect_notes(stage, [1, 2, 3], timeout_s=0.1, given_up=given_up)
     given_up.set()
     with pytest.raises(CheckpointError, match=r"given up: .* got none of rank 1"):
-        collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=100, given_up=given_up)
+        collect_notes(stage, [1], timeout_s=100, given_up=given_up)
     (tmp_path / "share-00001.json").write_text("[")
     with pytest.raises(CheckpointError, match="not a note"):
-        collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=100, given_up=given_up)
-    leave_note(Stage(tmp_path, None, ""), 1, Note(share=Share("y", None)))
-    assert collect_notes(Stage(tmp_path, None, ""), [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}
+        collect_notes(stage, [1], timeout_s=100, given_up=given_up)
+    leave_note(stage, 1, Note(share=Share("y", None)))
+    assert collect_notes(stage, [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}
     assert os.listdir(tmp_path) == []
 
 
 def test_a_note_that_gets_its_name_while_it_is_looked_for_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stage = Stage(as_place(tmp_path), None, "")
     (tmp_path / "share-00001.json.part").write_bytes(b'{"share":{"name":"x","entry":null}}')
     real = os.scandir
 
@@ -190,19 +193,21 @@ def test_a_note_that_gets_its_name_while_it_is_looked_for_is_found(
         yield found
 
     monkeypatch.setattr(os, "scandir", late)
-    assert collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=100, given_up=threading.Event()).keys() == {1}
+    assert collect_notes(stage, [1], timeout_s=100, given_up=threading.Event()).keys() == {1}
 
 
 def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path) -> None:
+    stage = Stage(as_place(tmp_path), None, "")
+
     def write() -> None:
         for size in range(1, 8):
             time.sleep(0.4)
             (tmp_path / "tensors").write_bytes(bytes(size))
-        leave_note(Stage(tmp_path, None, ""), 1, Note(share=Share("x", None)))
+        leave_note(stage, 1, Note(share=Share("x", None)))
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert collect_notes(Stage(tmp_path, None, ""), [1], timeout_s=2, given_up=threading.Event()).keys() == {1}
+    assert collect_notes(stage, [1], timeout_s=2, given_up=threading.Event()).keys() == {1}
     thread.join()
 
 

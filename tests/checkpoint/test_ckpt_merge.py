@@ -19,6 +19,7 @@ from accel.checkpoint import manifest_of, merge
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items import save_model, save_state
+from accel.storage import as_place
 from accel.testing import simulate
 
 
@@ -76,7 +77,7 @@ def test_sharded_tensors_are_put_together(tmp_path: Path) -> None:
 
     simulate(seeded, 3, default_group=True)
     path = tmp_path / "run" / "step-00000001"
-    assert any(len(entry.pieces) == 3 for entry in manifest_of(path).tensors.values())
+    assert any(len(entry.pieces) == 3 for entry in manifest_of(as_place(path)).tensors.values())
     merge(path, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()

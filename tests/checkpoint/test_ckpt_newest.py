@@ -23,6 +23,7 @@ from accel.errors import CheckpointError
 from accel.items._restore import LoadOptions
 from accel.items._state import Loaded, load_newest
 from accel.process import wait_for_everyone
+from accel.storage import as_place
 from accel.testing import simulate
 
 STRICT = LoadOptions(strict=True, cast=False, transform=None)
@@ -131,7 +132,7 @@ def test_a_newest_checkpoint_that_does_not_fit_is_an_error_and_not_skipped(tmp_p
 
 def test_retention_leaves_a_checkpoint_that_is_being_read_to_the_next_save(tmp_path: Path) -> None:
     first = save_state(CPU, tmp_path, {"x": 1}, step=1)
-    with open_checkpoint(first):
+    with open_checkpoint(as_place(first)):
         save_state(CPU, tmp_path, {"x": 2}, step=2, keep=1)
         assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
         save_state(CPU, tmp_path, {"x": 3}, step=1)  # replaces what is being read

@@ -18,7 +18,7 @@ from accel.checkpoint import Box, open_checkpoint
 from accel.checkpoint._manifest import FORMAT
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.storage import OpenDirectory
+from accel.storage import OpenDirectory, as_place
 from accel.testing import simulate
 
 GOLDEN = HERE / f"format-{FORMAT}"
@@ -28,7 +28,7 @@ DIRECT, PIECE = "accel.checkpoint._read._DIRECT_BYTES", "accel.checkpoint._read.
 @settings(deadline=None)
 @given(data=st.data(), pieces=st.integers(1, 9))
 def test_a_part_is_the_same_whichever_way_it_is_read(data: st.DataObject, pieces: int) -> None:
-    with open_checkpoint(GOLDEN) as saved, pytest.MonkeyPatch.context() as patch:
+    with open_checkpoint(as_place(GOLDEN)) as saved, pytest.MonkeyPatch.context() as patch:
         name = data.draw(st.sampled_from(sorted(saved.entries)))
         shape, whole = saved.entries[name].shape, saved.read(name)
         starts = [data.draw(st.integers(0, max(size - 1, 0))) for size in shape]
@@ -56,7 +56,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(
     monkeypatch.setattr(DIRECT, 1)
     path = accel.save_state(CPU, tmp_path, {"x": torch.ones(1 << 16)}, step=1)
     file = next(path.glob("*.safetensors"))
-    with open_checkpoint(path) as saved:
+    with open_checkpoint(as_place(path)) as saved:
         saved.open_files([("x", None)])
         os.truncate(file, 1 << 17)
         with pytest.raises(CheckpointError, match=f"{file.name}: wrong size.*got its end"):

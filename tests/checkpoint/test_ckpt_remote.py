@@ -31,7 +31,7 @@ URL = "objects://runs/demo"
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
-    monkeypatch.setattr("accel.checkpoint._notes._PAUSE_REMOTE_S", 0.01)
+    monkeypatch.setattr("accel.storage._store.RemotePlace.pause_s", 0.01)
     register()
     yield
     register()

@@ -12,7 +12,7 @@ from ckpt_helpers import CPU
 
 import accel
 from accel.errors import CheckpointError
-from accel.storage import RemotePath, lock_place
+from accel.storage import RemotePath, as_place
 from accel.testing import simulate
 
 pytest.importorskip("s3fs", reason="needs accel[s3]")
@@ -90,7 +90,7 @@ def test_a_large_object_is_uploaded_in_parts_and_a_failed_one_leaves_none(bucket
         yield from [memoryview(bytes(20 << 20))] * 2
         raise ConnectionError("unplugged")
 
-    from accel.storage._remote import upload
+    from accel.storage._objects import upload
 
     class Chunks(list[memoryview]):
         def __iter__(self) -> Iterator[memoryview]:
@@ -109,7 +109,7 @@ def test_of_many_writers_at_once_one_gets_the_lock(bucket: RemotePath) -> None:
     def take() -> None:
         ready.wait()
         try:
-            locks.append(lock_place(out))
+            locks.append(as_place(out).lock())
         except CheckpointError as error:
             outcomes.append(str(error))
 

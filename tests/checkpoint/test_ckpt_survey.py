@@ -17,7 +17,7 @@ from processes import patience
 from accel.checkpoint import compare, manifest_of, verify
 from accel.cli import main
 from accel.items import save_state
-from accel.storage import take_lock
+from accel.storage import as_place, take_lock
 
 
 def runs(out: Path, steps: int = 4) -> list[Path]:
@@ -84,8 +84,8 @@ def test_verify_names_what_is_damaged_and_goes_on(tmp_path: Path, capsys: pytest
 def test_verify_tells_how_far_it_is(tmp_path: Path) -> None:
     path = runs(tmp_path, 1)[0]
     counts: list[int] = []
-    assert verify(path, counts.append) == []
-    assert sum(counts) == sum(entry.size for entry in manifest_of(path).files.values())
+    assert verify(as_place(path), counts.append) == []
+    assert sum(counts) == sum(entry.size for entry in manifest_of(as_place(path)).files.values())
 
 
 def test_diff_tells_items_shapes_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_diff_tells_items_shapes_and_values(tmp_path: Path, capsys: pytest.Captu
     assert told(capsys, "diff", one, changed)[1].startswith("tensors may have other values")
     status, out, _ = told(capsys, "diff", one, changed, "--values")
     assert (status, out) == (1, "tensor model.0.weight: 1 of 24 values differ, by at most 0.5\n")
-    assert compare(manifest_of(one), manifest_of(same)) == []
+    assert compare(manifest_of(as_place(one)), manifest_of(as_place(same))) == []
 
 
 def test_prune_keeps_by_the_rule_and_never_what_is_not_ours(

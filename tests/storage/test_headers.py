@@ -17,7 +17,7 @@ from accel.cli import main
 from accel.context import single
 from accel.errors import CheckpointError
 from accel.items import load_state, save_state
-from accel.storage import MOST_TENSORS, open_directory, plan_shards, read_header, read_reference, view_tensors
+from accel.storage import MOST_TENSORS, as_place, open_directory, plan_shards, read_header, read_reference, view_tensors
 
 CPU = single()
 
@@ -99,7 +99,7 @@ def test_show_and_diff_escape_what_terminals_act_on(tmp_path: Path, capsys: pyte
     paths = [tmp_path / "step-00000001", tmp_path / "step-00000002"]
     for step, path in enumerate(paths, 1):
         save_state(CPU, tmp_path, {"x": {evil + str(step): torch.ones(2)}}, step=step, metrics={"loss": 1.0})
-        text = msgspec.to_builtins(manifest_of(path))
+        text = msgspec.to_builtins(manifest_of(as_place(path)))
         text |= {"accel": evil, "torch": evil + str(step), "metrics": {evil: 1.0}}
         text["items"]["x"]["type"] = evil * step
         (path / "manifest.json").write_bytes(encode_manifest(msgspec.convert(text, Manifest)))
@@ -123,7 +123,7 @@ def test_the_packages_version_is_a_constant(tmp_path: Path, monkeypatch: pytest.
         raise AssertionError(name)
 
     monkeypatch.setattr(metadata, "version", searched)
-    assert manifest_of(save_state(CPU, tmp_path, {"x": 1}, step=0)).accel == __version__
+    assert manifest_of(as_place(save_state(CPU, tmp_path, {"x": 1}, step=0))).accel == __version__
 
 
 @pytest.mark.parametrize(

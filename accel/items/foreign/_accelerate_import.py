@@ -15,13 +15,15 @@ from accel.context import single
 from accel.errors import CheckpointError
 from accel.items._rows import write_row
 from accel.items.foreign._accelerate import read_saved
-from accel.storage import Place, RemotePath, as_place, open_directory, read_reference
+from accel.storage import RemotePath, as_place, open_directory, read_reference
 
 _MODULE = re.compile(r"(model(?:_[0-9]+)?)\.safetensors", re.ASCII)
 _STATEFUL = re.compile(r"(scheduler(?:_[0-9]+)?|custom_checkpoint_[0-9]+)\.(bin|pkl)", re.ASCII)
 
 
-def import_accelerate(folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int) -> Place:
+def import_accelerate(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int
+) -> Path | RemotePath:
     """Make a checkpoint of what Accelerate's `save_state` wrote. No communication.
 
     Items are named after the files: `model`, `model_1`, `scheduler`, `custom_checkpoint_0`. Optimizers are left out:

@@ -32,10 +32,12 @@ from accel.items._optimizers import Group, OptimizerValue, ParamFacts
 from accel.items._problems import facts
 from accel.items._rows import write_row
 from accel.items.foreign._dcp_read import read_dcp
-from accel.storage import Place, RemotePath, as_place, commit, disk_errors, make_folder, remove_flat, stage_files
+from accel.storage import RemotePath, as_place, commit, disk_errors, make_folder, remove_flat, stage_files
 
 
-def import_dcp(folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int) -> Place:
+def import_dcp(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int
+) -> Path | RemotePath:
     """Make a checkpoint of what `torch.distributed.checkpoint.save` wrote. No communication.
 
     Each name at the top becomes an item: a dict of tensors a module; the state dict of an optimizer that names its

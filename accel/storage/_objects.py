@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of a store that fsspec reaches: uploaded in parts, listed with their sizes, read block by block.
+"""Objects of a store that fsspec reaches: uploaded in parts, listed with their sizes, fetched, and deleted.
 
 A store has neither renames nor folders nor flushes. What it promises, and all that is asked of it here: an object
 appears whole or not at all, and whoever asks after that finds it.
@@ -12,134 +12,70 @@ import contextlib
 import datetime
 import hashlib
 import importlib
-import mmap
-import os
-import tempfile
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from typing_extensions import override
+import msgspec
 
-from accel.errors import AccelError, CheckpointError, MissingExtraError
-from accel.storage._digests import SPAN_BYTES, Bytes, FileEntry, Span, cut
-from accel.storage._files import OpenDirectory
-from accel.storage._place import RemotePath
+from accel.errors import AccelError, CheckpointError, ConfigError, MissingExtraError
+from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, cut
 
-_PART = SPAN_BYTES  # what is in memory of each object that is read
 _MOST_PARTS = 9_000  # of an object; S3 takes 10,000
 _THREADS = 4
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "created")  # each store has its own word
 
 
-class Found(NamedTuple):
+class RemotePath(msgspec.Struct, frozen=True):
+    """A place in a store that fsspec reaches, such as `s3://bucket/run`; used like a path, but it is no path.
+
+    Attributes:
+        url: the store's scheme and the place in it, without "/" at the end.
+        options: what fsspec passes to the store, such as `{"endpoint_url": ...}`; never shown.
+
+    Raises:
+        ConfigError: the URL names no place.
+    """
+
+    url: str
+    options: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        scheme, mark, inside = self.url.partition("://")
+        if not scheme or not mark or not inside.strip("/"):
+            raise ConfigError("not a place in a store", expected="a URL such as s3://bucket/run", got=repr(self.url))
+        msgspec.structs.force_setattr(self, "url", self.url.rstrip("/"))
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The place that this one lies in, unless it is the first in its store."""
+        return RemotePath(self.url.rpartition("/")[0], self.options)
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}", self.options)
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self.url!r})"
+
+
+class StoredObject(NamedTuple):
     """Something in a folder: its last name, bytes, whether it is an object, and when it changed, in s since 1970."""
 
     name: str
     size: int
     is_file: bool
     changed: float
-
-
-class RemoteDirectory(OpenDirectory):
-    """A folder of a store as it was when it was listed; objects are fetched once, to memory or a temporary file."""
-
-    __slots__ = ("_fetched", "_found")
-
-    def __init__(self, path: RemotePath) -> None:
-        super().__init__(-1, path)
-        self._found = {each.name: each for each in list_objects(path)}
-        self._fetched: dict[str, memoryview] = {}
-        if not self._found:
-            raise CheckpointError("nothing is there", where=str(path), fix="See whether the URL is right.")
-
-    @override
-    def check_size(self, name: str, size: int) -> None:
-        """Look whether an object is there and has as many bytes as it should.
-
-        Raises:
-            CheckpointError: it is missing, no object, or of another size.
-        """
-        self._compare_size(name, self._size(name), size)
-
-    @override
-    def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
-        """Return an object's bytes: of a small one in memory, of a larger one mapped from an unnamed temporary file.
-
-        Args:
-            name: an object of this folder.
-            size: bytes that it must have; None for any.
-            limit: bytes that it may have at most; None for any.
-
-        Raises:
-            CheckpointError: it is missing, of another size, or the store or the temporary file failed.
-        """
-        found = self._size(name)
-        self._compare_size(name, found, size, limit)
-        if name not in self._fetched:
-            self._fetched[name] = _fetch(self._at(name), found)
-        return self._fetched[name]
-
-    @override
-    def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with an object's bytes from `start` on.
-
-        Raises:
-            CheckpointError: it is missing or too short, or the store failed.
-        """
-        if name in self._fetched:
-            data: Bytes = self._fetched[name][start : start + len(memory)]
-        else:
-            data = get_object(self._at(name), start, start + len(memory)) or b""
-        if len(data) != len(memory):
-            raise self.refusal(name, "wrong size", expected=f"{len(memory)} bytes from {start} on", got="its end")
-        memory[:] = data
-
-    @override
-    def check(self, name: str, span: Span) -> None:
-        """Compare a part of an object with its digest; of one that was read, the bytes that were.
-
-        Raises:
-            CheckpointError: it is damaged; or as for `read_into`.
-        """
-        digest, step = hashlib.sha256(), min(_PART, span.stop - span.start)
-        memory = memoryview(bytearray(step))
-        for start in range(span.start, span.stop, step or 1):
-            chunk = memory[: span.stop - start]
-            self.read_into(name, start, chunk)
-            digest.update(chunk)
-        self._compare_digest(name, span, digest.hexdigest())
-
-    @override
-    def names(self) -> list[str]:
-        """List what is in the folder, sorted."""
-        return sorted(self._found)
-
-    @override
-    @contextlib.contextmanager
-    def kept(self) -> Generator[bool]:
-        """Give True: a store has no locks, and readers notice what is deleted meanwhile."""
-        yield True
-
-    @override
-    def is_in_place(self) -> bool:
-        """Return whether the objects that were listed are still there, as large and as old; False if nobody knows."""
-        assert isinstance(self.path, RemotePath)
-        try:
-            return list_objects(self.path) == list(self._found.values())
-        except CheckpointError:
-            return False
-
-    def _at(self, name: str) -> RemotePath:
-        assert isinstance(self.path, RemotePath)
-        return self.path / name
-
-    def _size(self, name: str) -> int:
-        self._check_name(name)
-        found = self._found.get(name)
-        if found is None or not found.is_file:
-            raise self.refusal(name, "missing" if found is None else "not a regular file")
-        return found.size
 
 
 @contextlib.contextmanager
@@ -179,7 +115,7 @@ def connect(place: RemotePath) -> tuple[Any, str]:
         raise
 
 
-def list_objects(folder: RemotePath) -> list[Found]:
+def list_objects(folder: RemotePath) -> list[StoredObject]:
     """List what is in a folder of a store, sorted by name; nothing if there is none.
 
     Raises:
@@ -195,7 +131,9 @@ def list_objects(folder: RemotePath) -> list[Found]:
     own = key.strip("/")
     found = [each for each in listed if each["name"].strip("/") != own]  # some stores list a folder in itself
     return sorted(
-        Found(each["name"].rstrip("/").rpartition("/")[2], each["size"] or 0, each["type"] == "file", _changed(each))
+        StoredObject(
+            each["name"].rstrip("/").rpartition("/")[2], each["size"] or 0, each["type"] == "file", _changed(each)
+        )
         for each in found
     )
 
@@ -288,27 +226,6 @@ def remove_objects(folder: RemotePath, names: Iterable[str]) -> None:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         _ = list(pool.map(remove, names))
-
-
-def _fetch(place: RemotePath, size: int) -> memoryview:
-    def block(start: int) -> bytes:
-        end = min(start + _PART, size)
-        data = get_object(place, start, end)
-        if data is None or len(data) != end - start:
-            raise CheckpointError("changed while it was read", where=str(place), fix="Load it again.")
-        return data
-
-    if size <= _PART:
-        return memoryview(bytearray(block(0) if size else b""))
-    with remote_errors(place), tempfile.TemporaryFile() as file, ThreadPoolExecutor(_THREADS) as pool:
-        os.truncate(file.fileno(), size)
-
-        def copy(start: int) -> None:
-            _ = os.pwrite(file.fileno(), block(start), start)
-
-        _ = list(pool.map(copy, range(0, size, _PART)))
-        mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return memoryview(mapped)
 
 
 def _changed(entry: dict[str, Any]) -> float:

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent / "accel"
 LAYERS = [
     {"errors", "lazy"},
     {"endpoints", "formats", "fronts", "terminal", "topology", "xla"},
-    {"config", "env", "schedules"},
+    {"config", "schedules"},
+    {"env"},
     {"tree", "random", "storage"},
     {"comm"},
     {"context"},

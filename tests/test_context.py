@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import accel
 from accel import ConfigError, ContextClosedError, DeviceError, EnvError
 from accel.comm import Call, agreed_values
+from accel.config import Settings
 from accel.formats import precision
 from accel.testing import simulate, simulate_groups
 
@@ -161,6 +162,24 @@ def test_wrong_arguments_are_refused_before_a_group_is_opened(monkeypatch):
         accel.from_env(environ, device="cuda:999")
     with pytest.raises(EnvError):
         accel.from_env({"RANK": "0"})
+
+
+def test_an_unknown_setting_and_one_without_effect_are_no_keywords():
+    for call in (
+        lambda: accel.from_env({}, precison="bf16"),
+        lambda: accel.single(backend="gloo"),
+        lambda: accel.replace(accel.single(), precison="bf16"),
+    ):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument '(precison'. Did you mean `precision`|back)"):
+            call()
+
+
+def test_a_context_holds_the_settings_of_its_run():
+    ctx = accel.replace(accel.single(timeout_s=5), accumulation=2)
+    assert ctx.settings == Settings(
+        device="cpu", precision=precision("fp32"), accumulation=2, strategy="ddp", backend="none", timeout_s=5.0
+    )
+    assert accel.replace(ctx, device="cpu", mesh="").settings == ctx.settings
 
 
 def test_a_context_is_frozen_and_its_handle_is_no_part_of_the_value():

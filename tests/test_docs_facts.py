@@ -25,7 +25,6 @@ from accel.cli._flags import value_flags
 from accel.cli._launch import parser
 from accel.comm import HEADER_BYTES, inline_bytes
 from accel.config import LaunchConfig
-from accel.context import _checks
 from accel.launching import _run
 from accel.storage._files import SPAN_BYTES
 
@@ -72,7 +71,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/launch.md", r"The ranks have (\d+) s to\s+save", lambda: LaunchConfig().stop_grace_s),
     ("docs/preemption.md", r"the ranks have (\d+) s;", lambda: LaunchConfig().stop_grace_s),
     ("docs/clusters.md", r"up to (\d+) s \(--rdzv-timeout-s\)", lambda: LaunchConfig().rdzv_timeout_s),
-    ("docs/clusters.md", r"waits for rank 0 at h0:29500, up to (\d+) s", lambda: _checks.DEFAULT_TIMEOUT_S),
+    ("docs/clusters.md", r"waits for rank 0 at h0:29500, up to (\d+) s", lambda: accel.single().timeout_s),
     ("docs/data-parallel.md", r"`bucket_cap_mb` \| (\d+) \|", lambda: default("prepare_model", "bucket_cap_mb")),
     ("README.md", r"Needs Python ([\d.]+)", lambda: oldest("python")),
     ("README.md", r"and torch ([\d.]+) or newer", lambda: oldest("torch")),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel import EnvError, LaunchEnv, read_env
-from accel.env import SETTINGS
+from accel.config import SETTINGS
 
 TORCHRUN = {
     "RANK": "5",
@@ -113,8 +113,9 @@ def test_settings_are_read_beside_a_launcher_and_without():
         assert (env.accumulation, env.strategy, env.mesh) == (4, "fsdp", "dp=-1,tp=1")
 
 
-def test_an_empty_setting_says_nothing():
-    assert read_env(dict.fromkeys(SETTINGS, "")) == LaunchEnv()
+def test_a_setting_that_is_empty_or_auto_says_nothing():
+    assert read_env({field.variable: "auto" for field in SETTINGS if field.default == "auto"}) == LaunchEnv()
+    assert read_env({field.variable: "" for field in SETTINGS}) == LaunchEnv()
 
 
 @pytest.mark.parametrize("name", ["ACCEL_PRECISON", "ACCEL_TIMEOUT", "ACCEL_DEVICES", "ACCEL_BACKENDS"])
@@ -130,22 +131,22 @@ def test_names_of_other_software_are_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("precision", "hint"), [("fp61", "Did you mean `fp16`"), ("BF16", "Did you mean `bf16`"), ("float32", "$")]
+    ("precision", "hint"), [("fp61", "Did you mean `fp16`"), ("BF16", "Did you mean `bf16`"), ("float32", 'Use "fp32"')]
 )
 def test_an_unknown_precision_lists_the_choices(precision, hint):
-    with pytest.raises(EnvError, match=rf"one of fp32, bf16, fp16.*{precision}.*ACCEL_PRECISION.*{hint}"):
+    with pytest.raises(EnvError, match=rf"one of bf16, fp16, fp32.*{precision}.*ACCEL_PRECISION.*{hint}"):
         read_env({"ACCEL_PRECISION": precision})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("ACCEL_ACCUMULATION", "0", "at least 1, got '0' - at ACCEL_ACCUMULATION"),
-        ("ACCEL_ACCUMULATION", "auto", "got 'auto' - at ACCEL_ACCUMULATION"),
-        ("ACCEL_STRATEGY", "fdsp", "unknown strategy: expected one of ddp, fsdp, .* Did you mean `fsdp`?"),
+        ("ACCEL_ACCUMULATION", "0", "an integer from 1 to 1000000 or auto, got '0' - at ACCEL_ACCUMULATION"),
+        ("ACCEL_ACCUMULATION", "auto 4", "got 'auto 4' - at ACCEL_ACCUMULATION"),
+        ("ACCEL_STRATEGY", "fdsp", "not a usable strategy: expected one of ddp, fsdp or auto, .* Did you mean `fsdp`?"),
         ("ACCEL_MESH", "dp=3,tp=2", "expected 6 ranks for dp=3,tp=2, got 8 - at ACCEL_MESH. Start 6 processes, or let"),
         ("ACCEL_MESH", "dp=-1,tp=3", "expected a multiple of 3 ranks for dp=-1,tp=3, got 8 - at ACCEL_MESH"),
-        ("ACCEL_MESH", "dp=8=1", "not a mesh: .* at ACCEL_MESH"),
+        ("ACCEL_MESH", "dp=8=1", "not a usable mesh: .* at ACCEL_MESH"),
         ("ACCEL_MESH", "stage=8", "unknown dimension of a mesh: got 'stage' in 'stage=8' - at ACCEL_MESH"),
     ],
 )

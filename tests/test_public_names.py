@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import doctest
 import importlib
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel import config
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs"
@@ -167,7 +169,24 @@ def annotations(kind: type) -> dict[str, str]:
 
 
 def plain(annotation: Any) -> Any:
-    return annotation.replace("'", '"') if isinstance(annotation, str) else annotation
+    """A type as it stands in the source, without what `Annotated` says of it; keywords that a dict lists, in full."""
+    if not isinstance(annotation, str):
+        return annotation
+    tree = Unannotated().visit(ast.parse(annotation, mode="eval"))
+    text = ast.unparse(tree)
+    if found := re.fullmatch(r"Unpack\[(\w+)\]", text):
+        listed = annotations(getattr(config, found[1]))
+        text = f"{{{', '.join(f'{name}: {kind.__forward_arg__}' for name, kind in listed.items())}}}"
+    return text.replace("'", '"')
+
+
+class Unannotated(ast.NodeTransformer):
+    """`Annotated[kind, ...]` becomes `kind`."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == "Annotated" and isinstance(node.slice, ast.Tuple):
+            return self.visit(node.slice.elts[0])
+        return self.generic_visit(node)
 
 
 def shown(default: Any) -> Any:

@@ -26,7 +26,7 @@ _LINGER_S = 3.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BACKLOG = 2048  # that of torch's own server
 # What ranks need not be told alike, of `LaunchEnv`.
-_OWN = {"rank", "local_rank", "node_rank", "master_addr", "master_port", "restarts", "launcher"}
+_OWN = {"rank", "local_rank", "node_rank", "master_addr", "master_port", "restarts", "launcher", "sources"}
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True):

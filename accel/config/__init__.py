@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from accel.config._schema import from_plain as from_plain
     from accel.config._schema import from_text as from_text
     from accel.config._schema import to_text as to_text
+    from accel.config._settings import SETTINGS as SETTINGS
+    from accel.config._settings import SOURCES_VARIABLE as SOURCES_VARIABLE
+    from accel.config._settings import GroupKeywords as GroupKeywords
+    from accel.config._settings import SettingKeywords as SettingKeywords
+    from accel.config._settings import Settings as Settings
     from accel.config._torchrun import TORCHRUN_VARIABLES as TORCHRUN_VARIABLES
 
 __getattr__ = exports(
@@ -39,6 +44,7 @@ __getattr__ = exports(
         "_record": ("FIELDS", "LaunchConfig"),
         "_resolve": ("CONFIG_VARIABLE", "ConfigFile", "Resolved", "Source", "resolve"),
         "_schema": ("Field", "from_plain", "from_text", "to_text"),
+        "_settings": ("SETTINGS", "SOURCES_VARIABLE", "GroupKeywords", "SettingKeywords", "Settings"),
         "_torchrun": ("TORCHRUN_VARIABLES",),
     },
 )

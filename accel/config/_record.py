@@ -14,32 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from accel.config._schema import Field, fields_of, from_plain, to_text
+from accel.config._settings import Auto, Seconds, Settings
 from accel.errors import ConfigError
-from accel.formats import PrecisionName, StrategyName
-from accel.topology import MESH_TEXT, mesh_sizes
+from accel.topology import mesh_sizes
 
 Count = Annotated[int, Meta(ge=1, le=4096)]
-Seconds = Annotated[float, Meta(gt=0, le=1e9)]
-Auto = Literal["auto"]
 Span = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$")]
 
-_PRECISIONS = {
-    "auto": "what the script says, fp32 if it says nothing",
-    "fp32": "full precision: exact, slow on GPUs",
-    "tf32": "fp32 with faster, rounded products; NVIDIA GPUs since Ampere",
-    "bf16": "half the memory traffic, much faster; needs no loss scale",
-    "fp16": "for GPUs without bf16; needs the loss scale",
-    "pure-bf16": "parameters in bf16 too: least memory, less exact updates",
-    "fp8": "bf16 with linear layers in fp8; Hopper or newer, extra `torchao`",
-}
-_STRATEGIES = {
-    "auto": "what the script says, ddp if it says nothing",
-    "ddp": "every rank holds the whole model, and gradients are averaged",
-    "fsdp": "ranks share out parameters, gradients and optimizer state: less memory, more messages",
-}
 
-
-class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchConfig(Settings, frozen=True, kw_only=True):
     """How to start a script on this machine. What each field means stands in its annotation, once.
 
     Raises:
@@ -75,65 +58,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Seconds,
         Meta(description="Seconds that a host waits for the first of several, and then for the others."),
     ] = 300.0
-    device: Annotated[
-        str,
-        Meta(
-            pattern=r"^[a-z]+(:[0-9]+)?$",
-            examples=["auto", "cpu", "cuda", "cuda:1", "xla"],
-            description="What kind of device to compute on; auto: the GPU of each process, the CPU without GPUs.",
-            extra={
-                "shorthand": ("--cpu", "cpu"),
-                "choices": {
-                    "auto": "GPUs where there are any, else the CPU",
-                    "cpu": "the CPU, even where there are GPUs",
-                    "cuda": "GPUs, and an error where there are none",
-                    "xla": "TPUs, through torch_xla",
-                },
-            },
-        ),
-    ] = "auto"
     gpu_ids: Annotated[
         Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | Literal["all"],
         Meta(description="Which of the visible GPUs to use, counted from 0."),
     ] = "all"
-    precision: Annotated[
-        PrecisionName | Auto,
-        Meta(
-            description="What to compute in; auto: what the script says.",
-            extra={"choices": _PRECISIONS},
-        ),
-    ] = "auto"
-    accumulation: Annotated[
-        Annotated[int, Meta(ge=1, le=1_000_000)] | Auto,
-        Meta(description="How many micro-batches make one optimizer step; auto: what the script says."),
-    ] = "auto"
-    strategy: Annotated[
-        StrategyName | Auto,
-        Meta(
-            description="How a model is spread over the ranks; auto: what the script says.",
-            extra={"choices": _STRATEGIES},
-        ),
-    ] = "auto"
-    mesh: Annotated[
-        str,
-        Meta(
-            pattern=MESH_TEXT,
-            examples=["dp=2,tp=2", "fsdp=-1"],
-            description="Dimensions of the mesh of all ranks, neighbours last; -1: all that is left; empty: no mesh.",
-        ),
-    ] = ""
-    backend: Annotated[
-        str,
-        Meta(
-            pattern=r"^[a-z][a-z0-9_]*$",
-            examples=["auto", "gloo", "nccl"],
-            description="What carries messages between the processes; auto: nccl between GPUs, gloo between CPUs.",
-        ),
-    ] = "auto"
-    timeout_s: Annotated[
-        Seconds | Auto,
-        Meta(description="Seconds until a collective that misses a rank fails; auto: what the script says, else 300."),
-    ] = "auto"
     threads_per_process: Annotated[
         Count | Auto,
         Meta(description="CPU threads of each process; auto: OMP_NUM_THREADS if it is set, else the cores shared out."),

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
-from accel.errors import ConfigError, did_you_mean
+from accel.errors import AccelError, ConfigError, did_you_mean
 from accel.formats import precision_fix
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -21,22 +21,24 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     """One field of a record, as its annotation describes it.
 
     Attributes:
-        name: its key in a file.
-        flag, variable: what sets it on a command line and in the environment.
-        default: its value where nothing sets it.
-        doc: what it means, one sentence.
-        expects: what values it takes, in words.
-        metavar: what stands for a value in a usage line; empty for a flag that needs none.
-        choices: names that it takes, each with its meaning; empty if no meaning is worth a line.
-        shorthand: a flag, and the value that it stands for; None for most.
-        type: what msgspec checks.
-        kinds: the alternatives of that type.
+        name: key in a file.
+        flag, variable: names on a command line and in the environment.
+        default: value of a new record.
+        fallback: value that holds where nobody asks for another; the default unless the annotation has one.
+        doc: meaning, one sentence.
+        expects: accepted values, in words.
+        metavar: placeholder in a usage line; empty for a flag that needs no value.
+        choices: accepted names with their meanings; empty where no meaning is worth a line.
+        shorthand: a flag and the value that it stands for; None for most.
+        type: type that msgspec checks.
+        kinds: alternatives of that type that a text can spell.
     """
 
     name: str
     flag: str
     variable: str
     default: Any
+    fallback: Any
     doc: str
     expects: str
     metavar: str
@@ -68,18 +70,18 @@ def from_plain(field: Field, value: object, *, where: str) -> Any:
     """Return a decoded value as the field's type has it.
 
     Raises:
-        ConfigError: the field does not take it; the message has `where`, what it takes and what came.
+        ConfigError: the field does not take it; the message has `where`, the accepted values and the one that came.
     """
-    return _convert(field, value, where=where, got=value)
+    return _convert(field, value, where=where, got=value, error=ConfigError)
 
 
-def from_text(field: Field, text: str, *, where: str) -> Any:
+def from_text(field: Field, text: str, *, where: str, error: type[AccelError] = ConfigError) -> Any:
     """Return the value that a flag or a variable spells: `true`, `2`, `0.5`, `0,1` or a name.
 
     Raises:
-        ConfigError: the field does not take it.
+        AccelError: the field does not take it; of the class `error`.
     """
-    return _convert(field, _spelled(field, text.strip()), where=where, got=text)
+    return _convert(field, _spelled(field, text.strip()), where=where, got=text, error=error)
 
 
 def to_text(value: object) -> str:
@@ -89,12 +91,14 @@ def to_text(value: object) -> str:
     return ",".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)
 
 
-def _convert(field: Field, value: object, *, where: str, got: object) -> Any:
+def _convert(field: Field, value: object, *, where: str, got: object, error: type[AccelError]) -> Any:
     try:
+        if isinstance(value, dict | msgspec.Struct):  # a record, which no flag and no variable could spell
+            raise msgspec.ValidationError
         return msgspec.convert(value, field.type)
     except msgspec.ValidationError:
         shown = repr(got) if len(repr(got)) <= 80 else f"{repr(got)[:77]}..."
-        raise ConfigError(
+        raise error(
             f"not a usable {field.name}", expected=field.expects, got=shown, where=where, fix=_near(field, got)
         ) from None
 
@@ -117,13 +121,16 @@ def _spelled(field: Field, text: str) -> object:
 
 def _field(info: msgspec.structs.FieldInfo) -> Field:
     described: Any = inspect.type_info(info.type)
-    kinds: tuple[inspect.Type, ...] = getattr(described.type, "types", (described.type,))
-    schema, extra = cast(tuple[dict[str, Any], ...], (described.extra_json_schema, described.extra or {}))
+    types: tuple[inspect.Type, ...] = getattr(described.type, "types", (described.type,))
+    kinds = tuple(kind for kind in types if not isinstance(kind, inspect.StructType))
+    schema = cast(dict[str, Any], described.extra_json_schema)
+    extra = cast(dict[str, Any], described.extra or {})
     return Field(
         name=info.name,
         flag=f"--{info.name.replace('_', '-')}",
         variable=f"ACCEL_{info.name.upper()}",
         default=info.default,
+        fallback=extra.get("fallback", info.default),
         doc=schema["description"],
         expects=" or ".join(_words(kind, schema.get("examples", [])) for kind in kinds),
         metavar=next((found for kind in kinds if (found := _metavar(kind)) is not None), "NAME"),

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Unpack
 
-import torch
+import msgspec
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel.comm import adopt, mesh_group, open_mesh, position_on_mesh
-from accel.context._checks import DEFAULT_TIMEOUT_S, check_accumulation, check_containers, check_strategy, check_timeout
+from accel.config import GroupKeywords
 from accel.context._device import choose_device
 from accel.context._first import context_first
 from accel.context._record import DistContext, build
+from accel.context._settings import check_containers, settle
 from accel.env import LaunchEnv
 from accel.errors import ConfigError
-from accel.formats import Precision, PrecisionName, StrategyName
-from accel.formats import precision as precision_of
 from accel.topology import fit_mesh, without_mesh
 from accel.tree import Container
 
@@ -26,13 +26,9 @@ from accel.tree import Container
 def from_group(
     group: dist.ProcessGroup,
     *,
-    device: torch.device | str | None = None,
-    precision: Precision | PrecisionName = "fp32",
-    accumulation: int = 1,
-    strategy: StrategyName = "ddp",
     local_rank: int | None = None,
     local_world_size: int | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    **settings: Unpack[GroupKeywords],
 ) -> DistContext:
     """Make a context on a process group that another framework made; it is never destroyed here.
 
@@ -40,16 +36,13 @@ def from_group(
 
     Args:
         group: the group; its rank and size become the context's.
-        device: where to compute; by default as in `from_env`.
-        precision: a name such as "bf16", or a record: see `accel.Precision`.
-        accumulation: how many micro-batches make one optimizer step; the script reads it from the context.
-        strategy: how `prepare` spreads a model over the ranks: "ddp" or "fsdp".
         local_rank: this rank's place on its node; by default its rank, as on one node.
-        local_world_size: the ranks on this node; by default all.
-        timeout_s: what the group's own time-out is, in seconds; the group is not changed.
+        local_world_size: number of ranks on this node; by default all.
+        settings: `device`, `precision`, `accumulation` and `strategy`, as for `from_env`; `timeout_s`, the group's own
+            time-out in seconds, for the group is not changed. The defaults are those of `from_env`.
 
     Raises:
-        ConfigError: ranks outside their range, or an unknown precision or strategy.
+        ConfigError: ranks or a setting outside their range.
         DeviceError: the device is not there.
     """
     rank, size = group.rank(), group.size()
@@ -70,54 +63,35 @@ def from_group(
         node_rank=rank // per_node,
         num_nodes=size // per_node,
     )
-    chosen = choose_device(device, env)
-    return build(
-        env,
-        device=chosen,
-        precision=precision_of(precision),
-        accumulation=check_accumulation(accumulation),
-        strategy=check_strategy(strategy),
-        timeout_s=check_timeout(timeout_s),
-        comm=adopt(group, chosen),
-    )
+    settled = settle(settings, env)
+    device = choose_device(settings.get("device"), env)
+    return build(env, settled, device, adopt(group, device))
 
 
 def from_mesh(
     mesh: DeviceMesh,
     *,
     data_dims: Sequence[str] | None = None,
-    device: torch.device | str | None = None,
-    precision: Precision | PrecisionName = "fp32",
-    accumulation: int = 1,
-    strategy: StrategyName = "ddp",
     local_rank: int | None = None,
     local_world_size: int | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    **settings: Unpack[GroupKeywords],
 ) -> DistContext:
     """Make a context on the ranks of a mesh that another framework made; nothing of it is destroyed here.
 
     Its group is the default one if the mesh has all ranks, else that of the mesh's only dimension.
 
     Args:
-        mesh: of this rank and others.
+        mesh: mesh of this rank and others.
         data_dims: as for `replace`.
-        device: where to compute; by default the mesh's kind of device.
-        precision, accumulation, strategy, local_rank, local_world_size, timeout_s: as for `from_group`.
+        local_rank, local_world_size, settings: as for `from_group`; the device is by default of the mesh's kind.
 
     Raises:
         ConfigError: a mesh without a group of just its ranks, or without this rank; or as `replace` and `from_group`.
         DeviceError: the device is not there.
     """
-    ctx = from_group(
-        mesh_group(mesh),
-        device=mesh.device_type if device is None else device,
-        precision=precision,
-        accumulation=accumulation,
-        strategy=strategy,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        timeout_s=timeout_s,
-    )
+    if settings.get("device") is None:
+        settings["device"] = mesh.device_type
+    ctx = from_group(mesh_group(mesh), local_rank=local_rank, local_world_size=local_world_size, **settings)
     return replace(ctx, mesh=mesh, data_dims=data_dims)
 
 
@@ -125,13 +99,10 @@ def from_mesh(
 def replace(
     ctx: DistContext,
     *,
-    device: torch.device | str | None = None,
-    precision: Precision | PrecisionName | None = None,
-    accumulation: int | None = None,
-    strategy: StrategyName | None = None,
     containers: Sequence[Container] | None = None,
     mesh: DeviceMesh | str | None = None,
     data_dims: Sequence[str] | None = None,
+    **settings: Unpack[GroupKeywords],
 ) -> DistContext:
     """Return a copy of the context with something changed; the group is shared. No communication but for a new mesh.
 
@@ -140,10 +111,6 @@ def replace(
 
     Args:
         ctx: the context.
-        device: where to compute; None for where it does.
-        precision: a name such as "bf16", or a record; None for what it has.
-        accumulation: how many micro-batches make one optimizer step; None for what it has.
-        strategy: how `prepare` spreads a model over the ranks, "ddp" or "fsdp"; None for what it has.
         containers: kinds of containers besides those that `accel.tree` knows, in place of those that it has; of several
             that fit a value the first is taken. The same on every rank. None for what it has.
         mesh: of the context's ranks; random streams, loaders and steps then follow `data_parallel`, its place on it.
@@ -152,32 +119,34 @@ def replace(
         data_dims: names of the mesh's dimensions along which ranks have samples of their own; None for what the names
             say: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one
             dimension without a name is data parallel.
+        settings: `device`, `precision`, `accumulation`, `strategy` and `timeout_s`, as for `from_group`; the others
+            stay as they are.
 
     Raises:
         DeviceError: the device is not there.
-        ConfigError: an unknown precision or strategy, no number of micro-batches, or something that is no `Container`;
-            a mesh of other ranks, or with a dimension of which it is not known what it means.
+        ConfigError: a setting is outside its range; something that is no `Container`; a mesh of other ranks, or with a
+            dimension of unknown meaning.
     """
     if data_dims is not None and (mesh is None or mesh == ""):
         raise ConfigError("data_dims has no effect without mesh", where="replace(data_dims=)", fix="Pass mesh= too.")
+    settled = settle(settings, ctx.settings)
     here = LaunchEnv(rank=ctx.rank, local_rank=ctx.local_rank)
-    place = ctx.device if device is None else choose_device(device, here)
+    asked = settings.get("device")
+    device = ctx.device if asked is None else choose_device(asked, here)
+    given = {name for name, value in {**settings, "mesh": mesh}.items() if value is not None}
     handle = ctx.mesh if mesh is None else None
     position = ctx.position if mesh is None else without_mesh(ctx.rank, ctx.world_size)
     if isinstance(mesh, str):
         sizes = fit_mesh(mesh, ctx.world_size, where="mesh=")
-        mesh = open_mesh(ctx.comm, sizes, place, ctx.timeout_s) if sizes else None
+        mesh = open_mesh(ctx.comm, sizes, device, ctx.timeout_s) if sizes else None
     if mesh is not None:
         handle = mesh
         position = position_on_mesh(ctx.comm, mesh, data_dims)
-    arguments = {"accumulation": accumulation, "precision": precision, "mesh": mesh}
     return dataclasses.replace(
         ctx,
-        launched=ctx.launched - {name for name, given in arguments.items() if given is not None},
-        device=place,
-        precision=ctx.precision if precision is None else precision_of(precision),
-        accumulation=ctx.accumulation if accumulation is None else check_accumulation(accumulation),
-        strategy=ctx.strategy if strategy is None else check_strategy(strategy),
+        launched={name: place for name, place in ctx.launched.items() if name not in given},
+        device=device,
+        settings=msgspec.structs.replace(settled, device=str(device)),
         containers=ctx.containers if containers is None else check_containers(containers),
         mesh=handle,
         position=position,

@@ -21,8 +21,8 @@ def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.
         MissingExtraError: an XLA device without torch_xla.
     """
     wanted = explicit if explicit is not None else env.device
-    where = "device=" if explicit is not None else "ACCEL_DEVICE" if env.device else "the default device"
-    if wanted is None:
+    where = "device=" if explicit is not None else env.sources.get("device", "the default device")
+    if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if str(wanted).partition(":")[0] == "xla":
         xla.require_xla()  # before torch knows the device

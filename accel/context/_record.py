@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import cast
 
+import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel.comm import Comm
+from accel.config import Settings
 from accel.env import LaunchEnv
 from accel.formats import Precision, StrategyName
 from accel.topology import Axis, MeshPosition, without_mesh
@@ -17,23 +21,19 @@ from accel.tree import Container
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DistContext:
-    """This rank's place in the job, its device and its precision; a value that never changes.
+    """This rank's place in the job, its device and its settings; a value that never changes.
 
     Attributes:
         rank, world_size: position among all ranks.
         local_rank, local_world_size: position among the ranks of this node.
         node_rank, num_nodes: position of this node.
-        device: where this rank computes.
-        backend: c10d backend for that device; "none" for a single process without a group.
-        precision: what is computed in which format; `autocast`, `loss_scale` and `prepare` follow it.
-        accumulation: how many micro-batches were asked for in each optimizer step; for `Accumulation(steps=)`.
-        strategy: how `prepare` spreads a model over the ranks.
-        timeout_s: seconds after which a collective that misses a rank fails.
+        device: the device that this rank computes on.
+        settings: the settings that hold, nothing left to `auto`; the text of a mesh has become `mesh`.
         containers: kinds of containers besides those that `accel.tree` knows; set by `replace`.
         position: coordinate on the mesh, or on the one axis "dp" that all ranks form without a mesh.
         mesh: the mesh of all ranks, if `replace` or `from_mesh` was given one.
-        launched: which of `accumulation`, `precision` and `mesh` a variable has set, as `accel launch` sets those of
-            its flags and files; a step refuses them if they have no effect. Not part of equality either.
+        launched: the place where the user wrote each of `accumulation`, `precision` and `mesh` that came by a variable,
+            as from a flag or a file of `accel launch`; a step refuses settings without effect. Not part of equality.
         comm: the handle on the process group; like the mesh not part of equality, nor of what is printed.
     """
 
@@ -44,16 +44,37 @@ class DistContext:
     node_rank: int
     num_nodes: int
     device: torch.device
-    backend: str
-    precision: Precision
-    timeout_s: float
+    settings: Settings
     position: MeshPosition
-    accumulation: int = 1
-    strategy: StrategyName = "ddp"
     containers: tuple[Container, ...] = ()
     mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
-    launched: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    launched: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False, repr=False)
     comm: Comm = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def backend(self) -> str:
+        """The c10d backend for the device; "none" for a single process without a group."""
+        return self.settings.backend
+
+    @property
+    def precision(self) -> Precision:
+        """What is computed in which format; `autocast`, `loss_scale` and `prepare` follow it."""
+        return cast(Precision, self.settings.precision)
+
+    @property
+    def accumulation(self) -> int:
+        """The number of micro-batches asked for in each optimizer step; for `Accumulation(steps=)`."""
+        return cast(int, self.settings.accumulation)
+
+    @property
+    def strategy(self) -> StrategyName:
+        """How `prepare` spreads a model over the ranks."""
+        return cast(StrategyName, self.settings.strategy)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a collective that misses a rank fails."""
+        return cast(float, self.settings.timeout_s)
 
     @property
     def is_main_process(self) -> bool:
@@ -97,16 +118,8 @@ class DistContext:
         return self.position.axis(name)
 
 
-def build(
-    env: LaunchEnv,
-    *,
-    device: torch.device,
-    precision: Precision,
-    timeout_s: float,
-    accumulation: int,
-    strategy: StrategyName,
-    comm: Comm,
-) -> DistContext:
+def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) -> DistContext:
+    """Make a context of a place, settled settings, and the handle on a group."""
     return DistContext(
         rank=comm.rank,  # of an XLA device, it is not the launcher's
         world_size=comm.size,
@@ -115,11 +128,7 @@ def build(
         node_rank=env.node_rank,
         num_nodes=env.num_nodes,
         device=device,
-        backend=comm.backend,
-        precision=precision,
-        timeout_s=timeout_s,
+        settings=msgspec.structs.replace(settings, device=str(device), backend=comm.backend, mesh=""),
         position=without_mesh(comm.rank, comm.size),
-        accumulation=accumulation,
-        strategy=strategy,
         comm=comm,
     )

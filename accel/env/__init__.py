@@ -5,7 +5,6 @@
 in, a `LaunchEnv` out, so that a test needs no monkeypatch and two contexts can come from two mappings.
 """
 
-from accel.env._read import SETTINGS as SETTINGS
 from accel.env._read import read_env as read_env
 from accel.env._record import LaunchEnv as LaunchEnv
 from accel.env._tpu import TpuPod as TpuPod

@@ -4,27 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
+from accel.config import SETTINGS, SOURCES_VARIABLE, from_text
 from accel.env._launchers import check_unplaced, find_place
 from accel.env._record import LaunchEnv
 from accel.env._tpu import pod_hosts
-from accel.env._values import integer, seconds
-from accel.errors import EnvError, check_choice, check_spelling
-from accel.formats import PrecisionName, StrategyName, precision_fix
+from accel.env._values import integer
+from accel.errors import EnvError, check_spelling
 from accel.topology import fit_mesh
-
-SETTINGS = (
-    "ACCEL_DEVICE",
-    "ACCEL_BACKEND",
-    "ACCEL_PRECISION",
-    "ACCEL_ACCUMULATION",
-    "ACCEL_STRATEGY",
-    "ACCEL_MESH",
-    "ACCEL_TIMEOUT_S",
-)
 
 
 def read_env(environ: Mapping[str, str]) -> LaunchEnv:
@@ -43,8 +33,7 @@ def read_env(environ: Mapping[str, str]) -> LaunchEnv:
         EnvError: variables contradict each other, are missing beside others, or hold what they cannot mean.
     """
     env = _with_place(environ, _settings(environ))
-    if env.mesh is not None:
-        _ = fit_mesh(env.mesh, env.world_size, where="ACCEL_MESH", error=EnvError)
+    _ = fit_mesh(env.mesh, env.world_size, where=env.sources.get("mesh", ""), error=EnvError)
     return env
 
 
@@ -68,24 +57,24 @@ def _with_place(environ: Mapping[str, str], settings: LaunchEnv) -> LaunchEnv:
 
 
 def _settings(environ: Mapping[str, str]) -> LaunchEnv:
-    check_spelling(environ, SETTINGS)
-    return LaunchEnv(
-        device=environ.get("ACCEL_DEVICE") or None,
-        backend=environ.get("ACCEL_BACKEND") or None,
-        precision=_chosen(environ, "ACCEL_PRECISION", PrecisionName),
-        accumulation=integer(environ, "ACCEL_ACCUMULATION", least=1) if environ.get("ACCEL_ACCUMULATION") else None,
-        strategy=_chosen(environ, "ACCEL_STRATEGY", StrategyName),
-        mesh=environ.get("ACCEL_MESH") or None,
-        timeout_s=seconds(environ, "ACCEL_TIMEOUT_S"),
-        tpu_hosts=max(1, len(pod_hosts(environ))),
-    )
+    check_spelling(environ, [SOURCES_VARIABLE, *(field.variable for field in SETTINGS)])
+    told = _told_sources(environ)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for field in SETTINGS:
+        if text := environ.get(field.variable):
+            place = told.get(f"{field.variable}={text}", field.variable)
+            value = from_text(field, text, where=place, error=EnvError)
+            if value != field.default:
+                values[field.name] = value
+                sources[field.name] = place
+    return LaunchEnv(**values, sources=sources, tpu_hosts=max(1, len(pod_hosts(environ))))
 
 
-def _chosen(environ: Mapping[str, str], name: str, names: Any) -> Any:
-    """Return what a variable says, one of the names of a `Literal`; None if it says nothing."""
-    if not (said := environ.get(name)):
-        return None
-    what = name.removeprefix("ACCEL_").lower()
-    fix = precision_fix(said) if names is PrecisionName else ""
-    check_choice(said, get_args(names), f"unknown {what}", where=name, error=EnvError, fix=fix)
-    return said
+def _told_sources(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the flags and files behind variables that a launcher has set, by "NAME=value"."""
+    try:
+        return msgspec.json.decode(environ.get(SOURCES_VARIABLE) or "{}", type=dict[str, str])
+    except msgspec.DecodeError as error:
+        fix = f"Unset {SOURCES_VARIABLE}: `accel launch` sets it for its ranks."
+        raise EnvError("not what a launcher writes", got=str(error), where=SOURCES_VARIABLE, fix=fix) from None

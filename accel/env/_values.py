@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 from accel.errors import EnvError
@@ -69,27 +68,3 @@ def below(name: str, value: int, bound_name: str, bound: int) -> None:
             where="the environment",
             fix="Two launchers may have set variables; start from a clean environment.",
         )
-
-
-def seconds(environ: Mapping[str, str], name: str) -> float | None:
-    """Return the time that a variable holds, None if it is not set.
-
-    Raises:
-        EnvError: it holds something else.
-    """
-    text = environ.get(name)
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf):
-        raise EnvError(
-            "a variable does not hold a usable time",
-            expected="seconds, above 0",
-            got=repr(text),
-            where=name,
-            fix=f"Correct or unset {name}.",
-        )
-    return value

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from accel.config import LaunchConfig, to_text
+from accel.config import SETTINGS, LaunchConfig, to_text
 from accel.errors import LaunchError
 
 # What must be the same on all hosts, or ranks would wait for each other in vain.
-_SHARED = ("nnodes", "device", "precision", "accumulation", "strategy", "mesh", "backend", "timeout_s", "max_restarts")
+_SHARED = ("nnodes", *(field.name for field in SETTINGS), "max_restarts")
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

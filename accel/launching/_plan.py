@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from accel.config import FIELDS, TORCHRUN_VARIABLES, LaunchConfig, to_text
-from accel.env import SETTINGS, read_env
+from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig, to_text
+from accel.env import read_env
 from accel.errors import LaunchError
 from accel.launching._machine import Machine, visible_gpus
 from accel.launching._target import Target
@@ -210,9 +210,9 @@ def _count(config: LaunchConfig, gpus: tuple[str, ...]) -> int:
 def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, ...], *, threads: int) -> dict[str, str]:
     settled = {field.variable for field in FIELDS}.union(TORCHRUN_VARIABLES)  # so that no launch inside follows them
     shared = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN) and name not in settled}
-    for field in FIELDS:
+    for field in SETTINGS:
         value = getattr(config, field.name)
-        if field.variable in SETTINGS and value not in ("auto", ""):
+        if value != field.default:
             shared[field.variable] = to_text(value)
     if config.gpu_ids != "all":
         shared["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

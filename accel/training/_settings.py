@@ -15,19 +15,17 @@ from accel.optim import Accumulation, parameters_of
 from accel.parallel import runs_without_autocast
 from accel.topology import AXIS_NAMES, SHARED_DIMS
 
-_BY = "as `accel launch` sets it by its flag or file"
-
 
 def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
     """Raise `ConfigError` if a setting that a variable gave this run has no effect on its step. No communication."""
     if "accumulation" in ctx.launched:
         _check_accumulation(ctx, accum)
-    if not ctx.launched.isdisjoint({"precision", "mesh"}):
+    if "precision" in ctx.launched or "mesh" in ctx.launched:
         parameters = parameters_of(optimizers)
         if "precision" in ctx.launched and runs_without_autocast(parameters):
             raise ConfigError(
                 "the precision that this run was given has no effect",
-                expected=f"ACCEL_PRECISION, {_BY}: forward passes in {ctx.precision.compute}",
+                expected=f"forward passes in {ctx.precision.compute} ({ctx.launched['precision']})",
                 got="a prepared model whose forward ran without autocast",
                 where="optimizer_step",
                 fix="Run forward and loss in the block `with accel.autocast(ctx):`. For a model that is to have its"
@@ -43,7 +41,7 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
         return
     raise ConfigError(
         "the accumulation that this run was given has no effect",
-        expected=f"ACCEL_ACCUMULATION={ctx.accumulation}, {_BY}",
+        expected=f"accumulation={ctx.accumulation} ({ctx.launched['accumulation']})",
         got=f"a step of {steps}, by " + ("no Accumulation" if accum is None else f"Accumulation(steps={steps})"),
         where="optimizer_step",
         fix="Take the setting: accel.train_state(ctx), or accel.Accumulation(ctx.accumulation); the number of a"
@@ -68,7 +66,7 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
     if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
         raise ConfigError(
             "a dimension of the mesh that this run was given has no effect",
-            expected=f"ACCEL_MESH, {_BY}: parameters that are spread along {', '.join(asked)}",
+            expected=f"parameters that are spread along {', '.join(asked)} ({ctx.launched['mesh']})",
             got=f"none along {', '.join(idle)}",
             where="optimizer_step",
             fix="Spread the model along it before prepare, or leave it out of the mesh. If your own code uses it in"

@@ -26,7 +26,7 @@ AXIS_NAMES: Mapping[Dimension, tuple[str, ...]] = {
     "pipeline": ("pp", "pipeline", "pipeline_parallel"),
 }
 _DATA: tuple[Dimension, ...] = ("data", "replicate", "shard", "expert")  # along these ranks have samples of their own
-_DIMENSION_OF = {name: dimension for dimension, names in AXIS_NAMES.items() for name in names}
+_DIMENSION_OF: Mapping[str, Dimension] = {name: dimension for dimension, names in AXIS_NAMES.items() for name in names}
 DATA_DIMS = tuple(name for name, dimension in _DIMENSION_OF.items() if dimension in _DATA)
 SHARED_DIMS = tuple(name for name in _DIMENSION_OF if name not in DATA_DIMS)
 
@@ -38,6 +38,11 @@ class Axis(NamedTuple):
 
     rank: int
     size: int
+
+
+def dimension_of(name: str) -> Dimension | None:
+    """Return the dimension that an axis's name stands for; None for a name that only its user knows."""
+    return _DIMENSION_OF.get(name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm import broadcast_flat
 from accel.context import DistContext
-from accel.parallel._hooks import DdpOptions, register_hook
+from accel.parallel._hooks import ReplicateOptions, register_hook
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
 from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import is_sharded
-from accel.parallel._strategy import Strategy, compare_models
+from accel.parallel._spread import Spread, compare_models
 from accel.parallel._unwrap import wrapped_name
 
 _ddp = cast(Any, DistributedDataParallel)
@@ -93,9 +93,6 @@ class _Touch(nn.Module):
         return torch.stack([each.flatten()[:1].sum().double() * 0 for each in real]).sum()
 
 
-def _check_options(_options: DdpOptions) -> None: ...
-
-
 def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
     return replica_of(model) is not None or is_sharded(model)
 
@@ -103,7 +100,7 @@ def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
 def _check(_ctx: DistContext, _model: nn.Module) -> None: ...
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: DdpOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> nn.Module:
     move_model(model, ctx.device)
     uses_all = not options.find_unused_parameters and not options.static_graph
     label_parameters(model, needed=uses_all, viewed=options.gradient_as_bucket_view)
@@ -114,7 +111,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: DdpOptions) -> nn.Modul
     return _replicate(ctx, model, options)
 
 
-def _replicate(ctx: DistContext, model: nn.Module, options: DdpOptions) -> Replica:
+def _replicate(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> Replica:
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     compare_models(ctx, options, trained)
     replica = Replica(
@@ -134,7 +131,7 @@ def _replicate(ctx: DistContext, model: nn.Module, options: DdpOptions) -> Repli
     return replica
 
 
-def _buffer_options(ctx: DistContext, model: nn.Module, options: DdpOptions) -> dict[str, bool]:
+def _buffer_options(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> dict[str, bool]:
     """How this torch says that buffers are not sent in forward; at the start they are rank 0's in any case."""
     if options.broadcast_buffers:
         return {}
@@ -183,4 +180,6 @@ def replica_of(model: nn.Module) -> DistributedDataParallel | None:
     return model
 
 
-DDP = Strategy(_check_options, _is_done, _check, _spread, replaces=False)
+REPLICATE = Spread(
+    dimension="replicate", options=ReplicateOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+)

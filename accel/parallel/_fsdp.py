@@ -17,12 +17,11 @@ from torch import nn
 from accel.comm import adopt, broadcast_flat, mesh_of_dims, mesh_of_group
 from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.parallel._axes import shard_axes
 from accel.parallel._ddp import replica_of
-from accel.parallel._hooks import DdpOptions
 from accel.parallel._labels import label_parameters, replace_parameter
-from accel.parallel._layout import layout
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
-from accel.parallel._strategy import Strategy, compare_models
+from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._units import plan_units
 from accel.parallel._unwrap import unwrap_model
 
@@ -30,21 +29,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _WHERE = "prepare_model, strategy fsdp"
-_USED = ("find_unused_parameters", "broadcast_buffers")
 
 
-def _check_options(options: DdpOptions) -> None:
-    defaults = DdpOptions()
-    names = [name for name in options.__struct_fields__ if name not in _USED]
-    if ignored := [name for name in names if getattr(options, name) != getattr(defaults, name)]:
-        raise ConfigError(
-            "options of DistributedDataParallel have no effect on a sharded model",
-            expected=f"none but {' and '.join(_USED)}",
-            got=", ".join(ignored),
-            where=_WHERE,
-            fix="Leave them out, or use the strategy ddp.",
-        )
-    if options.find_unused_parameters:
+class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
+    """Options of sharding."""
+
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what this torch does not have."""
+        if not self.find_unused_parameters:
+            return
         from torch.distributed.fsdp import FSDPModule
 
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -82,7 +78,7 @@ def _check(ctx: DistContext, model: nn.Module) -> None:
         )
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: DdpOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Module:
     inner = unwrap_model(model)
     before = dict(inner.named_parameters())
     compare_models(ctx, options, before)
@@ -145,7 +141,7 @@ def _mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh:
     if spread:
         _check_tensor_parallel(model)
     names = ctx.mesh.mesh_dim_names
-    replicas, shards = layout(names, ctx.mesh.shape, tuple(taken))
+    replicas, shards = shard_axes(names, ctx.mesh.shape, tuple(taken))
     if len(shards) > 1 and not replicas and not spread:
         return mesh_of_group(ctx.comm, ctx.device.type, "fsdp")
     dims = (*replicas, *shards)
@@ -242,4 +238,4 @@ def _follow_rank_0(ctx: DistContext, model: nn.Module) -> None:
     _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))
 
 
-FSDP = Strategy(_check_options, _is_done, _check, _spread, replaces=True)
+SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)

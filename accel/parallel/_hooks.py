@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import ConfigError, MissingExtraError, check_choice
+from accel.parallel._spread import SpreadOptions
 
 _TINY, _TINY_FP16 = 1e-30, 1e-7  # added to lengths by which is divided, which are 0 for gradients of zero
 
@@ -60,8 +61,8 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
 CommHook = Wire | PowerSgd | Hook
 
 
-class DdpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `prepare_model` passes on to DistributedDataParallel; see there."""
+class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
+    """Options of DistributedDataParallel."""
 
     find_unused_parameters: bool = False
     bucket_cap_mb: float = 25.0

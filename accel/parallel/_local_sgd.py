@@ -17,10 +17,11 @@ from accel.collectives import reduce
 from accel.comm import broadcast_flat
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
+from accel.parallel._composition import check_axes
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
-from accel.parallel._prepare_model import check_devices, check_mesh
+from accel.parallel._prepare_model import check_devices
 from accel.parallel._sharded import is_sharded
 from accel.parallel._unwrap import unwrap_model
 
@@ -78,7 +79,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
     _check_local(model, "prepare_local_model")
     check_devices(ctx, model)
     if ctx.world_size > 1:
-        check_mesh(ctx)
+        check_axes(ctx)
     move_model(model, ctx.device)
     label_parameters(model)
     if ctx.world_size > 1:

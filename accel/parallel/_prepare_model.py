@@ -10,23 +10,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
-from accel.errors import DeviceError, PrepareError
-from accel.formats import StrategyName
+from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._autocast_seen import watch_autocast
-from accel.parallel._ddp import DDP, Replica, replica_of
-from accel.parallel._fsdp import FSDP
-from accel.parallel._hooks import CommHook, DdpOptions
+from accel.parallel._composition import check_axes, composition, unspread
+from accel.parallel._ddp import Replica, replica_of
+from accel.parallel._hooks import CommHook, ReplicateOptions
 from accel.parallel._labels import label_parameters, name_of
-from accel.parallel._layout import check_dims
 from accel.parallel._move import move_model
 from accel.parallel._sharded import check_sharded
-from accel.parallel._strategy import Strategy
+from accel.parallel._spread import Spread, SpreadOptions
 
 # by name: of torch, Apex, FairScale, DeepSpeed and others, which are not imported for it
 _WRAPPERS = frozenset(
     {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "DeepSpeedEngine"}
 )
-_STRATEGIES: dict[StrategyName, Strategy] = {"ddp": DDP, "fsdp": FSDP}
 
 
 @context_first
@@ -80,7 +77,7 @@ def prepare_model(
     ctx.comm.check_open()
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise PrepareError("not a model", expected="a torch.nn.Module", got=type(model).__name__, where="prepare_model")
-    options = DdpOptions(
+    keywords = ReplicateOptions(
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=bucket_cap_mb,
         static_graph=static_graph,
@@ -88,19 +85,22 @@ def prepare_model(
         gradient_as_bucket_view=gradient_as_bucket_view,
         comm_hook=comm_hook,
     )
-    options.check()
-    strategy = _STRATEGIES[ctx.strategy]
-    strategy.check_options(options)
+    keywords.check()
+    spreads = composition(ctx)
+    options = [_own_options(each, keywords) for each in spreads]
+    _check_used(ctx, keywords, spreads)
     check_model(ctx, model)
-    if strategy.is_done(ctx, model):
-        _check_free_of_options(options)
-        prepared = _adopt(ctx, model)
-    elif ctx.world_size > 1:
-        prepared = strategy.spread(ctx, model, options)
-    else:
+    prepared = model
+    if all(each.is_done(ctx, model) for each in spreads):
+        _check_free_of_options(keywords)
+        _adopt(ctx, model)
+    elif ctx.world_size == 1:
         move_model(model, ctx.device)
         label_parameters(model)
-        prepared = model
+    else:
+        for each, own in zip(spreads, options, strict=True):
+            if not each.is_done(ctx, prepared):
+                prepared = each.spread(ctx, prepared, own)
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
     return prepared
@@ -116,10 +116,11 @@ def check_model(ctx: DistContext, model: nn.Module) -> None:
         return
     _check_bare(model)
     check_devices(ctx, model)
-    strategy = _STRATEGIES[ctx.strategy]
-    if ctx.world_size > 1 and not strategy.is_done(ctx, model):
-        check_mesh(ctx)
-        strategy.check(ctx, model)
+    waiting = unspread(ctx, model)
+    if waiting:
+        check_axes(ctx)
+    for each in waiting:
+        each.check(ctx, model)
 
 
 def _check_bare(model: nn.Module) -> None:
@@ -134,12 +135,6 @@ def _check_bare(model: nn.Module) -> None:
                 where=f"prepare_model, {name or 'the model'}",
                 fix="Pass the module that was wrapped, before it is wrapped; or leave the model out of prepare.",
             )
-
-
-def check_mesh(ctx: DistContext) -> None:
-    """Raise `PrepareError` for a mesh along which no strategy spreads a model. No communication."""
-    if ctx.mesh is not None:
-        check_dims(ctx.mesh.mesh_dim_names, ctx.mesh.shape)
 
 
 def check_devices(ctx: DistContext, model: nn.Module) -> None:
@@ -157,11 +152,31 @@ def check_devices(ctx: DistContext, model: nn.Module) -> None:
 
 def replaces_parameters(ctx: DistContext, model: nn.Module) -> bool:
     """Return whether `prepare_model` would put other parameters in the place of the model's. No communication."""
-    strategy = _STRATEGIES[ctx.strategy]
-    return strategy.replaces and ctx.world_size > 1 and not strategy.is_done(ctx, model)
+    return any(each.replaces for each in unspread(ctx, model))
 
 
-def _adopt(ctx: DistContext, model: nn.Module) -> nn.Module:
+def _own_options(spread: Spread, keywords: ReplicateOptions) -> SpreadOptions:
+    own = spread.options(**{name: getattr(keywords, name) for name in spread.options.__struct_fields__})
+    own.check()
+    return own
+
+
+def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[Spread]) -> None:
+    """Raise `ConfigError` for keywords that are not at their defaults and that no dimension has as an option."""
+    used = [name for each in spreads for name in each.options.__struct_fields__]
+    defaults = ReplicateOptions()
+    unused = [name for name in keywords.__struct_fields__ if name not in used]
+    if ignored := [name for name in unused if getattr(keywords, name) != getattr(defaults, name)]:
+        raise ConfigError(
+            "options of DistributedDataParallel have no effect on a sharded model",
+            expected=f"none but {' and '.join(used)}",
+            got=", ".join(ignored),
+            where=f"prepare_model, strategy {ctx.strategy}",
+            fix="Leave them out, or use the strategy ddp.",
+        )
+
+
+def _adopt(ctx: DistContext, model: nn.Module) -> None:
     """Take a model as it is that somebody has wrapped or spread."""
     replica = replica_of(model)
     if replica is None:
@@ -170,7 +185,6 @@ def _adopt(ctx: DistContext, model: nn.Module) -> nn.Module:
             label_parameters(model)
     elif not isinstance(replica, Replica):
         _label_foreign(replica)
-    return model
 
 
 def _label_foreign(replica: DistributedDataParallel) -> None:
@@ -178,8 +192,8 @@ def _label_foreign(replica: DistributedDataParallel) -> None:
     label_parameters(cast(nn.Module, cast(Any, replica).module), needed=uses_all)
 
 
-def _check_free_of_options(options: DdpOptions) -> None:
-    if options != DdpOptions():
+def _check_free_of_options(options: ReplicateOptions) -> None:
+    if options != ReplicateOptions():
         raise PrepareError(
             "the model is wrapped or spread already, so these options would change nothing",
             expected="options when the model is wrapped, and none later",

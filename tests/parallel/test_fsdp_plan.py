@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel.errors import PrepareError
-from accel.parallel._layout import layout
+from accel.parallel._axes import shard_axes
 from accel.parallel._units import plan_units
 
 
@@ -166,7 +166,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_names_say_where_shards_and_replicas_lie(name):
     names, sizes, taken, expected = LAYOUTS[name]
-    assert layout(names, sizes, taken) == expected
+    assert shard_axes(names, sizes, taken) == expected
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_names_say_where_shards_and_replicas_lie(name):
 )
 def test_a_mesh_without_a_dimension_to_shard_along_is_refused(names, sizes, taken):
     with pytest.raises(PrepareError, match=rf"{names[0]}={sizes[0]}.*Name one \"fsdp\""):
-        layout(names, sizes, taken)
+        shard_axes(names, sizes, taken)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer for one dimension of a mesh: how a model is spread along it, as a record of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from accel.comm import Call, call_site, exchange
+from accel.context import DistContext
+from accel.topology import Dimension
+
+
+class SpreadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one dimension, all of them keywords of `prepare_model`; see there."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for values out of range, or that contradict each other."""
+
+    def describe(self) -> str:
+        """Return the options as text that is the same on ranks with the same options."""
+        return repr(self)
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is spread over the ranks along one dimension.
+
+    Attributes:
+        dimension: the dimension that this is the answer for.
+        options: class of its options.
+        is_done: whether the model is spread along it already. No communication.
+        check: raises for a model that cannot be spread. No communication, and nothing is changed.
+        spread: spreads a model that lies on the CPU or on the context's device, from rank 0's values, and returns what
+            to call in the loop. A collective that mutates the model.
+        replaces: whether the model has other parameters afterwards.
+    """
+
+    dimension: Dimension
+    options: type[SpreadOptions]
+    is_done: Callable[[DistContext, nn.Module], bool]
+    check: Callable[[DistContext, nn.Module], None]
+    spread: Callable[[DistContext, nn.Module, Any], nn.Module]
+    replaces: bool
+
+
+def compare_models(ctx: DistContext, options: SpreadOptions, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise `CollectiveMismatch` where ranks prepare models of other parameters, or in another way. A collective."""
+    shapes = (f"{name}: {each.dtype} {list(each.shape)}" for name, each in parameters.items())
+    facts = "\n".join([f"strategy {ctx.strategy}", options.describe(), *shapes])
+    _ = exchange(ctx.comm, Call("prepare_model", facts, call_site()), torch.empty(0, dtype=torch.uint8))

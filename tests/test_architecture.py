@@ -20,7 +20,7 @@ LAYERS = [
     {"endpoints", "formats", "fronts", "terminal", "topology", "xla"},
     {"config", "schedules"},
     {"env"},
-    {"tree", "random", "storage"},
+    {"tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},
     {"process", "collectives", "memory", "preempt", "seeding"},

@@ -9,5 +9,3 @@ from accel.optim._gradients import gradients as gradients
 from accel.optim._gradients import parameters_of as parameters_of
 from accel.optim._gradients import scale_ as scale_
 from accel.optim._norms import total_norm as total_norm
-from accel.optim._placement import is_whole as is_whole
-from accel.optim._placement import local_parts as local_parts

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel.optim import _foreach
-from accel.optim._placement import local_part, local_parts, settled_gradient
+from accel.tensors import is_partial, local_part, local_parts, summed
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
@@ -25,8 +25,11 @@ def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for each in parameters:
         grad = each.grad
-        if grad is not None:
-            found[id(each)] = grad if type(grad) is torch.Tensor else settled_gradient(each, grad)
+        if grad is None:
+            continue
+        if type(grad) is not torch.Tensor and is_partial(grad):  # the cheap question first: there are many
+            each.grad = grad = summed(grad)
+        found[id(each)] = grad
     return list(found.values())
 
 

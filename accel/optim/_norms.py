@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils import get_total_norm
 
 from accel.comm import adopt, all_gather_flat, all_reduce_flat
 from accel.optim import _foreach
-from accel.optim._placement import Spread, is_whole, local_part, spread_of
+from accel.tensors import is_dtensor, local_part, split_dims
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_Spread = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions along which elements are split
 
 
 def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float | torch.Tensor:
@@ -28,13 +34,15 @@ def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float |
     """
     if not grads:
         return 0.0
-    if all(map(is_whole, grads)):
+    if not any(map(is_dtensor, grads)):
         return _local_norm(grads, norm_type)
-    whole = [grad for grad in grads if is_whole(grad)]
-    spreads: dict[Spread, list[torch.Tensor]] = {}
+    whole: list[torch.Tensor] = []
+    spreads: dict[_Spread, list[torch.Tensor]] = {}
     for grad in grads:
-        if not is_whole(grad):
-            spreads.setdefault(spread_of(grad), []).append(local_part(grad))
+        if is_dtensor(grad):
+            spreads.setdefault((grad.device_mesh, split_dims(grad)), []).append(local_part(grad))
+        else:
+            whole.append(grad)
     alone = _local_norm(whole, norm_type) if whole else 0.0
     parts = [_spread_norm(spread, locals_, norm_type, alone * 0.0) for spread, locals_ in spreads.items()]
     return _joined([*parts, alone] if whole else parts, norm_type)
@@ -52,7 +60,7 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torc
 
 
 def _spread_norm(
-    spread: Spread, parts: Sequence[torch.Tensor], norm_type: float, alone: float | torch.Tensor
+    spread: _Spread, parts: Sequence[torch.Tensor], norm_type: float, alone: float | torch.Tensor
 ) -> float | torch.Tensor:
     """The norm of tensors that are split over the same dimensions of the same mesh.
 

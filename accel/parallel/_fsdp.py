@@ -24,6 +24,7 @@ from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._units import plan_units
 from accel.parallel._unwrap import unwrap_model
+from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,7 +120,7 @@ def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh:
     """The mesh to shard over: all dimensions of the context's but those that tensor parallelism has taken."""
-    spread = [cast(Any, each).device_mesh for each in model.parameters() if _is_spread(each)]
+    spread = [each.device_mesh for each in model.parameters() if is_dtensor(each)]
     taken = {name for mesh in spread for name in mesh.mesh_dim_names or ()}
     if ctx.mesh is None:
         if spread:
@@ -156,17 +157,13 @@ def _mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh:
     return mesh_of_dims(ctx.mesh, dims)
 
 
-def _is_spread(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")
-
-
 def _named(names: Sequence[str] | None, dims: Sequence[int]) -> str:
     return ", ".join(names[at] for at in dims) if names and dims else "none"
 
 
 def _check_tensor_parallel(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not _is_spread(parameter):
+        if parameter.requires_grad and not is_dtensor(parameter):
             raise PrepareError(
                 "the gradient of a parameter would not reach every rank",
                 expected="tensor parallelism of all trainable parameters, or of none",
@@ -180,8 +177,8 @@ def _begin_alike(ctx: DistContext, mesh: DeviceMesh, tensors: Iterable[torch.Ten
     """Give all ranks the first one's values; of a tensor that is spread already, those of the same part."""
     along = [adopt(mesh.get_group(dim), ctx.device) for dim in range(mesh.ndim)]
     for tensor in tensors:
-        if _is_spread(tensor):
-            part = cast(Any, tensor.detach()).to_local()
+        if is_dtensor(tensor):
+            part = local_part(tensor)
             for comm in along:
                 broadcast_flat(comm, part, source=0)
         else:
@@ -190,7 +187,7 @@ def _begin_alike(ctx: DistContext, mesh: DeviceMesh, tensors: Iterable[torch.Ten
 
 def _release(parameter: nn.Parameter) -> None:
     """Free the memory of a parameter that was sharded, though an optimizer may hold it still."""
-    if not _is_spread(parameter):
+    if not is_dtensor(parameter):
         parameter.data = parameter.data.new_empty(0)
 
 
@@ -226,7 +223,7 @@ def _follow_rank_0(ctx: DistContext, model: nn.Module) -> None:
 
     def follow(module: nn.Module, _inputs: Any) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in filterfalse(_is_spread, module.buffers()):
+        for buffer in filterfalse(is_dtensor, module.buffers()):
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
         for same in kinds.values():
             flat = torch.cat([each.flatten() for each in same])

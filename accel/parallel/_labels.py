@@ -11,6 +11,7 @@ from torch import nn
 
 from accel.errors import PrepareError, StepError
 from accel.parallel._private import is_view
+from accel.tensors import is_dtensor
 
 _LABEL = "accel_label"  # holds plain values, so that a pickled model needs nothing of accel
 _HEIR = "accel_heir"
@@ -111,7 +112,7 @@ def unused_parameters(rank: int, names: Sequence[str]) -> StepError:
 
 
 def _check_spread(rank: int, parameter: torch.Tensor) -> None:
-    if not hasattr(parameter, "placements"):  # those of a DTensor say who exchanges its gradient
+    if not is_dtensor(parameter):  # placements of a DTensor say who exchanges its gradient
         raise PrepareError(
             "a parameter is not prepared, so its gradient stays on each rank",
             expected="parameters of a model from accel.prepare_model",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.parallel._unsharded import drop_unsharded, holds_unsharded, shards_of
+from accel.tensors import local_part
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
 _WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
@@ -119,9 +120,7 @@ def _watch(parameter: torch.Tensor, reached: torch.Tensor) -> None:
 
 def _nonzero(grad: torch.Tensor) -> torch.Tensor:
     """How many elements that this rank holds are not zero."""
-    if hasattr(grad, "placements"):
-        with torch.no_grad():
-            grad = cast(Any, grad).to_local()
+    grad = local_part(grad)
     return (grad.coalesce().values() if grad.is_sparse else grad).count_nonzero()
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import PrepareError
+from accel.tensors import is_dtensor, mesh_of
 
 
 @runtime_checkable
@@ -29,11 +29,7 @@ class Sharded(Protocol):
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether somebody has spread the model's parameters over ranks."""
-    if "torch.distributed.tensor" not in sys.modules:  # its import takes most of a second
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters()) or bool(sharded_roots(model))
+    return any(map(is_dtensor, model.parameters())) or bool(sharded_roots(model))
 
 
 def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
@@ -84,5 +80,5 @@ def _left_out(ctx: DistContext, model: nn.Module) -> tuple[str, int | None] | No
 
 
 def _mesh_size(parameter: torch.Tensor) -> int | None:
-    mesh = getattr(parameter, "device_mesh", None)
-    return None if mesh is None else int(mesh.size())
+    mesh = mesh_of(parameter)
+    return None if mesh is None else mesh.size()

@@ -18,6 +18,7 @@ from accel.fronts import Front, Fronted
 from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
 from accel.precision._names import matched, submodules
 from accel.precision._support import DTYPES, check_compute
+from accel.tensors import is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -103,7 +104,7 @@ def _formats(model: nn.Module, precision: Precision, spared: set[str]) -> list[t
 
 def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
     for name, parameter, dtype in formats:
-        if hasattr(parameter, "device_mesh"):
+        if is_dtensor(parameter):
             raise PrepareError(
                 "a parameter that is to be converted is sharded",
                 expected="a model before it is sharded",

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, clamp_, local_parts, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
 from accel.precision import LossScale
+from accel.tensors import local_parts
 from accel.training._train_state import TrainState, after_backward, ended_window
 from accel.training._window import (
     as_tensor,

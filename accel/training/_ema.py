@@ -15,6 +15,7 @@ from torch import nn
 
 from accel.errors import ConfigError, PrepareError, check_choice
 from accel.items import clean_name, reshard
+from accel.tensors import mesh_of, placements_of
 
 _torch = cast(Any, torch)  # the operations on lists have no public names
 
@@ -190,7 +191,7 @@ def _by_kind(
     """Group pairs so that one kernel can take a group: it wants one device, one dtype and one mesh."""
     groups: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for average, live in pairs:
-        kind = average.device, average.dtype, getattr(average, "device_mesh", None)  # of a plain tensor None
+        kind = average.device, average.dtype, mesh_of(average)
         averages, lives = groups.setdefault(kind, ([], []))
         averages.append(average)
         lives.append(live)
@@ -205,11 +206,11 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.device, getattr(tensor, "placements", None)
+    return tensor.shape, tensor.device, placements_of(tensor)
 
 
 def _told(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "no such tensor"
-    placed = getattr(tensor, "placements", None)
+    placed = placements_of(tensor)
     return f"shape {list(tensor.shape)} on {tensor.device}" + (f", {placed}" if placed else "")

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
-from accel.optim import first_nonfinite, gradients, is_whole, parameters_of
+from accel.optim import first_nonfinite, gradients, parameters_of
 from accel.parallel import name_of
 from accel.precision import LossScale
+from accel.tensors import is_dtensor
 from accel.training._backward import backward
 
 _POLICIES = Literal["raise", "ignore"]
@@ -148,7 +149,8 @@ def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]
     ctx.comm.check_open()
     refused = {
         "ranks exchange the gradients of unsharded parameters after the backward, so nothing would be saved": (
-            ctx.world_size > 1 and any(is_whole(each) and each.requires_grad for each in parameters_of([optimizer]))
+            ctx.world_size > 1
+            and any(not is_dtensor(each) and each.requires_grad for each in parameters_of([optimizer]))
         ),
         "an overflow of fp16 must be seen before any parameter moves": ctx.precision.compute == "fp16",
         "LBFGS evaluates the loss within its step": isinstance(optimizer, torch.optim.LBFGS),

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from accel.comm import Call, agreed
 from accel.context import DistContext
 from accel.errors import StepError
-from accel.optim import is_whole, parameters_of
+from accel.optim import parameters_of
 from accel.parallel import found_gradient, name_of
+from accel.tensors import is_dtensor
 
 _MOST_NAMED = 3
 
@@ -36,7 +37,7 @@ def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     if not found:
         return
     used = [each for each, nonzero in found if nonzero]
-    is_sharded = not all(is_whole(each) for each, _ in found)
+    is_sharded = any(is_dtensor(each) for each, _ in found)
     with agreed(ctx.comm, Call("optimizer_step", ordered=False)) if is_sharded else nullcontext():
         if used:
             raise _leftovers(used)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +12,7 @@ from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.optim import Accumulation, parameters_of
 from accel.parallel import runs_without_autocast
+from accel.tensors import is_dtensor
 from accel.topology import AXIS_NAMES, SHARED_DIMS
 
 
@@ -61,8 +61,7 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
     }
     if not asked:
         return
-    spread = (cast(Any, each).device_mesh for each in parameters if hasattr(each, "device_mesh"))
-    used = {name for mesh in spread for name in mesh.mesh_dim_names or ()}
+    used = {name for each in parameters if is_dtensor(each) for name in each.device_mesh.mesh_dim_names or ()}
     if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
         raise ConfigError(
             "a dimension of the mesh that this run was given has no effect",

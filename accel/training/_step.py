@@ -16,9 +16,10 @@ from accel import xla
 from accel.comm import all_reduce_flat
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
-from accel.optim import Accumulation, clamp_, first_nonfinite, is_whole, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, first_nonfinite, parameters_of, scale_, total_norm
 from accel.parallel import name_of
 from accel.precision import LossScale
+from accel.tensors import is_dtensor
 from accel.training._leftovers import refuse_leftovers
 from accel.training._schedulers import check_not_exhausted
 from accel.training._settings import check_settings
@@ -311,7 +312,7 @@ def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
     """Name the first parameter whose gradient holds inf or NaN on any rank. A collective if some are sharded."""
     parameters = parameters_of(optimizers)
     at = first_nonfinite(parameters)
-    if ctx.world_size > 1 and any(each.grad is not None and not is_whole(each.grad) for each in parameters):
+    if ctx.world_size > 1 and any(is_dtensor(each.grad) for each in parameters):
         at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.comm.control), "min").item())
     if at == len(parameters):
         return "the norm of all gradients, each finite by itself"

@@ -10,9 +10,10 @@ import torch
 
 from accel.context import DistContext
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, gradients, is_whole
+from accel.optim import Accumulation, gradients
 from accel.parallel import average_, check_exchanged
 from accel.precision import LossScale
+from accel.tensors import is_dtensor
 
 _MOST_BITS = 1024  # of what a float holds
 
@@ -189,5 +190,5 @@ def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Te
             fix="Build the embedding with sparse=False.",
         )
     if window.retained and ctx.world_size > 1:  # what was exchanged already is the same everywhere, and stays
-        average_(ctx, [grad for grad in grads if is_whole(grad)])
+        average_(ctx, [grad for grad in grads if not is_dtensor(grad)])
     return grads

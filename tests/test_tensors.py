@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensors are told from plain tensors, and asked for what a rank holds, without their import where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import patience
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from accel.tensors import (
+    dtensor_like,
+    full_tensor,
+    is_dtensor,
+    is_partial,
+    local_part,
+    local_parts,
+    mesh_of,
+    placements_of,
+    split_dims,
+    summed,
+)
+
+
+def test_nothing_imports_dtensors_before_there_is_one() -> None:
+    code = (
+        "import sys, torch, accel.training\n"
+        "from accel.tensors import full_tensor, is_dtensor, is_partial, local_part, local_parts, mesh_of\n"
+        "tensor = torch.nn.Parameter(torch.ones(2))\n"
+        "assert not is_dtensor(tensor) and not is_partial(tensor) and mesh_of(tensor) is None\n"
+        "assert local_parts([tensor])[0] is tensor and torch.equal(local_part(tensor), full_tensor(tensor))\n"
+        "assert 'torch.distributed.tensor' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
+
+
+@pytest.mark.parametrize("wrap", [torch.Tensor.clone, nn.Parameter, nn.Buffer])
+def test_a_plain_tensor_is_held_whole_in_its_own_memory(wrap: Any) -> None:
+    tensor = wrap(torch.zeros(3))
+    assert not is_dtensor(tensor)
+    assert not is_partial(tensor)
+    assert (mesh_of(tensor), placements_of(tensor)) == (None, ())
+    for part in (local_part(tensor), full_tensor(tensor)):
+        assert type(part) is torch.Tensor
+        assert not part.requires_grad
+        part += 1
+    assert tensor.tolist() == [2, 2, 2]
+
+
+def test_a_plain_gradient_is_not_copied_or_wrapped() -> None:
+    grads = [torch.ones(2), torch.ones(3)]
+    assert local_parts(grads) is grads
+    assert local_part(grads[0]) is grads[0]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    rows=st.integers(0, 7),
+    shape=st.sampled_from([(1,), (2,), (3,), (2, 2)]),
+    dims=st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, 0, 1])),
+    seed=st.none() | st.integers(0, 100),
+)
+def test_local_parts_and_the_whole_are_torchs(ranks, rows, shape, dims, seed):
+    value = torch.arange(rows * 4.0).view(rows, 4)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims[: len(shape)]]
+
+    def rank(_ctx):
+        mesh = init_device_mesh("cpu", shape)
+        live = nn.Parameter(distribute_tensor(value.clone(), mesh, placements, src_data_rank=None))
+        part = local_part(live)
+        assert is_dtensor(live)
+        assert not is_partial(live)
+        assert not part.requires_grad
+        assert torch.equal(part, live.detach().to_local())
+        assert torch.equal(full_tensor(live), value)
+        assert (mesh_of(live), placements_of(live)) == (mesh, tuple(placements))
+        assert split_dims(live) == tuple(
+            at for at, dim in enumerate(dims[: len(shape)]) if dim is not None and shape[at] > 1
+        )
+        twin = dtensor_like(part.clone(), live, live.shape)
+        assert torch.equal(twin.full_tensor(), value)
+        assert twin.placements == live.placements
+        part += 1
+        return bool(torch.equal(full_tensor(live), value + 1))
+
+    world_size = shape[0] * shape[-1] if len(shape) > 1 else shape[0]
+    assert ranks.run(rank, world_size, seed=seed, default_group=True) == [True] * world_size
+
+
+def test_summands_are_summed(ranks):
+    def rank(ctx):
+        mesh = init_device_mesh("cpu", (2,))
+        mine = torch.full((2,), float(ctx.rank + 1))
+        tensor = DTensor.from_local(mine, mesh, [Partial()], run_check=False)
+        assert is_partial(tensor)
+        total = summed(tensor)
+        assert not is_partial(total)
+        return local_part(total).tolist()
+
+    assert ranks.run(rank, 2, default_group=True) == [[3, 3]] * 2
+
+
+def test_a_part_that_is_the_whole_lies_so_on_every_rank(ranks):
+    def rank(_ctx):
+        mesh = init_device_mesh("cpu", (2,))
+        template = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
+        copied = dtensor_like(torch.ones(()), template)
+        return copied.placements, float(copied.full_tensor())
+
+    assert ranks.run(rank, 2, default_group=True) == [((Replicate(),), 1.0)] * 2

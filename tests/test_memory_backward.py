@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import job, script_ranks
 from torch import nn
 
 import accel
@@ -53,14 +49,6 @@ def _raising(error):
         raise error
 
     return hook
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections():
-    """What was there before these tests is not looked through at each attempt."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(
@@ -195,18 +183,8 @@ with accel.session(device="cpu", timeout_s=300, strategy=sys.argv[2]) as ctx:
 def test_real_ranks_do_not_wait_for_the_time_out(tmp_path: Path, strategy: str, size: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environ = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(script), str(tmp_path / "found"), strategy]
-    processes = [subprocess.Popen(command, env={**environ, "RANK": str(rank)}) for rank in range(size)]
-    try:
-        assert [process.wait(timeout=150) for process in processes] == [0] * size  # the time-out is at 300
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with script_ranks(script, job(size), tmp_path / "found", strategy, folder=tmp_path) as ranks:
+        assert [rank.wait(25) for rank in ranks] == [0] * size  # the time-out is at 300, and patience at 10 times
     for rank in range(size):
         found = json.loads((tmp_path / f"found-{rank}").read_text())
         assert (found["size"], found["tried"][:3], found["ranks"]) == (4, [16, 8, 4], list(range(size)))

@@ -6,12 +6,8 @@ What lists and checks folders works without torch; all else is loaded when it is
 
 from typing import TYPE_CHECKING
 
-from accel.checkpoint._boxes import Box as Box
 from accel.checkpoint._directory import latest_checkpoint as latest_checkpoint
 from accel.checkpoint._directory import manifest_of as manifest_of
-from accel.checkpoint._keep import Keep as Keep
-from accel.checkpoint._keep import check_keep as check_keep
-from accel.checkpoint._keep import check_metrics as check_metrics
 from accel.checkpoint._manifest import RANKS as RANKS
 from accel.checkpoint._manifest import Item as Item
 from accel.checkpoint._manifest import ItemKind as ItemKind
@@ -20,6 +16,12 @@ from accel.checkpoint._manifest import Piece as Piece
 from accel.checkpoint._manifest import TensorEntry as TensorEntry
 from accel.checkpoint._manifest import decode_manifest as decode_manifest
 from accel.checkpoint._manifest import encode_manifest as encode_manifest
+from accel.checkpoint._plan import Box as Box
+from accel.checkpoint._plan import plan_checks as plan_checks
+from accel.checkpoint._plan import plan_writes as plan_writes
+from accel.checkpoint._retention import Keep as Keep
+from accel.checkpoint._retention import check_keep as check_keep
+from accel.checkpoint._retention import check_metrics as check_metrics
 from accel.checkpoint._survey import Found as Found
 from accel.checkpoint._survey import all_tensors as all_tensors
 from accel.checkpoint._survey import compare as compare
@@ -44,15 +46,18 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import record_tag as record_tag
     from accel.checkpoint._codec import stored_field as stored_field
     from accel.checkpoint._codec import tensors_in as tensors_in
+    from accel.checkpoint._held import checksum as checksum
+    from accel.checkpoint._held import held_box as held_box
+    from accel.checkpoint._held import is_sharded as is_sharded
+    from accel.checkpoint._held import like as like
+    from accel.checkpoint._held import local_part as local_part
+    from accel.checkpoint._held import memory_id as memory_id
+    from accel.checkpoint._held import tied as tied
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
     from accel.checkpoint._newest import Held as Held
     from accel.checkpoint._newest import Skipped as Skipped
     from accel.checkpoint._newest import hold_newest as hold_newest
-    from accel.checkpoint._plan import checksum as checksum
-    from accel.checkpoint._plan import plan_checks as plan_checks
-    from accel.checkpoint._plan import plan_writes as plan_writes
-    from accel.checkpoint._plan import tied as tied
     from accel.checkpoint._read import Saved as Saved
     from accel.checkpoint._read import open_checkpoint as open_checkpoint
     from accel.checkpoint._records import Classes as Classes
@@ -63,11 +68,6 @@ if TYPE_CHECKING:
     from accel.checkpoint._records import stored_names as stored_names
     from accel.checkpoint._save import save as save
     from accel.checkpoint._settle import settle as settle
-    from accel.checkpoint._sharded import held_box as held_box
-    from accel.checkpoint._sharded import is_sharded as is_sharded
-    from accel.checkpoint._sharded import like as like
-    from accel.checkpoint._sharded import local_part as local_part
-    from accel.checkpoint._sharded import memory_id as memory_id
     from accel.checkpoint._snapshot import Content as Content
 
 _WITH_TORCH = {
@@ -86,12 +86,11 @@ _WITH_TORCH = {
     ),
     "_merge": ("differing_values", "merge"),
     "_newest": ("Held", "Skipped", "hold_newest"),
-    "_plan": ("checksum", "plan_checks", "plan_writes", "tied"),
     "_read": ("Saved", "open_checkpoint"),
     "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),
     "_settle": ("settle",),
-    "_sharded": ("held_box", "is_sharded", "like", "local_part", "memory_id"),
+    "_held": ("checksum", "held_box", "is_sharded", "like", "local_part", "memory_id", "tied"),
     "_snapshot": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

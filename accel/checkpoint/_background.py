@@ -21,11 +21,10 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoint._cleanup import retain
-from accel.checkpoint._commit import Share, Stage, commit_stage, open_stage, write_share
-from accel.checkpoint._directory import step_name
-from accel.checkpoint._keep import Keep
+from accel.checkpoint._manifest import step_name
 from accel.checkpoint._notes import Note, collect_notes, leave_note, show_life
+from accel.checkpoint._retention import Keep, retain
+from accel.checkpoint._save import Share, Stage, commit_stage, open_stage, write_share
 from accel.checkpoint._settle import settle
 from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
 from accel.comm import Call, call_site

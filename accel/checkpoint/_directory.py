@@ -5,27 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import overload
 
-from accel.checkpoint._manifest import LARGEST_MANIFEST, MANIFEST, Manifest, decode_manifest
+from accel.checkpoint._manifest import MANIFEST, Manifest, candidates, check_sizes, check_step, read_manifest, step_of
 from accel.errors import CheckpointError
-from accel.storage import FileEntry, OpenDirectory, Place, RemotePath, as_place
-
-_STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
-
-
-def step_name(step: int) -> str:
-    """Return the folder's name of a step."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step that a folder's name stands for, None if it is not the name of one."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
+from accel.storage import Place, RemotePath, as_place
 
 
 @overload
@@ -82,16 +67,6 @@ def newest_in(folder: Place, *, verify: bool = False) -> Place | None:
                 return path
         seen = found
     return None
-
-
-def candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
-    """List what may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
-    found = [(step_of(name), True, folder / name) for name in folder.names()]
-    # a writer that died between two renames left the former checkpoint of its step aside
-    aside = [left for left in folder.leftovers() if left.kind == "old"]
-    found += [(step_of(left.target), False, folder / left.path.name) for left in aside]
-    known = [(step, final, path, path.identity()) for step, final, path in found if step is not None]
-    return sorted(known, key=lambda each: each[:2], reverse=True)
 
 
 def deleted(path: Place) -> CheckpointError:
@@ -152,26 +127,6 @@ def manifest_of(path: Place, step: int | None = None) -> Manifest:
     return manifest
 
 
-def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
-    """Compare the step of a manifest with the one that its folder is named after.
-
-    Raises:
-        CheckpointError: it is of another step.
-    """
-    if manifest.step != step:
-        raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
-
-
-def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
-    """Look whether an open folder's files are there and as long as they should be.
-
-    Raises:
-        CheckpointError: a file is missing or of another size; it is named.
-    """
-    for name, entry in files.items():
-        folder.check_size(name, entry.size)
-
-
 def check_bytes(path: Place, manifest: Manifest) -> None:
     """Compare every byte of a checkpoint's files with its manifest.
 
@@ -180,20 +135,3 @@ def check_bytes(path: Place, manifest: Manifest) -> None:
     """
     with path.open() as folder:
         folder.check_all((name, span) for name, entry in sorted(manifest.files.items()) for span in entry.spans())
-
-
-def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
-    """Return an open folder's manifest and its digest.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or of a newer format.
-    """
-    if MANIFEST not in folder.names():
-        raise CheckpointError(
-            "no checkpoint, or a half-written one",
-            expected=f"a folder with {MANIFEST}",
-            got=f"a folder of {len(folder.names())} entries without it",
-            where=str(folder.path),
-            fix="Pass the folder that was given to save_state, or that of one of its steps.",
-        )
-    return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))

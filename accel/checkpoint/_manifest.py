@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`manifest.json`: what a checkpoint holds, as records; written last, and the first thing that is checked."""
+"""What makes a folder a checkpoint: its name, and `manifest.json`, which is written last and checked first."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from accel.checkpoint._boxes import Box, shape_problem, tiling_problem
+from accel.checkpoint._plan import Box, shape_problem, tiling_problem
 from accel.errors import CheckpointError
-from accel.storage import FileEntry, is_file_name
+from accel.storage import FileEntry, OpenDirectory, Place, is_file_name
 
 MANIFEST = "manifest.json"
 FORMAT = 4
@@ -25,6 +26,8 @@ _FORMAT_OF_SPANS = 3
 
 _SEAL = re.compile(rb'\{"digest":"([0-9a-f]{64})",')
 _SEAL_BYTES = 77
+
+_STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,6 +163,64 @@ def decode_manifest(data: bytes | memoryview, where: str) -> tuple[Manifest, str
     if problem := _contradiction(manifest):
         raise _refusal(problem, where)
     return manifest, seal[1].decode()
+
+
+def step_name(step: int) -> str:
+    """Return the folder's name of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a folder's name stands for, None if it is not the name of one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
+
+
+def candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
+    """List what may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
+    found = [(step_of(name), True, folder / name) for name in folder.names()]
+    # a writer that died between two renames left the former checkpoint of its step aside
+    aside = [left for left in folder.leftovers() if left.kind == "old"]
+    found += [(step_of(left.target), False, folder / left.path.name) for left in aside]
+    known = [(step, final, path, path.identity()) for step, final, path in found if step is not None]
+    return sorted(known, key=lambda each: each[:2], reverse=True)
+
+
+def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
+    """Return an open folder's manifest and its digest.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of a newer format.
+    """
+    if MANIFEST not in folder.names():
+        raise CheckpointError(
+            "no checkpoint, or a half-written one",
+            expected=f"a folder with {MANIFEST}",
+            got=f"a folder of {len(folder.names())} entries without it",
+            where=str(folder.path),
+            fix="Pass the folder that was given to save_state, or that of one of its steps.",
+        )
+    return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))
+
+
+def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
+    """Compare the step of a manifest with the one that its folder is named after.
+
+    Raises:
+        CheckpointError: it is of another step.
+    """
+    if manifest.step != step:
+        raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
+
+
+def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
+    """Look whether an open folder's files are there and as long as they should be.
+
+    Raises:
+        CheckpointError: a file is missing or of another size; it is named.
+    """
+    for name, entry in files.items():
+        folder.check_size(name, entry.size)
 
 
 def _contradiction(manifest: Manifest) -> str:

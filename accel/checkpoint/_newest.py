@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from accel.checkpoint._directory import candidates, step_of
-from accel.checkpoint._manifest import MANIFEST
+from accel.checkpoint._manifest import MANIFEST, candidates, step_of
 from accel.checkpoint._read import Saved, open_checkpoint
 from accel.checkpoint._settle import settle
 from accel.comm import Call

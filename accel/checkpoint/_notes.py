@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from accel.checkpoint._commit import Share, Stage
+from accel.checkpoint._save import Share, Stage
 from accel.errors import CheckpointError, ErrorRecord
 
 _LARGEST = 1 << 20

@@ -1,17 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes what: pure functions of names and sizes."""
+"""Plans without tensors: how boxes of a tensor overlap and tile it, and which rank holds, writes and checks which."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, TypeVar
 
-import torch
-
-from accel.checkpoint._sharded import is_sharded, memory_id
+import msgspec
 
 K = TypeVar("K", bound=Any)  # ordered and hashable
+
+_MOST_DIMS = 64
+_MOST_SPLIT_DIMS = 8
+_MOST_ELEMENTS = 2**59  # of the widest dtype, 16 bytes, these are as many bytes as 63 bits count
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A part of a tensor without holes.
+
+    Attributes:
+        offset: where it begins in the whole tensor, one index a dimension.
+        shape: its extent.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+class Split(msgspec.Struct, frozen=True):
+    """How a mesh dimension splits a tensor.
+
+    Attributes:
+        dim: the tensor's dimension.
+        after: into how many parts later mesh dimensions have split that dimension before this one splits it further;
+            1 for none. It is torch's `split_factor`, with which `fully_shard` marks what tensor parallelism had split.
+    """
+
+    dim: int
+    after: int = 1
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box that is a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """Return what two boxes of a tensor have in common, None if that is nothing."""
+    low = tuple(map(max, one.offset, other.offset))
+    ends = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    shape = tuple(min(a + n, b + m) - start for start, (a, n, b, m) in zip(low, ends, strict=True))
+    return Box(low, shape) if all(extent > 0 for extent in shape) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return a box as an index into the tensor that holds an outer box."""
+    starts = [mine - its for mine, its in zip(box.offset, outer.offset, strict=True)]
+    return tuple(slice(start, start + extent) for start, extent in zip(starts, box.shape, strict=True))
+
+
+def shape_problem(shape: Sequence[int]) -> str:
+    """What makes a shape impossible, "" if nothing does; in little time for any numbers."""
+    if len(shape) > _MOST_DIMS:
+        return f"has {len(shape)} dimensions, the most is {_MOST_DIMS}"
+    if max(shape, default=0) > _MOST_ELEMENTS or math.prod(extent for extent in shape if extent) > _MOST_ELEMENTS:
+        return "has more elements than any memory holds"
+    return ""
+
+
+def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """Why boxes are not the whole tensor, each element once; "" if they are.
+
+    Each box adds 1 to the elements in it. Differences of that sum along every dimension vanish but for the corners of
+    boxes, and the corners tell the sum. So the boxes are the whole, each element once, exactly if their corners, with
+    the signs of differences, add up to those of the whole: one pass over the boxes, whatever they are.
+
+    Args:
+        shape: of the whole tensor, one that `shape_problem` accepts.
+        boxes: of any kind.
+    """
+    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
+        return "has a piece of another number of dimensions"
+    if not math.prod(shape):
+        return "" if list(boxes) == [whole(shape)] else "has no elements, and is not in one piece"
+    for box in boxes:
+        sides = zip(box.offset, box.shape, shape, strict=True)
+        if any(start < 0 or extent < 1 or start + extent > limit for start, extent, limit in sides):
+            return "has a piece that is empty or reaches out of it"
+    split = [dim for dim in range(len(shape)) if any(box.shape[dim] != shape[dim] for box in boxes)]
+    if len(split) > _MOST_SPLIT_DIMS:
+        return f"is split along {len(split)} dimensions, the most is {_MOST_SPLIT_DIMS}"
+    corners = _corners(whole(shape), split, 1)
+    for box in boxes:
+        corners.update(_corners(box, split, -1))
+    if any(corners.values()):
+        total = sum(box.size for box in boxes)
+        return f"has pieces of {total} elements that do not cover its {math.prod(shape)} once each"
+    return ""
+
+
+def local_box(
+    shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], splits: Sequence[Split | None]
+) -> Box | None:
+    """Return the box that a place in a mesh holds; parts are as long as `torch.chunk` makes them.
+
+    Args:
+        shape: of the whole tensor.
+        mesh: the extents of the mesh.
+        place: this rank's index in each of its dimensions.
+        splits: what each does to the tensor; None where it holds copies.
+
+    Returns:
+        The box, of extent 0 where nothing is left for a rank; None if the splits contradict each other.
+    """
+    offset, extents = [0] * len(shape), list(shape)
+    for dim in range(len(shape)):
+        axes = _order(dim, mesh, splits)
+        if axes is None:
+            return None
+        for axis in axes:
+            part = -(-extents[dim] // mesh[axis])
+            start = min(part * place[axis], extents[dim])
+            offset[dim] += start
+            extents[dim] = min(part, extents[dim] - start)
+    return Box(tuple(offset), tuple(extents))
 
 
 def plan_writes(
@@ -65,65 +186,27 @@ def plan_checks(counts: Mapping[str, int], readers: Mapping[str, Sequence[int]],
     return found
 
 
-def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Find names for the same memory with the same shape and stride, or for the same sharded tensor.
-
-    Args:
-        tensors: by name. A DTensor is known by being one object, as ranks that hold nothing of it have no memory.
-
-    Returns:
-        Every name that can be left out -> the first name, in sorted order, of what it is.
-    """
-    first: dict[tuple[object, ...], str] = {}
-    aliases: dict[str, str] = {}
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        if not tensor.numel():
+def _order(dim: int, mesh: Sequence[int], splits: Sequence[Split | None]) -> list[int] | None:
+    """The mesh dimensions that split a dimension, in the order in which they did; None if there is no such order."""
+    order: list[int] = []
+    for axis in reversed(range(len(mesh))):
+        split = splits[axis]
+        if split is None or split.dim != dim:
             continue
-        if is_sharded(tensor):
-            if (known := first.setdefault((id(tensor),), name)) != name:
-                aliases[name] = known
-            continue
-        start = memory_id(tensor), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        memory = (*start, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-        if (known := first.setdefault(memory, name)) != name:
-            aliases[name] = known
-    return aliases
+        position, parts = 0, 1
+        while parts < split.after and position < len(order):
+            parts *= mesh[order[position]]
+            position += 1
+        if parts != split.after:
+            return None
+        order.insert(position, axis)
+    return order
 
 
-def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Sum the bits of tensors, so that ranks can tell whether they hold the same.
-
-    Args:
-        tensors: by name, of any device; read in one pass each, waited for once.
-
-    Returns:
-        An integer of 64 bits; equal for equal tensors.
-    """
-    sums = checksums(tensors)
-    return sum(sums[name] * (2 * at + 1) for at, name in enumerate(sorted(sums))) % 2**64 - 2**63
-
-
-def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Sum the bits of each tensor; see `checksum`."""
-    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
-    kinds: dict[torch.device, list[int]] = {}
-    for at, each in enumerate(sums):
-        kinds.setdefault(each.device, []).append(at)
-    found = [0] * len(sums)
-    for places in kinds.values():
-        values = cast("list[int]", torch.stack([sums[at] for at in places]).tolist())  # pyright: ignore[reportUnknownMemberType]
-        for at, value in zip(places, values, strict=True):
-            found[at] = value
-    return dict(zip(tensors, found, strict=True))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    if tensor.device.type == "xla":  # TPUs have no words of 64 bits
-        tensor = tensor.cpu()
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.nbytes % 8 == 0:  # eight times as fast as words that have to be widened
-        aligned = flat.storage_offset() * flat.element_size() % 8 == 0
-        return (flat if aligned else flat.clone()).view(torch.int64)
-    return flat.view(words.get(flat.element_size(), torch.int64))
+def _corners(box: Box, dims: Iterable[int], sign: int) -> Counter[tuple[int, ...]]:
+    """A box's corners in some dimensions, with the signs of its differences."""
+    sides = [((box.offset[dim], 1), (box.offset[dim] + box.shape[dim], -1)) for dim in dims]
+    found: Counter[tuple[int, ...]] = Counter()
+    for corner in product(*sides):
+        found[tuple(at for at, _ in corner)] += sign * math.prod(factor for _, factor in corner)
+    return found

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from accel.checkpoint._boxes import Box, intersect, whole, within
-from accel.checkpoint._directory import check_sizes, check_step, deleted, read_manifest, step_of
-from accel.checkpoint._manifest import Manifest, Piece, TensorEntry
+from accel.checkpoint._directory import deleted
+from accel.checkpoint._manifest import Manifest, Piece, TensorEntry, check_sizes, check_step, read_manifest, step_of
+from accel.checkpoint._plan import Box, intersect, whole, within
 from accel.errors import CheckpointError
 from accel.storage import (
     OpenDirectory,

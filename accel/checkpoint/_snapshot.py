@@ -11,11 +11,10 @@ import msgspec
 import torch
 
 from accel import __version__
-from accel.checkpoint._boxes import Box, tiling_problem, whole
+from accel.checkpoint._held import checksum, checksums, held_box, is_sharded, local_part, tied
 from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
-from accel.checkpoint._plan import checksum, checksums, plan_writes, tied
+from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
 from accel.checkpoint._settle import settle
-from accel.checkpoint._sharded import held_box, is_sharded, local_part
 from accel.comm import Call
 from accel.context import DistContext
 from accel.errors import CheckpointError

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from accel.checkpoint._cleanup import discard
-from accel.checkpoint._directory import committed, manifest_of, newest_in, read_manifest, step_of
-from accel.checkpoint._keep import Keep, plan_keep
-from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry
+from accel.checkpoint._directory import committed, manifest_of, newest_in
+from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry, read_manifest, step_of
+from accel.checkpoint._retention import Keep, discard, plan_keep
 from accel.errors import CheckpointError
 from accel.storage import FileEntry, OpenDirectory, Place, as_place
 

@@ -19,8 +19,8 @@ from processes import free_port, run_ranks
 
 from accel import load_state, save_state
 from accel.checkpoint import latest_checkpoint
-from accel.checkpoint._commit import Share, Stage
 from accel.checkpoint._notes import Note, collect_notes, leave_note
+from accel.checkpoint._save import Share, Stage
 from accel.context import DistContext, session, single
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
 from accel.storage import as_place

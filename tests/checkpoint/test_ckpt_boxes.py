@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from accel.checkpoint import held_box
-from accel.checkpoint._boxes import Box, Split, intersect, local_box, shape_problem, tiling_problem, whole, within
+from accel.checkpoint._plan import Box, Split, intersect, local_box, shape_problem, tiling_problem, whole, within
 
 
 @st.composite

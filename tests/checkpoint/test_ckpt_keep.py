@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from accel.checkpoint import Keep
-from accel.checkpoint._keep import check_keep, check_metrics, plan_keep
+from accel.checkpoint._retention import check_keep, check_metrics, plan_keep
 from accel.errors import ConfigError
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.sampled_from([0.0, 0.5, 1.0, -2.0, 3.25]))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors, asked for what this rank holds of them; plain tensors are held whole."""
+"""Live tensors, asked for what this rank holds of them: its box, the memory that names share, and a sum of its bits."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from typing_extensions import TypeIs
 
 from accel import xla
-from accel.checkpoint._boxes import Box, Split, local_box, whole
+from accel.checkpoint._plan import Box, Split, local_box, whole
 from accel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -86,11 +87,75 @@ def like(part: torch.Tensor, template: DTensor, shape: torch.Size | None = None)
     return DTensor.from_local(part, template.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def memory_id(tensor: torch.Tensor) -> int:
+    """Return a number that is the same for plain tensors of the same memory, and no other's while they live."""
+    return xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.untyped_storage().data_ptr()
+
+
+def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Find names for the same memory with the same shape and stride, or for the same sharded tensor.
+
+    Args:
+        tensors: by name. A DTensor is known by being one object, as ranks that hold nothing of it have no memory.
+
+    Returns:
+        Every name that can be left out -> the first name, in sorted order, of what it is.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not tensor.numel():
+            continue
+        if is_sharded(tensor):
+            if (known := first.setdefault((id(tensor),), name)) != name:
+                aliases[name] = known
+            continue
+        start = memory_id(tensor), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        memory = (*start, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if (known := first.setdefault(memory, name)) != name:
+            aliases[name] = known
+    return aliases
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Sum the bits of tensors, so that ranks can tell whether they hold the same.
+
+    Args:
+        tensors: by name, of any device; read in one pass each, waited for once.
+
+    Returns:
+        An integer of 64 bits; equal for equal tensors.
+    """
+    sums = checksums(tensors)
+    return sum(sums[name] * (2 * at + 1) for at, name in enumerate(sorted(sums))) % 2**64 - 2**63
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Sum the bits of each tensor; see `checksum`."""
+    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
+    kinds: dict[torch.device, list[int]] = {}
+    for at, each in enumerate(sums):
+        kinds.setdefault(each.device, []).append(at)
+    found = [0] * len(sums)
+    for places in kinds.values():
+        values = cast("list[int]", torch.stack([sums[at] for at in places]).tolist())  # pyright: ignore[reportUnknownMemberType]
+        for at, value in zip(places, values, strict=True):
+            found[at] = value
+    return dict(zip(tensors, found, strict=True))
+
+
 def _split(placement: object) -> Split | None:
     shard = cast("Any", placement)
     return None if shard.is_replicate() else Split(shard.dim, getattr(shard, "split_factor", 1))
 
 
-def memory_id(tensor: torch.Tensor) -> int:
-    """Return a number that is the same for plain tensors of the same memory, and no other's while they live."""
-    return xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.untyped_storage().data_ptr()
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    if tensor.device.type == "xla":  # TPUs have no words of 64 bits
+        tensor = tensor.cpu()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.nbytes % 8 == 0:  # eight times as fast as words that have to be widened
+        aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+        return (flat if aligned else flat.clone()).view(torch.int64)
+    return flat.view(words.get(flat.element_size(), torch.int64))

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that stay and that go: the rule of `keep=`, and what a writer deletes while it holds the lock.
+
+In a store without renames, a save never writes over an object but the manifest, which appears at once. So a folder
+holds the former checkpoint of its step until it holds the new one, and objects with a mark that no manifest lists are
+what dead writers left.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from typing import Literal, cast, get_args
+
+import msgspec
+
+from accel.checkpoint._directory import committed, is_committed, is_exactly_ours, manifest_of
+from accel.checkpoint._manifest import MANIFEST, read_manifest, step_of
+from accel.errors import AccelError, CheckpointError, ConfigError, check_choice
+from accel.storage import Place, as_place, remove_flat
+
+Mode = Literal["min", "max"]
+
+_MARKED = re.compile(
+    r"(tensors-[0-9]+-of-[0-9]+|share-[0-9]+)-(?P<mark>[0-9a-f]{16})\.(safetensors|json|beat)", re.ASCII
+)
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """Which checkpoints of a folder stay after a save: all that any of the fields asks for; the others are deleted.
+
+    Attributes:
+        newest: how many of the newest, the one just saved included; 1 or above.
+        every: steps that are multiples of it stay for ever; None for none.
+        best: how many with the best metric; 0 for none. Of equal ones the newer stay.
+        by: the metric's name, one that `save_state` was given by `metrics=`.
+        mode: whether "min" or "max" is best.
+    """
+
+    newest: int = 1
+    every: int | None = None
+    best: int = 0
+    by: str = ""
+    mode: Mode = "min"
+
+
+def check_keep(keep: int | Keep | None) -> Keep | None:
+    """Return what a caller asked for as a record; None to keep all.
+
+    Raises:
+        ConfigError: a number is out of range, or `best` and `by` do not go together.
+    """
+    if keep is None:
+        return None
+    asked = keep if isinstance(keep, Keep) else Keep(newest=keep)
+    where = "save_state, keep="
+    if type(asked.newest) is not int or asked.newest < 1:
+        expected = f"{'newest' if asked is keep else 'keep'} of 1 or above, or keep=None to keep all"
+        raise ConfigError("no checkpoint would stay", expected=expected, got=repr(asked.newest), where=where)
+    if asked.every is not None and (type(asked.every) is not int or asked.every < 1):
+        raise ConfigError("not a distance of steps", expected="every of 1 or above", got=repr(asked.every), where=where)
+    if type(asked.best) is not int or asked.best < 0:
+        raise ConfigError("not a number of checkpoints", expected="best from 0", got=repr(asked.best), where=where)
+    if (asked.best > 0) != (asked.by != ""):
+        fix = "Write Keep(best=1, by='loss'), and save_state(..., metrics={'loss': loss})."
+        raise ConfigError("best= and by= need each other", got=repr(asked), where=where, fix=fix)
+    check_choice(asked.mode, get_args(Mode), "unknown mode", where=where)
+    return asked
+
+
+def check_metrics(metrics: Mapping[str, float] | None, keep: Keep | None) -> dict[str, float]:
+    """Return metrics as they are stored.
+
+    Raises:
+        ConfigError: one is no finite number, or the one that `keep` goes by is not among them.
+    """
+    where = "save_state, metrics="
+    for name, value in (metrics or {}).items():
+        if not _is_comparable(value):
+            raise ConfigError(
+                f"the metric {name!r} cannot be compared",
+                expected="a finite number",
+                got=repr(value),
+                where=where,
+                fix="Leave it out: a checkpoint without it is never among the best. Of a tensor, pass `.item()`.",
+            )
+    if metrics is not None and keep is not None and keep.best and keep.by not in metrics:
+        raise ConfigError("the metric to keep by is missing", expected=keep.by, got=", ".join(metrics), where=where)
+    return {name: float(value) for name, value in (metrics or {}).items()}
+
+
+def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep) -> frozenset[int]:
+    """Return the steps that stay.
+
+    Args:
+        saved: metrics by step of all checkpoints that there are.
+        current: the step just saved, one of them; it stays whatever its number.
+        keep: what else to keep.
+    """
+    others = sorted(saved.keys() - {current}, reverse=True)
+    stay = {current, *others[: keep.newest - 1]}
+    if keep.every is not None:
+        stay |= {step for step in saved if step % keep.every == 0}
+    sign = 1 if keep.mode == "min" else -1
+    rated = sorted((sign * metrics[keep.by], -step) for step, metrics in saved.items() if keep.by in metrics)
+    stay |= {-step for _, step in rated[: keep.best]}
+    return frozenset(stay)
+
+
+def sweep(out: Place) -> None:
+    """Remove half-written stages, and what was moved aside; who holds the lock knows that their writers are gone."""
+    for folder in wasteful_steps(out):
+        sweep_step(folder)
+    for left in out.leftovers():
+        step = step_of(left.target)
+        if step is None:
+            continue
+        target = out / left.target
+        try:
+            if left.kind == "tmp":
+                remove_flat(left.path)
+            elif is_committed(target, step):
+                discard(as_place(left.path))
+            elif is_committed(as_place(left.path), step) and not target.exists():
+                left.path.rename(left.path.with_name(left.target))
+        except (AccelError, OSError) as error:
+            warn("%s was left by a writer that is gone and could not be removed: %s", left.path, error)
+
+
+def sweep_step(folder: Place) -> None:
+    """Remove the objects of a step that its checkpoint does not consist of."""
+    try:
+        sweep_objects(folder)
+    except CheckpointError as error:
+        warn("what no checkpoint needs could not be removed from %s: %s", folder, error)
+
+
+def retain(newest: Place, keep: Keep) -> None:
+    """Delete the committed checkpoints that are not to stay beside the one just written."""
+    current = step_of(newest.name)
+    assert current is not None, newest
+    try:
+        paths = dict(committed(newest.parent))
+        saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in paths.items()}
+    except CheckpointError as error:
+        warn("older checkpoints stay in %s: %s", newest.parent, error)
+        return
+    stay = plan_keep(saved, current, keep)
+    for step, path in paths.items():
+        if step not in stay:
+            discard(path)
+
+
+def discard(path: Place) -> None:
+    """Delete a checkpoint unless it is being read; it loses its name first, so no reader ever finds half of one."""
+    if not is_exactly_ours(path):
+        warn("%s stays: it holds what accel did not write, or is no valid checkpoint", path)
+        return
+    try:
+        if not path.delete(MANIFEST):
+            logging.getLogger("accel.checkpoint").info("%s is being read, and stays until the next save", path)
+    except CheckpointError as error:
+        warn("%s could not be deleted: %s", path, error)
+
+
+def wasteful_steps(out: Place) -> list[Place]:
+    """List the folders of steps that hold objects of more than one save, or of one that has not committed."""
+    found: list[Place] = []
+    for name, inside in sorted(out.tree().items()):
+        marks = {match["mark"] for each in inside if (match := _MARKED.fullmatch(each)) is not None}
+        if step_of(name) is not None and (len(marks) > 1 or (marks and MANIFEST not in inside)):
+            found.append(out / name)
+    return found
+
+
+def sweep_objects(folder: Place, mark: str = "") -> None:
+    """Delete the marked objects of a folder that its manifest does not list; who holds the lock knows them to be waste.
+
+    Args:
+        folder: of a step.
+        mark: of the save whose objects these are; "" for any.
+
+    Raises:
+        CheckpointError: the manifest is damaged, and so nothing is deleted; or the store failed.
+    """
+    names = folder.names()
+    marked = {name for name in names if _MARKED.fullmatch(name) and mark in name}
+    if marked and MANIFEST in names:
+        with folder.open() as opened:
+            marked -= read_manifest(opened)[0].files.keys()
+    folder.remove(sorted(marked))
+
+
+def warn(text: str, *values: object) -> None:
+    """Tell the logger of checkpoints."""
+    logging.getLogger("accel.checkpoint").warning(text, *values)
+
+
+def _is_comparable(value: object) -> bool:
+    return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max

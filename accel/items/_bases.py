@@ -3,68 +3,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from accel.checkpoint import is_sharded
 from accel.errors import CheckpointError, ConfigError
-from accel.items._modules import ModuleState
-from accel.items._problems import Problems, facts
+from accel.items._source import Problems, facts
 
 BASE = "$base"  # the key in a module's value; "$" keeps it apart from any name
 _RUN = 1 << 24  # elements at a time, so that a digest takes little memory
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainableOnly:
-    """A module of which a checkpoint holds only what trains: for `save_state`.
+def without_base(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the parameters of a module that train, and a digest of each of the others.
 
-    Saved are the parameters with `requires_grad`, buffers and extra state; of each other parameter a digest, with which
-    `load_state` compares the live one.
-
-    Attributes:
-        model: plain or from `prepare`; frozen parameters are not sharded.
-    """
-
-    model: nn.Module
-
-
-def trainable_names(items: Mapping[str, object]) -> frozenset[str]:
-    """Return the names of items that are `TrainableOnly`.
-
-    Raises:
-        ConfigError: one of something else than a module.
-    """
-    found = {name: item.model for name, item in items.items() if isinstance(item, TrainableOnly)}
-    for name, model in found.items():
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError("not a module", got=type(model).__name__, where=f"item {name}, TrainableOnly")
-    return frozenset(found)
-
-
-def without_base(name: str, state: ModuleState) -> tuple[ModuleState, dict[str, str]]:
-    """Return the state of a module that trains in part, without its frozen parameters, and a digest of each of those.
+    Args:
+        name: the item's, for errors.
+        parameters: by name.
 
     Raises:
         CheckpointError: a frozen parameter is sharded.
         ConfigError: no parameter trains.
     """
-    frozen = {key: each for key, each in state.parameters.items() if not each.requires_grad}
-    if len(frozen) == len(state.parameters):
+    trained = {key: each for key, each in parameters.items() if each.requires_grad}
+    if not trained:
         fix = "Let some parameter have requires_grad=True before the save."
         raise ConfigError("TrainableOnly of a model of which nothing trains", where=f"item {name}", fix=fix)
-    trained = {key: each for key, each in state.parameters.items() if key not in frozen}
-    return dataclasses.replace(state, parameters=trained), {
-        key: _digest(f"{name}.{key}", tensor) for key, tensor in frozen.items()
-    }
+    frozen = {key: each for key, each in parameters.items() if key not in trained}
+    return trained, {key: _digest(f"{name}.{key}", tensor) for key, tensor in frozen.items()}
 
 
-def compare_base(name: str, live: ModuleState, stored: object, problems: Problems) -> frozenset[str]:
+def compare_base(
+    name: str, parameters: Mapping[str, torch.Tensor], stored: object, problems: Problems
+) -> frozenset[str]:
     """Compare frozen parameters with the digests that a checkpoint holds; return their names.
 
     Raises:
@@ -74,9 +48,10 @@ def compare_base(name: str, live: ModuleState, stored: object, problems: Problem
     digests = cast("dict[str, Any]", stored) if isinstance(stored, dict) else {"": None}
     if not all(isinstance(digest, str) for digest in digests.values()):
         raise CheckpointError("not digests of a base", got=shown, where=f"item {name}")
-    problems.compare_names(live.parameters.keys() & digests.keys(), digests.keys(), f"{name}.")
-    for key in live.parameters.keys() & digests.keys():
-        if _digest(f"{name}.{key}", live.parameters[key]) != digests[key]:
+    found = parameters.keys() & digests.keys()
+    problems.compare_names(found, digests.keys(), f"{name}.")
+    for key in found:
+        if _digest(f"{name}.{key}", parameters[key]) != digests[key]:
             problems.wrong_type(f"{name}.{key}", "the base that the checkpoint was trained on", "other values")
     return frozenset(digests)
 

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of items, and the classes that they go by, without what other libraries or torch wrap around them."""
+"""Kinds of items, and the live object inside of what other libraries, torch or the user wrap around it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import Item, ItemKind, is_record, is_sharded
-from accel.items._problems import Problems
-from accel.items._zero import inner
+from accel.checkpoint import ItemKind, is_record, is_sharded
+from accel.errors import CheckpointError, ConfigError
 from accel.parallel import unwrap_model
 
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _BITS = ("8", "16", "32", "64")
 _NUMBERS = frozenset({"int", "float", "longdouble", *(kind + n for kind in ("int", "uint", "float") for n in _BITS)})
 
@@ -31,6 +36,34 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Take a state that `state_dict` gave."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of a module, or of an optimizer, that ranks divide among them by names, as pipelines do.
+
+    Names are those of the whole: a rank with the last two layers of ten has `layers.8.weight` and so on. Ranks that
+    have the same name hold the same tensor, or parts of one DTensor.
+
+    Attributes:
+        item: the module, or an optimizer of it; with as many parameter groups as on other ranks, empty ones included.
+    """
+
+    item: nn.Module | torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableOnly:
+    """A module of which a checkpoint holds only what trains: for `save_state`.
+
+    Saved are the parameters with `requires_grad`, buffers and extra state; of each other parameter a digest, with which
+    `load_state` compares the live one.
+
+    Attributes:
+        model: plain or from `prepare`; frozen parameters are not sharded.
+    """
+
+    model: nn.Module
 
 
 def kind_of(item: object) -> ItemKind:
@@ -51,10 +84,60 @@ def type_name(item: object) -> str:
     if isinstance(item, torch.Tensor) and is_sharded(item):
         return "Tensor"  # what a mesh spreads, another mesh or none takes back
     if isinstance(item, torch.optim.Optimizer):
-        return type(inner(bare_optimizer(item))).__qualname__
+        return type(local_optimizer(bare_optimizer(item))).__qualname__
     if isinstance(item, Path):
         return "Path"  # whatever system it is of
     return type(unwrap_model(item) if isinstance(item, nn.Module) else item).__qualname__
+
+
+def are_numbers(type_names: Iterable[str]) -> bool:
+    """Whether classes are all of real numbers: 0 stands for a number that may have become 0.5."""
+    return _NUMBERS.issuperset(type_names)
+
+
+def check_items(items: Mapping[str, object], where: str) -> None:
+    """Raise unless there are items and their names are identifiers.
+
+    Raises:
+        ConfigError: there are none, or a name is none.
+    """
+    if not items:
+        raise ConfigError("nothing to checkpoint", expected="at least one item", got="none", where=where)
+    for name in items:
+        if not isinstance(name, str) or not name.isidentifier():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                "not a name of an item", expected="an identifier, such as model", got=repr(name), where=where
+            )
+
+
+def without_parts(items: Mapping[str, object]) -> dict[str, object]:
+    """Return items with what is in their `Part`s and `TrainableOnly`s.
+
+    Raises:
+        ConfigError: one of something that has no names to divide it by, or that is no module.
+    """
+    found: dict[str, object] = {}
+    for name, item in items.items():
+        held = item.item if isinstance(item, Part) else item.model if isinstance(item, TrainableOnly) else item
+        got = type(held).__name__
+        if isinstance(item, Part) and not isinstance(held, nn.Module | torch.optim.Optimizer):
+            raise ConfigError("not a Part of a module or an optimizer", got=got, where=f"item {name}")
+        if isinstance(item, TrainableOnly) and not isinstance(held, nn.Module):
+            raise ConfigError("not a module", got=got, where=f"item {name}, TrainableOnly")
+        found[name] = held
+    return found
+
+
+def without_wrappers(items: Mapping[str, object]) -> dict[str, object]:
+    """Return items with optimizers that are not wrapped."""
+    return {
+        name: bare_optimizer(item) if isinstance(item, torch.optim.Optimizer) else item for name, item in items.items()
+    }
+
+
+def divided_names(items: Mapping[str, object]) -> frozenset[str]:
+    """Return the names of items of which each rank has a part, by its kind or because it says so."""
+    return frozenset(name for name, item in items.items() if isinstance(item, Part) or is_zero(item))
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -66,42 +149,24 @@ def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return bare_optimizer(held) if shares else optimizer
 
 
-def without_wrappers(items: Mapping[str, object]) -> dict[str, object]:
-    """Return items with optimizers that are not wrapped."""
-    optimizers = {name: item for name, item in items.items() if isinstance(item, torch.optim.Optimizer)}
-    return {**items, **{name: bare_optimizer(each) for name, each in optimizers.items()}}
+def is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
+    """Whether an optimizer divides its parameters among ranks. No communication."""
+    module = sys.modules.get(_ZERO)  # its import takes long
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def follow(wrapper: object) -> None:
-    """Let the wrappers of an optimizer that keep references to its state hold what it holds by now. Mutates them."""
-    held = getattr(wrapper, "optimizer", None)
-    if isinstance(wrapper, torch.optim.Optimizer) and isinstance(held, torch.optim.Optimizer):
-        follow(held)
-        for name in vars(wrapper).keys() & {"state", "param_groups"}:
-            vars(wrapper)[name] = getattr(held, name)
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that holds state: of a `ZeroRedundancyOptimizer` this rank's, else the optimizer itself.
 
-
-def same_kind(name: str, live: object, item: Item, problems: Problems) -> bool:
-    """Whether an item can be loaded at all; None leaves it in the file, unless it is a plain value."""
-    if live is None:
-        return item.kind == "value"
-    named = kind_of(live) != "module" and item.type != ""  # a module is its tensors, and other formats name no classes
-    numbers = {type_name(live), item.type} <= _NUMBERS  # 0 stands for a number that may have become 0.5
-    if kind_of(live) == item.kind == "optimizer" and _is_wrapper_name(item.type):
-        return True
-    if kind_of(live) != item.kind or (named and type_name(live) != item.type and not numbers):
-        problems.wrong_type(f"item {name}", f"{kind_of(live)} {type_name(live)}", f"{item.kind} {item.type}")
-        return False
-    return True
-
-
-def compare_class(name: str, live: object, value: object, problems: Problems) -> None:
-    """Note a value of another class than the live one; None stands for any, a number for any number."""
-    classes = [torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in (live, value)]
-    if live is not None and classes[0] is not classes[1] and not {each.__name__ for each in classes} <= _NUMBERS:
-        problems.wrong_type(f"item {name}", classes[0].__name__, classes[1].__name__)
-
-
-def _is_wrapper_name(name: str) -> bool:
-    """Whether a checkpoint names the class of a wrapper, which older versions stored: Accelerate's, or Fabric's."""
-    return name in ("AcceleratedOptimizer", "_FabricOptimizer") or name.startswith("Fabric")
+    Raises:
+        CheckpointError: it is a `ZeroRedundancyOptimizer` that follows the buckets of DDP, which decide at the first
+            step what each rank holds.
+    """
+    if not is_zero(optimizer):
+        return optimizer
+    if cast(Any, optimizer)._overlap_with_ddp:
+        raise CheckpointError(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be saved or loaded",
+            fix="Build it without overlap_with_ddp, or shard the model by fully_shard.",
+        )
+    return optimizer.optim

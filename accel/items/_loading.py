@@ -1,103 +1,309 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loading will do, gathered while nothing is changed: what is read of the files, and what then changes."""
+"""`load_state`: all ranks compare, check bytes, read and apply, and agree after each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
 
-import torch
+import msgspec
 
-from accel.checkpoint import Box, Saved, held_box, is_sharded, like, local_part
+from accel.checkpoint import Held, Manifest, Saved, Skipped, hold_newest, plan_checks, settle
+from accel.comm import Call, call_site
+from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
+from accel.items._kinds import check_items
+from accel.items._matching import Matching, apply_changes, match_items, undo_changes
+from accel.items._source import Change, LoadOptions
+from accel.items._transforms import LoadTransform
+from accel.storage import RemotePath, Span, as_place
 
-Action = Callable[[], object]
 
-
-@dataclass(slots=True)
-class Changes:
-    """What loading will do, in order.
+class Loaded(dict[str, Any]):
+    """The items that `load_state` returns, by name.
 
     Attributes:
-        wanted: names of tensors, and which part of each this rank reads; None for all of it.
-        makers: what makes values and the next two lists of what is read.
-        risky: the item, a change of it that runs code of others, and what makes it undone.
-        copies: live tensors and the names of what is copied into them; cannot fail.
-        values: what `load_state` returns.
+        path: the checkpoint's folder, the same on every rank.
+        skipped: what did not fit, a line each; empty unless `strict=False`.
     """
 
-    wanted: list[tuple[str, Box | None]] = field(default_factory=list[tuple[str, Box | None]])
-    makers: list[Action] = field(default_factory=list[Action])
-    risky: list[tuple[str, Action, Action]] = field(default_factory=list[tuple[str, Action, Action]])
-    copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
-    values: dict[str, object] = field(default_factory=dict[str, object])
-
-    def want(self, name: str, template: torch.Tensor | None) -> None:
-        """Note that this rank reads what lies like a live tensor; all of a tensor if there is none."""
-        box = held_box(template, name) if template is not None and is_sharded(template) else None
-        if box is not None or template is None or not is_sharded(template):
-            self.wanted.append((name, box))
-
-    def risk(self, where: str, change: Action, back: Action) -> None:
-        """Note a change that can fail, and what makes it undone."""
-        self.risky.append((where, change, back))
+    def __init__(self, values: Mapping[str, object], path: Path | RemotePath, skipped: tuple[str, ...] = ()) -> None:
+        super().__init__(values)
+        self.path = path
+        self.skipped = skipped
 
 
-def read_like(saved: Saved, name: str, template: torch.Tensor | None) -> torch.Tensor:
-    """Return a stored tensor in new memory: spread as a live DTensor is, else whole and on the CPU.
+@context_first
+def load_state(
+    ctx: DistContext,
+    path: str | os.PathLike[str] | RemotePath,
+    items: Mapping[str, object],
+    *,
+    verify: bool = True,
+    strict: bool = True,
+    cast: bool = False,
+    transform: LoadTransform | None = None,
+) -> Loaded:
+    """Load a checkpoint into items, all of it or nothing. A collective. Mutates modules, optimizers, random streams.
+
+    Gradients of the items are dropped, those of an unfinished window too.
+
+    Every rank checks everything before any changes anything, and reads what it holds: of sharded tensors its part,
+    whatever mesh they were saved on. At the world size that was saved, random
+    streams go on where they were; at another, or on another kind of device, each rank's are seeded from the
+    checkpoint's digest and the rank.
 
     Args:
-        saved: the checkpoint.
-        name: the tensor's.
-        template: the live tensor, of the same shape if it is a DTensor; None for none.
-    """
-    if template is None or not is_sharded(template):
-        return saved.read(name)
-    part = torch.empty(local_part(template).shape, dtype=saved.stub(name).dtype)
-    box = held_box(template, name)
-    if box is not None and part.numel():
-        saved.read_into(part, name, box)
-    return like(part, template, template.shape)
+        ctx: the context.
+        path: the folder or URL that was given to `save_state`, for its newest checkpoint; or a checkpoint's own. In the
+            first case rank 0 chooses, damaged checkpoints are skipped with a warning of the logger
+            `accel.checkpoint`, and a writer may go on beside.
+        items: what was saved, by the same names: live objects to load into, and records and plain values of the types
+            to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
+        verify: whether to compare every byte of the files that are read with their digests. The ranks divide that, so
+            the folder must be one that all nodes share.
+        strict: whether any difference is an error. Else what fits is loaded: of modules each tensor, of the rest each
+            item; what was skipped is in the result, and told by the logger `accel.checkpoint`.
+        cast: whether floating-point tensors may be of another dtype, to which the stored ones are converted; so is
+            optimizer state that was of its parameter's dtype. Devices may always differ.
+        transform: a pure function of what the checkpoint holds of modules, by name, that gives the names to load it by;
+            of optimizers, the parameters follow.
 
-
-def read_parts(saved: Saved, copies: Iterable[tuple[torch.Tensor, str]]) -> None:
-    """Copy what this rank holds of stored tensors into live ones. Mutates them.
-
-    Args:
-        saved: the checkpoint.
-        copies: live tensors, each of which tells the part, and the names of stored ones.
-    """
-    parts = ((local_part(live), name, held_box(live, name)) for live, name in copies)
-    saved.read_all((part, name, box) for part, name, box in parts if box is not None and part.numel())
-
-
-def try_risky(changes: Changes) -> list[Action]:
-    """Make the changes that can fail; return what undoes them, last first. Undoes all if one fails.
+    Returns:
+        Every item: the live objects that were passed, and new records and values; with `path` and `skipped`.
 
     Raises:
-        CheckpointError: an object refused its state; `where` names the item.
+        CheckpointError: there is none, it has been deleted, is damaged, half-written, of a newer format, or it does not
+            fit: every difference is listed. The same on every rank; nothing has been changed, unless the disk fails
+            after all has been checked, which the error says.
+        ConfigError: no items, a name that is no identifier, or a transform that returned what it may not.
+
+    Example:
+        >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "best": 0.25}, step=3)
+        >>> loaded = accel.load_state(ctx, path, {"model": model, "best": 0.0})
+        >>> loaded["best"]
+        0.25
     """
-    undo: list[Action] = []
-    for where, change, back in changes.risky:
-        undo.insert(0, back)
-        try:
-            change()
-        except Exception as error:
-            kept = "nothing has been changed" if rollback(undo) else "it did not take its former state back either"
-            raise CheckpointError(
-                f"an object refused its state: {type(error).__name__}: {error}",
-                where=where,
-                fix=f"Build it the way it was when it was saved; {kept}.",
-            ) from error
-    return undo
+    options = LoadOptions(strict, cast, transform)
+    loaded = load_newest(ctx, path, lambda _: items, verify=verify, options=options, site=call_site())
+    if loaded is None:
+        raise CheckpointError(
+            "no checkpoint in this folder",
+            expected="a folder that save_state has written to, or a checkpoint's own",
+            where=str(path),
+            fix="See whether the path is right, and on a file system that every node shares.",
+        )
+    return loaded
 
 
-def rollback(undo: list[Action]) -> bool:
-    """Undo changes, each whether or not another one can be undone; return whether all were."""
-    undone = True
-    for back in undo:
+def load_newest(
+    ctx: DistContext,
+    path: str | os.PathLike[str] | RemotePath,
+    items_for: Callable[[Manifest], Mapping[str, object]],
+    *,
+    verify: bool = True,
+    options: LoadOptions,
+    site: str,
+    verb: str = "load_state",
+) -> Loaded | None:
+    """Load the checkpoint at a path, or the newest of a run's folder, into items that may depend on what it holds.
+
+    A collective; see `load_state`.
+
+    Args:
+        ctx: the context.
+        path: as there.
+        items_for: gives the items to load into; called on every rank with the manifest of the checkpoint that all
+            ranks have agreed on, and once more if another checkpoint must take its place.
+        verify: as there.
+        options: how the checkpoint may differ.
+        site: the user's call that this is part of.
+        verb: the name of the user's call.
+
+    Returns:
+        None if the path is a folder without checkpoints, or does not exist.
+    """
+    folder, error = as_place(""), None
+    try:
+        folder = as_place(path)
+    except Exception as failure:
+        error = failure
+    call = Call(verb, f"{folder.name}\nverify {verify}\nstrict {options.strict}", site)
+    skipped = Skipped()
+    while True:
+        with hold_newest(ctx, folder, call, skipped, error) as held:
+            if held is None:
+                return None
+            loading = _Loading(ctx, held, verify, options, site, verb)
+            damage = loading.compare(items_for) or loading.check_bytes()
+            if not damage:
+                return loading.apply()
+            if ctx.is_main_process:
+                skipped.add_held(held, damage)
+
+
+class _Wish(msgspec.Struct, frozen=True):
+    """A rank's intention.
+
+    Attributes:
+        bytes_of_files: how much of each file it reads.
+        left: names that it leaves of `Part`s.
+        damage: why it cannot read a checkpoint that another may replace; "" if it can.
+    """
+
+    bytes_of_files: list[int] = []
+    left: set[str] = set()
+    damage: str = ""
+
+
+class _Loading:
+    """One checkpoint on its way into items. Each method is a collective; all of it happens, or nothing."""
+
+    def __init__(self, ctx: DistContext, held: Held, verify: bool, options: LoadOptions, site: str, verb: str) -> None:
+        self._ctx, self._held, self._options = ctx, held, options
+        self._verify, self._site, self._verb = verify, site, verb
+        self._wishes: list[_Wish] = []
+        self._matching: Matching | None = None
+
+    def compare(self, items_for: Callable[[Manifest], Mapping[str, object]]) -> str:
+        """Compare items with the manifest, and open the files that this rank reads. Changes nothing.
+
+        Args:
+            items_for: gives the live items for a manifest.
+
+        Returns:
+            The damage, if another checkpoint may take this one's place; "" for none. The same on every rank.
+
+        Raises:
+            CheckpointError: the items do not fit, or there is damage.
+            ConfigError: the items are none.
+        """
+        error, wish = None, _Wish()
         try:
-            back()
-        except Exception:
-            undone = False
-    return undone
+            saved = self._held.opened
+            if isinstance(saved, CheckpointError):
+                wish = self._damaged(saved)
+            else:
+                items = items_for(saved.manifest)
+                check_items(items, self._verb)
+                self._matching = match_items(self._ctx, saved, items, self._options)
+                wish = self._open(saved, self._matching)
+        except Exception as failure:
+            error = failure
+        self._wishes = settle(self._ctx, Call(f"{self._verb}: comparing", site=self._site), error, wish, _Wish)
+        return self._of_all([wish.damage for wish in self._wishes])
+
+    def check_bytes(self) -> str:
+        """Compare this rank's share of the files with their digests. Changes nothing; returns as `compare` does.
+
+        Raises:
+            CheckpointError: there is damage, or ranks leave the same of `Part`s.
+        """
+        error, damage, saved = None, "", self._held.opened
+        assert isinstance(saved, Saved)  # compare has told otherwise
+        try:
+            if self._options.strict:
+                _check_taken([wish.left for wish in self._wishes])
+            if self._verify:
+                try:
+                    saved.verify(self._spans(saved))
+                except CheckpointError as failure:
+                    damage = self._damaged(failure).damage
+        except CheckpointError as failure:
+            error = failure
+        return self._of_all(settle(self._ctx, Call(f"{self._verb}: checking", site=self._site), error, damage, str))
+
+    def apply(self) -> Loaded:
+        """Read the tensors, then change the items. Mutates them.
+
+        Raises:
+            CheckpointError: something is not what was saved, and nothing has changed; or the disk failed since.
+        """
+        matching, verb, site = self._matching, self._verb, self._site
+        assert matching is not None
+        error, changes = None, list[Change]()
+        try:
+            read = matching.read()
+            apply_changes(read)
+            changes = read
+        except Exception as failure:
+            error = failure
+        try:
+            settle(self._ctx, Call(f"{verb}: applying", site=site), error, b"", bytes)
+        except BaseException:
+            undo_changes(changes)
+            raise
+        try:
+            matching.finish()
+        except CheckpointError as failure:
+            error = _half_loaded(failure)
+        settle(self._ctx, Call(f"{verb}: copying", site=site), error, b"", bytes)
+        loaded = Loaded(matching.results(), self._held.place.path, matching.source.skipped.lines())
+        if self._ctx.is_main_process:
+            _report(self._verb, loaded)
+        return loaded
+
+    def _open(self, saved: Saved, matching: Matching) -> _Wish:
+        try:
+            saved.open_files(matching.wanted())
+        except CheckpointError as failure:
+            return self._damaged(failure)
+        return _Wish(saved.bytes_of_files(matching.wanted()), matching.source.left)
+
+    def _damaged(self, failure: CheckpointError) -> _Wish:
+        """Let another checkpoint take the place of one that was chosen as the newest; raise for one that was named."""
+        if not self._held.is_newest:
+            raise failure
+        return _Wish(damage=str(failure))
+
+    def _of_all(self, damages: list[str]) -> str:
+        several = self._ctx.world_size > 1
+        return "; ".join(f"rank {rank}: {text}" if several else text for rank, text in enumerate(damages) if text)
+
+    def _spans(self, saved: Saved) -> list[tuple[str, Span]]:
+        """Divide the files that are read among the ranks, each among those that read most of it."""
+        spans, readers = dict[str, list[Span]](), dict[str, list[int]]()
+        for at, name in enumerate(sorted(saved.manifest.files)):
+            if most := max(wish.bytes_of_files[at] for wish in self._wishes):
+                spans[name] = saved.manifest.files[name].spans()
+                readers[name] = [rank for rank, wish in enumerate(self._wishes) if 2 * wish.bytes_of_files[at] >= most]
+        mine = plan_checks({name: len(parts) for name, parts in spans.items()}, readers, self._ctx.rank)
+        return [(name, span) for name, share in mine.items() for span in spans[name][share.start : share.stop]]
+
+
+def _check_taken(left: Sequence[Set[str]]) -> None:
+    """Raise unless some rank takes each of the tensors and parameters that a checkpoint holds of `Part`s.
+
+    Args:
+        left: by rank, what it does not take.
+    """
+    if lost := sorted(name for name in left[0] if all(name in other for other in left)):
+        raise CheckpointError(
+            "in the checkpoint, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
+            fix="Build the parts so that together they are the whole, or pass strict=False.",
+        )
+
+
+def _report(verb: str, loaded: Loaded) -> None:
+    """Log a load. A run that goes on from a checkpoint shows that on stderr too, unless the script logs by itself."""
+    logger = logging.getLogger("accel.checkpoint")
+    if loaded.skipped:
+        lines = "".join(f"\n  {line}" for line in loaded.skipped)
+        logger.warning("%s was not loaded in full, as strict=False:%s", loaded.path, lines)
+    logger.info("%s: loaded %s", verb, loaded.path)
+    if verb == "resume" and not logger.hasHandlers():
+        print(f"accel: resumes from {loaded.path}", file=sys.stderr, flush=True)
+
+
+def _half_loaded(failure: CheckpointError) -> CheckpointError:
+    return CheckpointError(
+        f"{failure.problem}; it was whole when it was checked, and parts of it have been loaded",
+        expected=failure.expected,
+        got=failure.got,
+        where=failure.where,
+        fix="Load it, or an older checkpoint, into the same items again before they are used.",
+    )

@@ -1,51 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live tensors that nothing can simply be copied into: elements that share memory, memory that may not be written."""
+"""Live tensors whose elements share memory, as those of `expand` do: loaded by way of the memory under them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from accel.checkpoint import is_sharded, local_part
+
+@dataclass(frozen=True, slots=True)
+class OverlapChange:
+    """New contents for the memory under a tensor."""
+
+    where: str
+    memory: torch.Tensor
+    after: torch.Tensor
+    before: torch.Tensor
+
+    def apply(self) -> None:
+        """Copy the new contents."""
+        self.memory.copy_(self.after)
+
+    def undo(self) -> None:
+        """Copy the former contents."""
+        self.memory.copy_(self.before)
 
 
-def unwritable(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be loaded in place, "" if it can."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "one that was made in inference mode; make the module outside of it, or load within it"
-    return "a DTensor whose elements share memory; clone it" if is_sharded(tensor) and overlaps(tensor) else ""
-
-
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory, as those of `expand` do. No communication."""
-    part, reach = local_part(tensor), 0
-    if part.layout != torch.strided or not part.numel():
-        return False
-    for stride, size in sorted(zip(part.stride(), part.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
-
-
-def memory_under(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory from a tensor's first element to its last, as one dimension. A view."""
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.detach().as_strided((reach + 1,), (1,))
-
-
-def put_under(memory: torch.Tensor, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Put a value where a tensor has its elements. Mutates the memory.
+def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> OverlapChange | None:
+    """Return the change that puts a value into a live tensor; None if elements that share memory would differ.
 
     Args:
-        memory: a copy of what is under the tensor.
-        tensor: says where each element is.
+        where: the tensor's name.
+        live: the tensor.
         value: of the same shape.
-
-    Returns:
-        Whether elements that share memory have one value, bit for bit.
     """
-    places = torch.arange(memory.numel(), device=memory.device).as_strided(tensor.shape, tensor.stride())
-    memory[places.reshape(-1)] = value.to(memory.dtype).reshape(-1)
-    found = memory[places]
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (found, value.to(memory.dtype))))
+    reach = sum(stride * (size - 1) for stride, size in zip(live.stride(), live.shape, strict=True))
+    memory = live.detach().as_strided((reach + 1,), (1,))
+    before, after = memory.clone(), memory.clone()
+    value = value.to(memory.device, memory.dtype)
+    places = torch.arange(memory.numel(), device=memory.device).as_strided(live.shape, live.stride())
+    after[places.reshape(-1)] = value.reshape(-1)
+    same = torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (after[places], value)))
+    return OverlapChange(where, memory, after, before) if same else None

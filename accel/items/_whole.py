@@ -14,7 +14,7 @@ from accel.checkpoint import check_tensor, is_sharded, settle
 from accel.collectives import check_rank
 from accel.comm import Call, call_site
 from accel.context import DistContext, context_first
-from accel.items._modules import clean_name
+from accel.items._module import clean_name
 from accel.storage import dtype_name
 
 _EXTRA_STATE = "_extra_state"

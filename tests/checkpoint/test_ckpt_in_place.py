@@ -15,7 +15,7 @@ from torch import nn
 import accel
 from accel.checkpoint import decode_manifest, encode_manifest
 from accel.errors import CheckpointError
-from accel.items._overlaps import overlaps
+from accel.items._module import overlaps
 
 
 def with_buffers(value: float, mask: torch.Tensor) -> nn.Module:

@@ -20,8 +20,7 @@ from accel import load_state, save_state
 from accel.checkpoint import Manifest, open_checkpoint
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.items._restore import LoadOptions
-from accel.items._state import Loaded, load_newest
+from accel.items import Loaded, LoadOptions, load_newest
 from accel.process import wait_for_everyone
 from accel.storage import as_place
 from accel.testing import simulate

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,14 +19,12 @@ from accel.checkpoint import is_sharded, settle
 from accel.comm import Call, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
-from accel.items._gradients import drop_gradients
-from accel.items._items import check_items, module_states
-from accel.items._kinds import Stateful
-from accel.items._loading import Changes, rollback, try_risky
-from accel.items._modules import ModuleState
-from accel.items._optimizers import load_optimizer
-from accel.items._problems import Problems, facts
-from accel.items._zero import contents, put_back
+from accel.items._kinds import Stateful, bare_optimizer, check_items
+from accel.items._matching import apply_changes, drop_gradients, undo_changes
+from accel.items._module import ModuleState, module_states
+from accel.items._optimizer import OptimizerChange, contents
+from accel.items._source import Change, Problems, facts
+from accel.items._stateful import StatefulChange
 from accel.precision import LossScale
 from accel.storage import open_directory, read_reference
 
@@ -67,33 +66,43 @@ def load_accelerate_state(
         ConfigError: an item that Accelerate does not save.
     """
     source, call = Path(folder), Call(_WHERE, Path(folder).name, call_site())
-    error, changes, copies, undo = None, None, list[Copy](), []
+    error, found, applied = None, None, list[Change]()
     try:
         check_items(items, _WHERE)
-        changes, copies = _match(source, items)
+        found = _read(source, items)
     except Exception as failure:
         error = failure
     settle(ctx, call, error, b"", bytes)
-    assert changes is not None  # settle raised otherwise
+    assert found is not None  # settle raised otherwise
     try:
-        undo = try_risky(changes)
+        apply_changes(found.changes)
+        applied = found.changes
     except CheckpointError as failure:
         error = failure
     try:
         settle(ctx, Call(f"{_WHERE}: applying", site=call.site), error, b"", bytes)
     except BaseException:
-        rollback(undo)
+        undo_changes(applied)
         raise
     with torch.no_grad():
-        for live, stored in copies:
+        for live, stored in found.copies:
             live.copy_(stored)
-    drop_gradients(items)
-    return changes.values
+    drop_gradients(items.values())
+    return found.results
 
 
-def _match(source: Path, items: Mapping[str, object]) -> tuple[Changes, list[Copy]]:
-    """Read and compare everything; return what loading will do."""
-    changes, copies, problems, states = Changes(), list[Copy](), Problems(), module_states(items)
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What loading will do: changes that can fail, live tensors with what is copied into them, and what it returns."""
+
+    changes: list[Change]
+    copies: list[Copy]
+    results: dict[str, object]
+
+
+def _read(source: Path, items: Mapping[str, object]) -> _Found:
+    """Read and compare everything."""
+    found, problems, states = _Found([], [], dict(items)), Problems(), module_states(items)
     taken: list[str] = []
     counts: dict[str, int] = {}
     with open_directory(source) as folder:
@@ -103,26 +112,24 @@ def _match(source: Path, items: Mapping[str, object]) -> tuple[Changes, list[Cop
         count = counts[kind] = counts.get(kind, -1) + 1
         stem = kind + (first if count == 0 else f"_{count}")
         names = [stem + ending for ending in endings]
-        found = next((name for name in names if name in present), None)
-        if found is None:
+        name = next((name for name in names if name in present), None)
+        if name is None:
             raise _missing(source, names[0], present)
-        taken.append(found)
-        return found
+        taken.append(name)
+        return name
 
     for name, item in items.items():
-        changes.values[name] = item
         if isinstance(item, nn.Module):
-            _module(source / next_name("model", ".safetensors"), name, states[name], problems, copies)
+            _module(source / next_name("model", ".safetensors"), name, states[name], problems, found.copies)
         elif isinstance(item, torch.optim.Optimizer):
-            _optimizer(source / next_name("optimizer", ".bin"), name, item, problems, changes)
+            _optimizer(source / next_name("optimizer", ".bin"), name, item, problems, found.changes)
         elif isinstance(item, LossScale):
-            changes.values[name] = _loss_scale(source / next_name("scaler", ".pt"), item)
+            found.results[name] = _loss_scale(source / next_name("scaler", ".pt"), item)
         elif isinstance(item, Stateful):
             kind = "scheduler" if isinstance(item, LRScheduler) else "custom_checkpoint"
             ending, first = (".bin", "") if kind == "scheduler" else (".pkl", "_0")
             state = read_saved(source / next_name(kind, ending, first=first))
-            back = _call(item.load_state_dict, item.state_dict())
-            changes.risk(f"item {name}", _call(item.load_state_dict, state), back)
+            found.changes.append(StatefulChange(f"item {name}", item, state, item.state_dict()))
         else:
             fix = "Leave it out, and begin with a new one."
             got = type(item).__qualname__
@@ -132,7 +139,7 @@ def _match(source: Path, items: Mapping[str, object]) -> tuple[Changes, list[Cop
     for name in sorted(set(present) - set(taken)):
         why = next((why for start, why in _NOT_TAKEN.items() if name.startswith(start)), "of no item that was passed")
         logging.getLogger("accel.checkpoint").warning("not taken from %s: %s (%s)", source, name, why)
-    return changes, copies
+    return found
 
 
 def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies: list[Copy]) -> None:
@@ -150,8 +157,8 @@ def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies
         copies.append((tensors[key], stored[key]))
 
 
-def _optimizer(path: Path, name: str, live: torch.optim.Optimizer, problems: Problems, changes: Changes) -> None:
-    state = read_saved(path)
+def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: Problems, changes: list[Change]) -> None:
+    state, live = read_saved(path), bare_optimizer(passed)
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not isinstance(state.get("state"), dict):
         raise CheckpointError("not an optimizer's state", where=str(path))
@@ -167,7 +174,7 @@ def _optimizer(path: Path, name: str, live: torch.optim.Optimizer, problems: Pro
                 problems.compare_tensor(
                     f"{name}: {key} of parameter {index}", ("", tuple(params[index].shape)), ("", tuple(value.shape))
                 )
-    changes.risk(f"item {name}", _call(load_optimizer, live, state), _call(put_back, contents(live)))
+    changes.append(OptimizerChange(f"item {name}", live, passed, state, contents(live)))
 
 
 def _loss_scale(path: Path, live: LossScale) -> LossScale:
@@ -209,7 +216,3 @@ def _missing(source: Path, name: str, present: list[str]) -> CheckpointError:
     return CheckpointError(
         f"{name}: missing", expected="a folder that Accelerate's save_state wrote", got=got, where=str(source), fix=fix
     )
-
-
-def _call(function: Callable[..., object], *values: Any) -> Callable[[], object]:
-    return lambda: function(*values)

@@ -13,7 +13,7 @@ import torch
 from accel.checkpoint import Content, Item, ItemKind, check_tensor, encode, save
 from accel.context import single
 from accel.errors import CheckpointError
-from accel.items._rows import write_row
+from accel.items._rng import capture_row
 from accel.items.foreign._accelerate import read_saved
 from accel.storage import RemotePath, as_place, open_directory, read_reference
 
@@ -65,7 +65,7 @@ def import_accelerate(
                 where=str(source),
                 fix="Only models that were saved as safetensors are taken.",
             )
-        content = Content(shared={}, main=tensors, own={}, loose={}, items=items, row=write_row(single(), {}))
+        content = Content(shared={}, main=tensors, own={}, loose={}, items=items, row=capture_row(single(), {}))
         return save(single(), as_place(out), content, step=step, keep=None, metrics={})
 
 

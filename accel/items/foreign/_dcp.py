@@ -28,9 +28,9 @@ from accel.checkpoint import (
 )
 from accel.context import single
 from accel.errors import CheckpointError
-from accel.items._optimizers import Group, OptimizerValue, ParamFacts
-from accel.items._problems import facts
-from accel.items._rows import write_row
+from accel.items._optimizer_state import Group, OptimizerValue, ParamFacts
+from accel.items._rng import capture_row
+from accel.items._source import facts
 from accel.items.foreign._dcp_read import read_dcp
 from accel.storage import RemotePath, as_place, commit, disk_errors, make_folder, remove_flat, stage_files
 
@@ -77,7 +77,7 @@ def import_dcp(
             encoded = encode(value, name, tensors)
         items[name] = Item(kind=kind, type=type(value).__name__ if kind == "value" else "", value=encoded)
     ctx = single()
-    content = Content(shared={}, main=tensors, own={}, loose={}, items=items, row=write_row(ctx, {}))
+    content = Content(shared={}, main=tensors, own={}, loose={}, items=items, row=capture_row(ctx, {}))
     return save(ctx, as_place(out), content, step=step, keep=None, metrics={})
 
 

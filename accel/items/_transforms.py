@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
 
-from accel.checkpoint import Manifest, TensorEntry, check_tensor
+from accel.checkpoint import TensorEntry, check_tensor
 from accel.errors import ConfigError
 
 T = TypeVar("T")
@@ -33,23 +33,17 @@ SaveTransform = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor
 LoadTransform = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
 
 
-def transformed_names(
-    manifest: Manifest, entries: Mapping[str, TensorEntry], transform: LoadTransform | None
-) -> dict[str, str]:
+def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransform) -> dict[str, str]:
     """Return under which names the tensors of modules are loaded, each with its name in the file.
 
     Args:
-        manifest: the checkpoint's.
-        entries: its tensors, aliases included.
-        transform: the user's; None to leave the names.
+        entries: the checkpoint's tensors of modules, aliases included.
+        transform: the user's.
 
     Raises:
         ConfigError: the function returned something else than some of what it was given, by names.
     """
-    modules = tuple(f"{name}." for name, item in manifest.items.items() if item.kind == "module")
-    given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items() if name.startswith(modules)}
-    if transform is None:
-        return {name: name for name in given}
+    given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items()}
     found = _checked(transform(given), Stored, "load_state")
     for name, stored in found.items():
         if given.get(stored.name) != stored:
@@ -58,21 +52,19 @@ def transformed_names(
 
 
 def transformed_tensors(
-    tensors: Mapping[str, torch.Tensor], modules: Mapping[str, object], transform: SaveTransform | None
+    tensors: Mapping[str, torch.Tensor], modules: Iterable[str], transform: SaveTransform
 ) -> dict[str, torch.Tensor]:
     """Return what is saved of modules, by name.
 
     Args:
         tensors: what they hold.
-        modules: by item.
-        transform: the user's; None to save what they hold.
+        modules: names of items.
+        transform: the user's.
 
     Raises:
         CheckpointError: a tensor cannot be stored.
         ConfigError: the function returned something else than tensors by names that begin with a module's.
     """
-    if transform is None:
-        return dict(tensors)
     found = _checked(transform(tensors), torch.Tensor, "save_state")
     for name, tensor in found.items():
         if not name.startswith(tuple(f"{item}." for item in modules)):

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The items of a checkpoint beside live ones: all are compared, then read, then changed, or put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.checkpoint import Box, Item, MisfitError, Saved, held_box, local_part
+from accel.context import DistContext
+from accel.errors import CheckpointError
+from accel.items._kinds import Part, Stateful, are_numbers, kind_of, type_name, without_parts, without_wrappers
+from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
+from accel.items._optimizer import OptimizerLoad
+from accel.items._rng import apply_rng, compare_row, read_row, rehearse_rng
+from accel.items._source import Change, ItemLoad, LoadOptions, Problems, Source, Wanted
+from accel.items._stateful import StatefulLoad
+from accel.items._transforms import transformed_names
+from accel.items._value import ValueLoad
+from accel.parallel import clear_gradients, clear_parameters
+from accel.random import RngState
+
+
+@dataclass(slots=True)
+class Matching:
+    """A checkpoint that fits live items.
+
+    Attributes:
+        source: the checkpoint.
+        passed: the live items, as the caller has them.
+        loads: the items that are loaded, in order of their names.
+        row: where this rank's row is, if the run had as many ranks.
+        streams: this rank's random streams, once read.
+    """
+
+    source: Source
+    passed: Mapping[str, object]
+    loads: list[ItemLoad] = field(default_factory=list[ItemLoad])
+    row: tuple[str, Box] | None = None
+    streams: RngState | None = None
+
+    def wanted(self) -> list[Wanted]:
+        """Return what this rank reads."""
+        wanted = [each for load in self.loads for each in load.wanted]
+        return wanted if self.row is None else [*wanted, self.row]
+
+    def read(self) -> list[Change]:
+        """Read what is wanted; return the changes that can fail. Changes nothing.
+
+        Raises:
+            CheckpointError: something is not what was saved.
+        """
+        source, changes = self.source, list[Change]()
+        source.row = read_row(source.saved, self.row)
+        for load in self.loads:
+            try:
+                changes += load.read()
+            except MisfitError as misfit:
+                source.problems.wrong_type(misfit.where, misfit.expected, misfit.got)
+        if source.problems:
+            raise source.problems.error(source.saved.path)
+        self.streams = rehearse_rng(source.ctx, source.saved, source.row)
+        return changes
+
+    def finish(self) -> None:
+        """Make the changes that cannot fail unless the disk does: of tensors loaded in place, and random streams.
+
+        Raises:
+            CheckpointError: a file cannot be read any more.
+        """
+        copies = ((local_part(live), key, held_box(live, key)) for load in self.loads for live, key in load.copies)
+        self.source.saved.read_all((part, key, box) for part, key, box in copies if box is not None and part.numel())
+        apply_rng(self.source.ctx, self.source.saved, self.streams)
+        drop_gradients(self.passed.values())  # of a window that ends here
+
+    def results(self) -> dict[str, object]:
+        """Return every item by name: the live ones that were passed, new records and values."""
+        return {name: self.passed[name] for name in sorted(self.passed)} | {
+            load.name: load.result for load in self.loads
+        }
+
+
+def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> Matching:
+    """Compare a checkpoint with items by what its manifest tells. Changes nothing, reads no tensor.
+
+    Raises:
+        CheckpointError: they do not fit, every difference listed; or it holds what `save_state` never writes.
+        ConfigError: a `Part` or `TrainableOnly` of something else than it may be of.
+    """
+    passed, stored = without_parts(items), saved.manifest.items
+    live = without_wrappers(passed)
+    modules = module_states(live)
+    source = Source(
+        ctx=ctx,
+        saved=saved,
+        options=options,
+        file_names=_file_names(saved, options),
+        parameters=parameter_names(modules),
+        parts={name for name, item in items.items() if isinstance(item, Part)},
+    )
+    matching, found = Matching(source, passed), Problems()
+    found.missing += [f"item {name}" for name in items.keys() - stored.keys()]
+    found.unasked += stored.keys() - items.keys()
+    source.judge(found)
+    for name in sorted(live.keys() & stored.keys()):
+        load = _load_of(name, live[name], stored[name], source, passed[name], modules)
+        if load is None:
+            continue
+        if _same_kind(load, live[name]):
+            load.compare()
+        source.judge(load.problems)
+        if not load.problems or isinstance(load, ModuleLoad):  # of a module, what fits is loaded
+            matching.loads.append(load)
+    if source.problems:
+        raise source.problems.error(saved.path)
+    matching.row = compare_row(ctx, saved)
+    return matching
+
+
+def apply_changes(changes: Sequence[Change]) -> None:
+    """Make changes. Undoes all if one fails.
+
+    Raises:
+        CheckpointError: an object refused its state; `where` names the item.
+    """
+    for at, change in enumerate(changes):
+        try:
+            change.apply()
+        except Exception as error:
+            undone = undo_changes(changes[: at + 1])
+            kept = "nothing has been changed" if undone else "it did not take its former state back either"
+            raise CheckpointError(
+                f"an object refused its state: {type(error).__name__}: {error}",
+                where=change.where,
+                fix=f"Build it the way it was when it was saved; {kept}.",
+            ) from error
+
+
+def undo_changes(changes: Sequence[Change]) -> bool:
+    """Undo changes, the last first, each whether or not another one can be undone; return whether all were."""
+    undone = True
+    for change in reversed(changes):
+        try:
+            change.undo()
+        except Exception:
+            undone = False
+    return undone
+
+
+def drop_gradients(items: Iterable[object]) -> None:
+    """Drop the gradients of modules and of optimizers' parameters. No communication."""
+    live = list(items)
+    groups = [group for each in live if isinstance(each, Optimizer) for group in each.param_groups]
+    clear_gradients(*(each for each in live if isinstance(each, nn.Module)))
+    clear_parameters(parameter for group in groups for parameter in group["params"])
+
+
+def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:
+    """The names of modules' tensors in the file, by the names that they are loaded under."""
+    modules = tuple(f"{name}." for name, item in saved.manifest.items.items() if item.kind == "module")
+    entries = {name: entry for name, entry in saved.entries.items() if name.startswith(modules)}
+    if options.transform is not None:
+        return transformed_names(entries, options.transform)
+    return {name: name for name in entries}
+
+
+def _load_of(
+    name: str, live: object, item: Item, source: Source, passed: object, modules: Mapping[str, ModuleState]
+) -> ItemLoad | None:
+    """The load of an item by the kind of the live one; None where None leaves it in the file."""
+    if live is None and item.kind != "value":
+        return None
+    common: dict[str, Any] = {"name": name, "item": item, "source": source, "result": passed}
+    common["problems"] = Problems(source.options.cast)
+    if isinstance(live, nn.Module):
+        return ModuleLoad(live=modules[name], **common)
+    if isinstance(live, Optimizer):
+        return OptimizerLoad(live=live, **common)
+    if isinstance(live, Stateful) and item.kind == "stateful":
+        return StatefulLoad(live=live, **common)
+    return ValueLoad(live=live, **common)
+
+
+def _same_kind(load: ItemLoad, live: object) -> bool:
+    """Whether the live item is of the stored one's kind and class; else note it."""
+    if live is None:
+        return True  # a plain value of any class
+    kind, name, item = kind_of(live), type_name(live), load.item
+    if kind == item.kind == "optimizer" and _is_wrapper_name(item.type):
+        return True
+    named = kind != "module" and item.type != ""  # a module is its tensors, and other formats name no classes
+    if kind == item.kind and (not named or name == item.type or are_numbers([name, item.type])):
+        return True
+    load.problems.wrong_type(f"item {load.name}", f"{kind} {name}", f"{item.kind} {item.type}")
+    return False
+
+
+def _is_wrapper_name(name: str) -> bool:
+    """Whether a checkpoint names the class of a wrapper, which older versions stored: Accelerate's, or Fabric's."""
+    return name in ("AcceleratedOptimizer", "_FabricOptimizer") or name.startswith("Fabric")

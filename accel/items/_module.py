@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules as items: parameters, buffers and extra state, by the names that they have without wrappers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accel.checkpoint import (
+    Item,
+    Kept,
+    check_tensor,
+    encode,
+    has_records,
+    is_sharded,
+    local_part,
+)
+from accel.errors import CheckpointError
+from accel.items._bases import BASE, compare_base
+from accel.items._kinds import type_name
+from accel.items._overlaps import overlap_change
+from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
+from accel.parallel import wrapped_name
+
+_EXTRA_STATE = "_extra_state"  # the key that torch gives to what get_extra_state() returns
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """A module's live state.
+
+    Attributes:
+        parameters, buffers: the live tensors by name; tied ones under every name.
+        extras: what get_extra_state() gave, by name.
+        owners: the submodule of each extra state.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    extras: Mapping[str, Any]
+    owners: Mapping[str, nn.Module]
+
+
+def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:
+    """Return the live state of every module among the items."""
+    return {name: module_state(item, name) for name, item in items.items() if isinstance(item, nn.Module)}
+
+
+def module_state(module: nn.Module, item: str) -> ModuleState:
+    """List a module's parameters, persistent buffers and extra state; wrappers leave no trace in the names.
+
+    Args:
+        module: plain, sharded, or wrapped by DDP or torch.compile, whole or in parts.
+        item: its name, for errors.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored, or is neither parameter nor buffer.
+    """
+    reshard(module)
+    live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    extras: dict[str, Any] = {}
+    owners: dict[str, nn.Module] = {}
+    for raw, value in module.state_dict(keep_vars=True).items():
+        name, owner = _clean(module, raw)
+        if raw.rpartition(".")[2] == _EXTRA_STATE:
+            extras[name], owners[name] = value, owner
+            continue
+        check_tensor(value, f"{item}.{name}")
+        if id(value) not in live:
+            raise CheckpointError(
+                "state_dict() gives a tensor that is neither a parameter nor a buffer, so it could not be loaded",
+                where=f"{item}.{name}",
+                fix="Let get_extra_state() and set_extra_state() carry it.",
+            )
+        (parameters if isinstance(value, nn.Parameter) else buffers)[name] = value
+    return ModuleState(parameters, buffers, extras, owners)
+
+
+def parameter_names(modules: Mapping[str, ModuleState]) -> dict[int, str]:
+    """Return the full name of every parameter of the modules, by `id`; the first in sorted order of a tied one."""
+    names: dict[int, str] = {}
+    for item, state in sorted(modules.items()):
+        for name, parameter in sorted(state.parameters.items()):
+            names.setdefault(id(parameter), f"{item}.{name}")
+    return names
+
+
+def reshard(model: nn.Module) -> None:
+    """Let `fully_shard` drop gathered weights, which it would else go on with after their shards have changed."""
+    for module in model.modules():
+        kind = type(module)
+        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
+            cast(Any, module).reshard()
+
+
+def clean_name(module: nn.Module, raw: str) -> str:
+    """Return a name in a module without the steps that wrappers put into it."""
+    return _clean(module, raw)[0]
+
+
+def capture_module(
+    name: str, module: nn.Module, state: ModuleState, tensors: dict[str, torch.Tensor], kept: Kept
+) -> Item:
+    """Return what a checkpoint holds of a module beside its tensors.
+
+    Args:
+        name: the item's.
+        module: the live one.
+        state: its state.
+        tensors: receives the tensors of extra state by name.
+        kept: receives the records of extra state by path.
+
+    Raises:
+        CheckpointError: an extra state cannot be stored.
+    """
+    extras = {key: encode(extra, f"{name}.{key}", tensors, kept) for key, extra in state.extras.items()}
+    return Item(kind="module", type=type_name(module), value=extras)
+
+
+@dataclass(kw_only=True, slots=True)
+class ModuleLoad(ItemLoad):
+    """A module: tensors are copied in place at the end, extra state is set before.
+
+    Attributes:
+        live: the module's state.
+        _tensors: live tensors that are loaded, by the names that they are loaded under.
+        _extras: stored extra states that are loaded.
+    """
+
+    live: ModuleState
+    _tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _extras: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def compare(self) -> None:
+        """Compare names, shapes and dtypes, and a frozen base with its digests."""
+        name, source, problems = self.name, self.source, self.problems
+        extras = dict(fields_in(self.item.value, name))
+        base = frozenset[str]()
+        if BASE in extras:
+            base = compare_base(name, self.live.parameters, extras.pop(BASE), problems)
+        held = {**self.live.parameters, **self.live.buffers}
+        tensors = {f"{name}.{key}": tensor for key, tensor in held.items() if key not in base}
+        inside = {f"{name}.{key}" for key in extras}
+        stored = {
+            key for key, old in source.file_names.items() if key.startswith(f"{name}.") and not belongs(old, inside)
+        }
+        if name in source.parts:
+            source.left |= stored - tensors.keys()
+            stored &= tensors.keys()
+            extras = {key: extra for key, extra in extras.items() if key in self.live.extras}
+        problems.compare_names(tensors.keys(), stored, "")
+        problems.compare_names(self.live.extras.keys(), extras.keys(), f"{name}.")
+        for key in sorted(tensors.keys() & stored):
+            tensor, old = tensors[key], source.file_names[key]
+            if not problems.compare_tensor(key, facts(tensor), source.facts(old)):
+                continue
+            if problem := _unwritable(tensor):
+                problems.wrong_type(key, "a tensor that can be written to", problem)
+                continue
+            self._tensors[key] = tensor
+            self.wanted += source.want([old], {old: tensor})
+            if not overlaps(tensor):
+                self.copies.append((tensor, old))
+        self._extras = {key: extras[key] for key in self.live.extras.keys() & extras.keys()}
+        for extra in self._extras.values():
+            self.wanted += source.want(source.names_in(name, extra), {})
+
+    def read(self) -> Sequence[Change]:
+        """Read extra state, and tensors that a copy alone does not load: tied ones, and elements that share memory."""
+        entries, changes, first = self.source.saved.entries, list[Change](), dict[int, str]()
+        for key, tensor in self._tensors.items():
+            old = self.source.file_names[key]
+            if overlaps(tensor):
+                change = overlap_change(key, tensor, self.source.saved.read(old))
+                if change is None:
+                    self.source.problems.wrong_type(key, "one value for elements that share memory", "several")
+                else:
+                    changes.append(change)
+            twin = first.setdefault(id(tensor), key)
+            if entries[self.source.file_names[twin]] is not entries[old]:
+                self._compare_tied(tensor, twin, key)
+        for key, stored in self._extras.items():
+            path, kept, before = f"{self.name}.{key}", Kept(), copy.deepcopy(self.live.extras[key])
+            if has_records(stored):
+                encode(before, path, {}, kept)
+            value = self.source.decode(path, stored, {}, kept)
+            changes.append(_ExtraChange(path, self.live.owners[key], value, before))
+        return changes
+
+    def _compare_tied(self, live: torch.Tensor, twin: str, key: str) -> None:
+        """Note two stored tensors that differ, but are one live tensor."""
+        stored = [self.source.file_names[each] for each in (twin, key)]
+        one, other = (local_part(self.source.read_like(each, {each: live})) for each in stored)
+        if not torch.equal(one, other):
+            self.source.problems.wrong_type(key, f"the same tensor as {twin}", "another one")
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtraChange:
+    """The extra state of a submodule."""
+
+    where: str
+    owner: nn.Module
+    value: Any
+    before: Any
+
+    def apply(self) -> None:
+        self.owner.set_extra_state(self.value)
+
+    def undo(self) -> None:
+        self.owner.set_extra_state(self.before)
+
+
+def _unwritable(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be loaded in place, "" if it can."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "one that was made in inference mode; make the module outside of it, or load within it"
+    return "a DTensor whose elements share memory; clone it" if is_sharded(tensor) and overlaps(tensor) else ""
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory, as those of `expand` do. No communication."""
+    part, reach = local_part(tensor), 0
+    if part.layout != torch.strided or not part.numel():
+        return False
+    for stride, size in sorted(zip(part.stride(), part.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _clean(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
+    """The name without wrappers' steps, and the innermost submodule on the way."""
+    kept: list[str] = []
+    node = module
+    for part in raw.split("."):
+        if part != wrapped_name(node):
+            kept.append(part)
+        child = getattr(node, part, None)
+        node = child if isinstance(child, nn.Module) else node
+    return ".".join(kept), node

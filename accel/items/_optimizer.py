@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers as items: state by parameter, loaded on any mesh, where possible without memory for a second one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from accel.checkpoint import Item, Kept, has_records, is_sharded, like, local_part, memory_id, tensors_in
+from accel.errors import CheckpointError
+from accel.items import _zero
+from accel.items._kinds import is_zero, local_optimizer, type_name
+from accel.items._optimizer_state import (
+    Names,
+    OptimizerValue,
+    decode_optimizer,
+    encode_optimizer,
+    named_parameters,
+)
+from accel.items._source import Change, ItemLoad, facts, is_floating
+
+_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+Contents = list[tuple[torch.optim.Optimizer, dict[str, Any]]]
+
+
+def capture_optimizer(
+    name: str, live: torch.optim.Optimizer, names: Names, tensors: dict[str, torch.Tensor], kept: Kept
+) -> Item:
+    """Return what a checkpoint holds of an optimizer.
+
+    Args:
+        name: the item's.
+        live: the optimizer.
+        names: full names of parameters by `id`.
+        tensors: receives its tensors by name.
+        kept: receives the records in its state by path.
+
+    Raises:
+        CheckpointError: something in its state cannot be stored.
+    """
+    value = encode_optimizer(live, name, names, tensors, kept)
+    return Item(kind="optimizer", type=type_name(live), value=msgspec.to_builtins(value))
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The live parameter that a tensor of the state belongs to, and the dtype that it was saved with."""
+
+    parameter: torch.Tensor
+    stored_dtype: str
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerLoad(ItemLoad):
+    """An optimizer: a new state is put into it; tensors that live ones can hold are copied into those at the end.
+
+    Attributes:
+        live: the optimizer without wrappers; `result` is the one that was passed.
+        _stored: the state, by the names of live parameters.
+        _owners: the parameter of each stored tensor that belongs to one.
+        _slots: live tensors by the names of the stored ones that may be copied into them.
+    """
+
+    live: torch.optim.Optimizer
+    _stored: OptimizerValue = field(default_factory=lambda: OptimizerValue((), {}, {}, {}))
+    _owners: dict[str, _Owner] = field(default_factory=dict[str, _Owner])
+    _slots: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def compare(self) -> None:
+        """Compare parameters and groups, and find the parameter of each stored tensor."""
+        source, listed = self.source, named_parameters(self.live, self.source.parameters)
+        moved = {old: new for new, old in reversed(source.file_names.items()) if old not in source.file_names}
+        stored = self._read_value().renamed(moved)
+        if self.name in source.parts:
+            source.left |= {f"{self.name}: parameter {each}" for each in stored.params.keys() - listed.keys()}
+            stored = stored.part(listed)
+        self._compare_parameters(stored, listed)
+        held = {id(parameter) for group in local_optimizer(self.live).param_groups for parameter in group["params"]}
+        state = {name: each for name, each in stored.state.items() if name in listed and id(listed[name]) in held}
+        self._stored = stored = msgspec.structs.replace(stored, state=state)
+        owned = {name: listed[name] for name in state if name in stored.params}
+        for name, parameter in owned.items():
+            owner = _Owner(parameter, stored.params[name].dtype)
+            self._owners |= dict.fromkeys(tensors_in(state[name]), owner)
+        live = {key: owner.parameter for key, owner in self._owners.items()}
+        self.wanted = source.want(source.names_in(self.name, stored.encoded()), live)
+        self._slots = _loadable_in_place(local_optimizer(self.live), state, owned)
+
+    def read(self) -> Sequence[Change]:
+        """Make the state, of tensors of its own and of live ones."""
+        tensors: dict[str, torch.Tensor] = {}
+        for key in self.source.names_in(self.name, self._stored.encoded()):
+            owner, slot = self._owners.get(key), self._slots.get(key)
+            if owner is None:
+                tensors[key] = self.source.saved.read(key)
+            elif slot is not None and self._fits(slot, key, owner):
+                tensors[key] = slot
+                self.copies.append((slot, key))
+            else:
+                tensors[key] = self._state_tensor(key, owner)
+        kept, names = Kept(), self.source.parameters
+        if has_records(self._stored.encoded()):
+            encode_optimizer(self.live, self.name, names, {}, kept)
+        state = decode_optimizer(self.live, self._stored, self.name, names, tensors, self.source.making(kept))
+        return [OptimizerChange(f"item {self.name}", self.live, self.result, state, contents(self.live))]
+
+    def _read_value(self) -> OptimizerValue:
+        try:
+            return msgspec.convert(self.item.value, OptimizerValue)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"not an optimizer's state: {error}", where=f"item {self.name}") from error
+
+    def _compare_parameters(self, stored: OptimizerValue, listed: Mapping[str, torch.Tensor]) -> None:
+        problems, title = self.problems, f"{self.name}: parameter "
+        problems.compare_names(listed.keys(), stored.params.keys(), title)
+        for name in listed.keys() & stored.params.keys():
+            old = stored.params[name]
+            problems.compare_tensor(f"{title}{name}", facts(listed[name]), (old.dtype, old.shape))
+        by_id = {id(p): name for name, p in listed.items()}
+        groups = [{by_id[id(p)] for p in group["params"]} for group in self.live.param_groups]
+        stored_groups = [set(group.params) for group in stored.groups]
+        if listed.keys() == stored.params.keys() and stored_groups != groups:
+            sizes = [[len(group) for group in each] for each in (groups, stored_groups)]
+            expected, got = f"groups of {sizes[0]}", f"other groups, of {sizes[1]}"
+            problems.wrong_type(f"{self.name}: groups of parameters", expected, got)
+        problems.compare_names(set[str](), stored.state.keys() - stored.params.keys(), f"{self.name}: state of ")
+
+    def _fits(self, slot: torch.Tensor, key: str, owner: _Owner) -> bool:
+        return slot.dtype == self._state_dtype(key, owner) and tuple(slot.shape) == self.source.facts(key)[1]
+
+    def _state_tensor(self, key: str, owner: _Owner) -> torch.Tensor:
+        """A tensor of a parameter's state: spread as that is, and cast as that is, where it was of its dtype."""
+        parameter = owner.parameter
+        read = self.source.read_like(key, {key: parameter})
+        if not is_sharded(read) and is_sharded(parameter) and read.dim():  # what belongs to rows, columns or blocks
+            read = like(read, parameter)
+        return read.to(self._state_dtype(key, owner))
+
+    def _state_dtype(self, key: str, owner: _Owner) -> torch.dtype:
+        stored, shape = self.source.facts(key)
+        cast = stored == owner.stored_dtype and is_floating(stored) and shape
+        return owner.parameter.dtype if cast else self.source.saved.stub(key).dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerChange:
+    """Another state of an optimizer.
+
+    Attributes:
+        where: the item, for errors.
+        live: the optimizer without wrappers.
+        wrapper: the optimizer that was passed.
+        state: in torch's form.
+        before: from `contents`.
+    """
+
+    where: str
+    live: torch.optim.Optimizer
+    wrapper: object
+    state: dict[str, Any]
+    before: Contents
+
+    def apply(self) -> None:
+        """Load the new state, dtypes included."""
+        if is_zero(self.live):
+            _zero.load_state_dict(self.live, self.state)
+        else:
+            self.live.load_state_dict(self.state)
+        params = [p for group in self.live.param_groups for p in group["params"]]
+        held = local_optimizer(self.live).state
+        for index, entries in self.state["state"].items():
+            live = held.get(params[index], {})  # nothing of what another rank holds
+            for key, value in entries.items():  # torch casts floating state to the parameter's dtype, which loses bits
+                if isinstance(value, torch.Tensor) and key in live and live[key].dtype != value.dtype:
+                    live[key] = value.to(live[key].device)
+        _follow(self.wrapper)
+
+    def undo(self) -> None:
+        """Put the former contents back."""
+        for optimizer, held in self.before:
+            optimizer.__dict__.update(held)
+        _follow(self.wrapper)
+
+
+def contents(optimizer: torch.optim.Optimizer) -> Contents:
+    """Return what a load replaces and never changes: of an optimizer and of the one inside."""
+    each = {id(one): one for one in (optimizer, local_optimizer(optimizer))}.values()
+    return [(one, {"state": one.state, "param_groups": one.param_groups}) for one in each]
+
+
+def _follow(wrapper: object) -> None:
+    """Let the wrappers of an optimizer that keep references to its state hold what it holds by now. Mutates them."""
+    held = getattr(wrapper, "optimizer", None)
+    if isinstance(wrapper, torch.optim.Optimizer) and isinstance(held, torch.optim.Optimizer):
+        _follow(held)
+        for name in vars(wrapper).keys() & {"state", "param_groups"}:
+            vars(wrapper)[name] = getattr(held, name)
+
+
+def _loadable_in_place(
+    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Live state tensors by the names of the stored tensors that may be copied into them.
+
+    The optimizer can be given them as its new state, and their contents be read when nothing can fail any more. So
+    none are returned of an optimizer that has code of its own to load, as that might look at them.
+    """
+    if not _keeps_what_it_is_given(optimizer):
+        return {}
+    slots = [slot for held in optimizer.state.values() for slot in held.values() if isinstance(slot, torch.Tensor)]
+    memory = Counter(map(_address, [*parameters.values(), *slots]))
+    found: dict[str, torch.Tensor] = {}
+    for owner, parameter in parameters.items():
+        state = stored[owner]
+        for key, slot in optimizer.state.get(parameter, {}).items():
+            if isinstance(state, dict) and _lies_like(slot, parameter) and memory[_address(slot)] == 1:
+                value = cast("dict[str, Any]", state).get(key)
+                found |= {name: slot for name in tensors_in(value) if value == {"$tensor": name}}
+    return found
+
+
+def _keeps_what_it_is_given(optimizer: torch.optim.Optimizer) -> bool:
+    kind, hooks = cast("Any", type(optimizer)), [getattr(optimizer, name, None) for name in _HOOKS]
+    loading = (kind.load_state_dict.__module__, kind.__setstate__.__module__)
+    return all(module.startswith("torch.optim.") for module in loading) and hooks == [{}, {}]
+
+
+def _lies_like(slot: object, parameter: torch.Tensor) -> bool:
+    """Whether a state tensor is spread as its parameter is, in memory that holds nothing else."""
+    if not isinstance(slot, torch.Tensor) or slot.shape != parameter.shape or slot.device != parameter.device:
+        return False
+    if is_sharded(slot) and is_sharded(parameter):
+        if (slot.device_mesh, slot.placements) != (parameter.device_mesh, parameter.placements):
+            return False
+    elif is_sharded(slot) or is_sharded(parameter):
+        return False
+    part = local_part(slot)
+    return (
+        slot.dim() > 0
+        and type(part) is torch.Tensor
+        and part.is_contiguous()
+        and part.untyped_storage().nbytes() == part.nbytes
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    part = local_part(tensor)
+    return memory_id(part) if type(part) is torch.Tensor else 0

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save_state`: items taken apart into what this rank brings to a checkpoint, which all ranks write and commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, get_args, overload
+
+import msgspec
+import torch
+
+from accel.checkpoint import (
+    Content,
+    Item,
+    Keep,
+    Kept,
+    Saving,
+    check_keep,
+    check_metrics,
+    local_part,
+    save,
+    save_async,
+    settle,
+)
+from accel.comm import Call, call_site
+from accel.context import DistContext, context_first
+from accel.errors import CheckpointError, ConfigError, NonFiniteError, check_choice
+from accel.items._bases import BASE, without_base
+from accel.items._kinds import (
+    Stateful,
+    TrainableOnly,
+    check_items,
+    divided_names,
+    kind_of,
+    without_parts,
+    without_wrappers,
+)
+from accel.items._module import ModuleState, capture_module, module_states, parameter_names
+from accel.items._optimizer import capture_optimizer
+from accel.items._parts import join_values, own_values
+from accel.items._rng import capture_row
+from accel.items._stateful import capture_stateful
+from accel.items._transforms import SaveTransform, transformed_tensors
+from accel.items._value import capture_value, check_records
+from accel.optim import norms
+from accel.storage import RemotePath, as_place
+
+SaveMode = Literal["sync", "async"]
+
+_LARGEST_STEP = 10**18
+_SHOWN = 3
+
+_OfItem = tuple[str, torch.Tensor]  # a tensor, and the item that it is of
+
+
+@overload
+def save_state(
+    ctx: DistContext,
+    out: os.PathLike[str],
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    mode: Literal["sync"] = "sync",
+    allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
+) -> Path: ...
+
+
+@overload
+def save_state(
+    ctx: DistContext,
+    out: str | os.PathLike[str] | RemotePath,
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    mode: Literal["sync"] = "sync",
+    allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
+) -> Path | RemotePath: ...
+
+
+@overload
+def save_state(
+    ctx: DistContext,
+    out: str | os.PathLike[str] | RemotePath,
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    mode: Literal["async"],
+    allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
+) -> Saving: ...
+
+
+@context_first
+def save_state(
+    ctx: DistContext,
+    out: str | os.PathLike[str] | RemotePath,
+    items: Mapping[str, object],
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    mode: SaveMode = "sync",
+    allow_non_finite: bool = False,
+    transform: SaveTransform | None = None,
+) -> Path | RemotePath | Saving:
+    """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
+
+    Every rank writes its share. Parameters and optimizer state are taken to be equal on all ranks; of buffers, records
+    and other values rank 0's count. The random streams of all ranks are saved too. A checkpoint of the same step is
+    replaced when the new one is complete.
+
+    Args:
+        ctx: the context.
+        out: the folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the
+            URL of one in a store, such as "s3://bucket/run", or a `RemotePath` with options.
+        items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name. A
+            `Part` of a module or an optimizer is what this rank has of one that ranks divide.
+        step: names the checkpoint, 0 or above.
+        keep: which checkpoints stay: a number from 1, this one and the newest others; or a `Keep`; None for all. They
+            are deleted after the commit, and only if they hold nothing but what accel wrote.
+        metrics: finite numbers to keep the best by, stored with the checkpoint; rank 0's count.
+        mode: "sync" returns after the commit. "async" returns once every rank has copied its share to host memory, and
+            writes from there; the next save and the end of the session wait for it, and raise what went wrong if its
+            `result` has not been asked for.
+        allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
+            beside the -inf of masks.
+        transform: a pure function of the modules' tensors by name that gives what is saved of them: other names, fewer
+            tensors, other dtypes. The parameters of optimizers follow.
+
+    Returns:
+        The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed; in mode "async", a
+        `Saving`, whose `result` is that.
+
+    Raises:
+        ConfigError: no items, a name, step, keep, metric, mode or path out of range, or a record that is not at a
+            step's end.
+        CheckpointError: something cannot be stored, another process, which is named, is saving into the folder, or the
+            disk failed; the same on every rank, nothing has changed.
+        NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed. In mode
+            "async", `result` raises it, of what is written.
+        CollectiveMismatch: ranks passed other steps or differently shaped items.
+
+    Example:
+        >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "optimizer": optimizer}, step=3, keep=2)
+        >>> path.name
+        'step-00000003'
+    """
+    ctx.comm.finish()
+    error, place, content, rule, rated, own = None, None, None, None, {}, b""
+    try:
+        place = as_place(out)
+        _check_step(step)
+        check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
+        rule = check_keep(keep)
+        rated = check_metrics(metrics, rule)
+        check_items(items, "save_state")
+        content = capture(ctx, items, transform)
+        if mode == "sync" and not allow_non_finite:
+            check_finite(content)
+        if divided := divided_names(items):
+            own = own_values(content, divided)
+    except Exception as failure:
+        error = failure
+    said = settle(ctx, Call("save_state", f"step {step}\nkeep {keep}\nmode {mode}", call_site()), error, own, bytes)
+    assert place is not None  # settle raised otherwise
+    assert content is not None
+    if any(said):
+        content = join_values(content, said)
+    if mode == "sync":
+        return save(ctx, place, content, step=step, keep=rule, metrics=rated)
+    check = None if allow_non_finite else check_finite
+    return save_async(ctx, place, content, step=step, keep=rule, metrics=rated, check=check)
+
+
+def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
+    """Take items apart into what this rank brings to a checkpoint. No communication; nothing is copied.
+
+    Raises:
+        CheckpointError: something cannot be stored, named by its path.
+        ConfigError: a record says that this is no moment to save, or the transform returned what it may not.
+    """
+    shared: dict[str, torch.Tensor] = {}
+    main: dict[str, torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
+    loose: dict[str, torch.Tensor] = {}
+    divided, live = divided_names(items), without_wrappers(without_parts(items))
+    modules, bases = module_states(live), dict[str, dict[str, str]]()
+    for name in sorted(name for name, item in items.items() if isinstance(item, TrainableOnly)):
+        trained, bases[name] = without_base(name, modules[name].parameters)
+        modules[name] = dataclasses.replace(modules[name], parameters=trained)
+    parameters, buffers, names = _capture_modules(modules, transform)
+    for found, to_all, to_some in ((parameters, shared, own), (buffers, main, loose)):
+        for name, (item, tensor) in found.items():
+            (to_some if item in divided else to_all)[name] = tensor
+    entries, kept = dict[str, Item](), Kept()
+    for name, item in live.items():
+        same, first = (own, loose) if name in divided else (shared, main)
+        try:
+            if isinstance(item, torch.nn.Module):
+                entries[name] = capture_module(name, item, modules[name], first, kept)
+            elif isinstance(item, torch.optim.Optimizer):
+                entries[name] = capture_optimizer(name, item, names, same, kept)
+            elif isinstance(item, Stateful) and kind_of(item) == "stateful":
+                entries[name] = capture_stateful(name, item, first, kept)
+            else:
+                entries[name] = capture_value(name, item, first, kept)
+        except CheckpointError:
+            check_records(kept)  # a record within a step may hold what cannot be stored, and has more to say
+            raise
+        except RecursionError as error:
+            raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
+    for name, digests in bases.items():
+        entries[name] = msgspec.structs.replace(entries[name], value={**entries[name].value, BASE: digests})
+    check_records(kept)
+    return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=capture_row(ctx, kept))
+
+
+def check_finite(content: Content) -> None:
+    """Raise unless what a checkpoint would hold is finite. No communication; one pass over the tensors.
+
+    Parameters and optimizer state must be finite. Other tensors may hold -inf, which attention masks are made of.
+
+    Raises:
+        NonFiniteError: the tensors that are not, by name.
+    """
+    strict = {**content.shared, **content.own}
+    bad = sorted([*_nonfinite(strict, masks=False), *_nonfinite({**content.main, **content.loose}, masks=True)])
+    if not bad:
+        return
+    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    raise NonFiniteError(
+        "the state is not finite, so nothing was saved",
+        expected="no inf and no NaN",
+        got=f"{len(bad)} tensors with some",
+        where=", ".join(bad[:_SHOWN]) + more,
+        fix="Go on from the newest checkpoint, or pass allow_non_finite=True to keep this state, as for a post-mortem.",
+    )
+
+
+def _capture_modules(
+    modules: Mapping[str, ModuleState], transform: SaveTransform | None
+) -> tuple[dict[str, _OfItem], dict[str, _OfItem], dict[int, str]]:
+    """Return what modules hold by name, parameters and other tensors; and the parameters' names by `id`."""
+    named: dict[str, torch.Tensor] = {}
+    parameters: set[str] = set()
+    once: dict[int, torch.Tensor] = {}  # tied tensors stay one object
+    for item, state in modules.items():
+        parameters |= {f"{item}.{key}" for key in state.parameters}
+        for key, tensor in {**state.parameters, **state.buffers}.items():
+            named[f"{item}.{key}"] = once.setdefault(id(tensor), tensor.detach())
+    found = dict(named) if transform is None else transformed_tensors(named, modules, transform)
+    old_names = {id(tensor): name for name, tensor in reversed(named.items())}
+    kept: dict[str, _OfItem] = {}
+    rest: dict[str, _OfItem] = {}
+    moved: dict[str, str] = {}
+    for name, tensor in sorted(found.items()):
+        old = name if name in named else old_names.get(id(tensor), name)
+        moved.setdefault(old_names.get(id(tensor), name), name)
+        (kept if old in parameters else rest)[name] = old.partition(".")[0], tensor
+    return kept, rest, {key: moved.get(name, name) for key, name in parameter_names(modules).items()}
+
+
+def _nonfinite(tensors: Mapping[str, torch.Tensor], *, masks: bool) -> Iterator[str]:
+    """The names of tensors that hold what they may not."""
+    kinds: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    for name, tensor in ((name, local_part(tensor)) for name, tensor in tensors.items()):
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # nothing is computed in fp8
+            kinds.setdefault((wide.device, wide.dtype), {})[name] = wide
+    for same in kinds.values():
+        for (name, tensor), finite in zip(same.items(), _surely_finite(list(same.values())), strict=True):
+            if not finite and not _allowed(tensor, masks=masks):
+                yield name
+
+
+def _surely_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether the norm of each is finite: one fast pass, which finds inf and NaN, and also what is merely huge."""
+    flags = torch.stack([norm.isfinite() for norm in norms(tensors)])
+    return [bool(flag) for flag in flags.cpu()]
+
+
+def _allowed(tensor: torch.Tensor, *, masks: bool) -> bool:
+    fine = torch.isfinite(tensor)
+    if masks and not tensor.is_complex():
+        fine |= tensor == -torch.inf
+    return bool(fine.all())
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or not 0 <= step < _LARGEST_STEP:
+        raise ConfigError("not a step", expected="an integer from 0", got=repr(step), where="save_state, step=")

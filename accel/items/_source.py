@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as items are loaded from it: its tensors and records beside the live ones, and where both differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+
+from accel.checkpoint import (
+    Box,
+    Item,
+    Kept,
+    Making,
+    Saved,
+    decode,
+    held_box,
+    is_sharded,
+    like,
+    local_part,
+    named_classes,
+    tensors_in,
+)
+from accel.context import DistContext
+from accel.data import Cursor, Mean, Sum
+from accel.errors import CheckpointError
+from accel.items._rng import Row, with_own_part
+from accel.items._transforms import LoadTransform
+from accel.optim import Accumulation
+from accel.parallel import LocalSgd
+from accel.precision import LossScale
+from accel.random import Key, RngState
+from accel.storage import dtype_name
+
+Facts = tuple[str, tuple[int, ...]]  # dtype and shape
+Wanted = tuple[str, Box | None]  # a tensor's name, and the part that this rank reads; None for all of it
+
+_NAMED_SINCE = 4  # the format whose values name the classes of the records in them
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a checkpoint may differ from what it is loaded into; see `load_state`."""
+
+    strict: bool
+    cast: bool
+    transform: LoadTransform | None
+
+
+class Change(Protocol):
+    """A change of a live object that runs code of others, and so can fail.
+
+    Attributes:
+        where: the item, for errors.
+    """
+
+    @property
+    def where(self) -> str: ...
+
+    def apply(self) -> object:
+        """Make the change."""
+        ...
+
+    def undo(self) -> object:
+        """Put the former state back."""
+        ...
+
+
+@dataclass(slots=True)
+class Problems:
+    """A list that grows while one checkpoint is compared; empty means that it fits.
+
+    Attributes:
+        cast: whether another floating-point dtype fits, too.
+    """
+
+    cast: bool = False
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    shapes: list[str] = field(default_factory=list[str])
+    types: list[str] = field(default_factory=list[str])
+    unasked: list[str] = field(default_factory=list[str])
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes or self.types or self.unasked)
+
+    def compare_names(self, live: Set[str], stored: Set[str], prefix: str) -> None:
+        """Note the names that only one side has."""
+        self.missing += [prefix + name for name in live - stored]
+        self.unexpected += [prefix + name for name in stored - live]
+
+    def compare_tensor(self, name: str, live: Facts, stored: Facts) -> bool:
+        """Note a difference in shape or dtype; return whether there is none."""
+        same = live[0] == stored[0] or (self.cast and is_floating(live[0]) and is_floating(stored[0]))
+        if live[1] != stored[1]:
+            self.shapes.append(f"{name}: expected {list(live[1])}, got {list(stored[1])}")
+        if not same:
+            self.types.append(f"{name}: expected {live[0]}, got {stored[0]}")
+        return same and live[1] == stored[1]
+
+    def wrong_type(self, name: str, expected: str, got: str) -> None:
+        """Note a difference in kind."""
+        self.types.append(f"{name}: expected {expected}, got {got}")
+
+    def add(self, other: Problems) -> None:
+        """Take over another list."""
+        for mine, theirs in zip(self._parts().values(), other._parts().values(), strict=True):
+            mine += theirs
+
+    def lines(self) -> tuple[str, ...]:
+        """Return each difference as a line of its own."""
+        return tuple(f"{title}: {line}" for title, part in self._parts().items() for line in sorted(part))
+
+    def error(self, path: object) -> CheckpointError:
+        """Make the error that lists them all."""
+        parts = self._parts()
+        lines = [f"\n  {title}:" + "".join(f"\n    {line}" for line in sorted(p)) for title, p in parts.items() if p]
+        leave = ", ".join(f"{name}=None" for name in sorted(self.unasked))
+        return CheckpointError(
+            "the checkpoint does not fit the objects passed; nothing has been changed" + "".join(lines) + "\n ",
+            where=str(path),
+            fix="Pass what was saved, built the same way, or strict=False to load what fits; cast=True converts dtypes."
+            + (f" To leave an item in the file, pass None for it: dict(items, {leave})." if leave else ""),
+        )
+
+    def _parts(self) -> dict[str, list[str]]:
+        return {
+            "missing in the checkpoint": self.missing,
+            "in the checkpoint, but not in what was passed": self.unexpected,
+            "of another shape (expected: the live one)": self.shapes,
+            "of another type (expected: the live one)": self.types,
+            "items of the checkpoint that were not asked for": self.unasked,
+        }
+
+
+@dataclass(kw_only=True, slots=True)
+class Source:
+    """One checkpoint, as this rank loads it.
+
+    Attributes:
+        ctx, saved, options: of the load.
+        file_names: of modules' tensors, by the names that they are loaded under.
+        parameters: full names of the live modules' parameters, by `id`.
+        parts: names of items that are `Part`s.
+        problems: differences that are errors.
+        skipped: differences that `strict=False` allows.
+        left: what the checkpoint holds of `Part`s and this rank does not take.
+        row: this rank's row, once it has been read.
+    """
+
+    ctx: DistContext
+    saved: Saved
+    options: LoadOptions
+    file_names: dict[str, str]
+    parameters: Mapping[int, str]
+    parts: Set[str]
+    problems: Problems = field(default_factory=Problems)
+    skipped: Problems = field(default_factory=Problems)
+    left: set[str] = field(default_factory=set[str])
+    row: Row | None = None
+
+    def judge(self, found: Problems) -> None:
+        """Take differences as errors, or as skipped unless the load is strict."""
+        (self.problems if self.options.strict else self.skipped).add(found)
+
+    def facts(self, key: str) -> Facts:
+        """Return a stored tensor's dtype and shape."""
+        entry = self.saved.entries[key]
+        return entry.dtype, entry.shape
+
+    def names_in(self, name: str, value: Any) -> set[str]:
+        """Return the tensors that an item's value refers to, its own only.
+
+        Raises:
+            CheckpointError: it refers to others.
+        """
+        found = tensors_in(value)
+        for key in found:
+            if key not in self.saved.entries or not belongs(key, {name}):
+                raise CheckpointError("not a stored value: $tensor", got=repr(key), where=f"item {name}")
+        return found
+
+    def want(self, keys: Iterable[str], live: Mapping[str, torch.Tensor]) -> list[Wanted]:
+        """Return what this rank reads of stored tensors: of each the part of its live namesake, else all of it."""
+        wanted: list[Wanted] = []
+        for key in keys:
+            template = self._template(key, live)
+            if template is None or not is_sharded(template):
+                wanted.append((key, None))
+            elif (box := held_box(template, key)) is not None:
+                wanted.append((key, box))
+        return wanted
+
+    def read_like(self, key: str, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a stored tensor in new memory: spread as its live namesake is, else whole and on the CPU."""
+        template = self._template(key, live)
+        if template is None or not is_sharded(template):
+            return self.saved.read(key)
+        part = torch.empty(local_part(template).shape, dtype=self.saved.stub(key).dtype)
+        box = held_box(template, key)
+        if box is not None and part.numel():
+            self.saved.read_into(part, key, box)
+        return like(part, template, template.shape)
+
+    def tensors(
+        self, name: str, value: Any, live: Mapping[str, torch.Tensor], device: torch.device = _CPU
+    ) -> dict[str, torch.Tensor]:
+        """Read the tensors of a value, each to where its live namesake lies, others to a device."""
+        tensors: dict[str, torch.Tensor] = {}
+        for key in self.names_in(name, value):
+            read, namesake = self.read_like(key, live), live.get(key)
+            if namesake is None:
+                tensors[key] = read.to(device)
+                continue
+            if self.options.cast and read.is_floating_point() and namesake.is_floating_point():
+                read = read.to(namesake.dtype)
+            tensors[key] = read if is_sharded(read) else read.to(namesake.device)
+        return tensors
+
+    def decode(self, path: str, value: Any, live: Mapping[str, torch.Tensor], kept: Kept) -> Any:
+        """Make a value with tensors of its own."""
+        return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
+
+    def making(self, kept: Kept) -> Making:
+        """Return how records are made: of the classes of the live ones, else of accel's, with this rank's own parts.
+
+        Args:
+            kept: the live ones, by path.
+        """
+        own = named_classes([Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState])
+        return Making(
+            kept=kept,
+            classes={**own, **named_classes(map(type, kept.values()))},
+            own=lambda path, made: with_own_part(made, path, self.row),
+            exact=self.saved.manifest.format >= _NAMED_SINCE,
+        )
+
+    def _template(self, key: str, live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        found = live.get(key)
+        return found if found is not None and tuple(found.shape) == self.facts(key)[1] else None
+
+
+@dataclass(kw_only=True, slots=True)
+class ItemLoad:
+    """One stored item beside the live one: each kind of item says how both are compared, read and changed.
+
+    Attributes:
+        name, item: of the checkpoint.
+        source: the checkpoint.
+        result: what `load_state` returns for it.
+        problems: where both differ, found by `compare`.
+        wanted: what this rank reads.
+        copies: live tensors and the names of the stored ones that are copied into them when nothing can fail any more.
+    """
+
+    name: str
+    item: Item
+    source: Source
+    result: object
+    problems: Problems
+    wanted: list[Wanted] = field(default_factory=list[Wanted])
+    copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
+
+    def compare(self) -> None:
+        """Compare by what the manifest tells. Changes nothing, reads no tensor."""
+        raise NotImplementedError
+
+    def read(self) -> Sequence[Change]:
+        """Read what is wanted; return the changes that can fail. Changes nothing."""
+        raise NotImplementedError
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether a dtype's name is one of real floating-point numbers."""
+    found = getattr(torch, dtype, None)
+    return isinstance(found, torch.dtype) and found.is_floating_point
+
+
+def facts(tensor: torch.Tensor) -> Facts:
+    """Return a tensor's dtype and shape."""
+    return dtype_name(tensor.dtype), tuple(tensor.shape)
+
+
+def belongs(key: str, inside: Set[str]) -> bool:
+    """Whether a name is that of one of some values, or of something within it."""
+    return any(key == path or key.startswith((f"{path}.", f"{path}[")) for path in inside)
+
+
+def fields_in(value: object, name: str) -> dict[str, Any]:
+    """Return the encoded fields of an item by name.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError("not a stored value", got=type(value).__name__, where=f"item {name}")
+    return cast("dict[str, Any]", value)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects with `state_dict` and `load_state_dict` as items."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from accel.checkpoint import Item, Kept, encode
+from accel.items._kinds import Stateful, type_name
+from accel.items._source import Change, ItemLoad, facts
+
+
+def capture_stateful(name: str, live: Stateful, tensors: dict[str, torch.Tensor], kept: Kept) -> Item:
+    """Return what a checkpoint holds of an object.
+
+    Args:
+        name: the item's.
+        live: the object.
+        tensors: receives the tensors of its state by name.
+        kept: receives the records in it by path.
+
+    Raises:
+        CheckpointError: something in its state cannot be stored.
+    """
+    return Item(kind="stateful", type=type_name(live), value=encode(live.state_dict(), name, tensors, kept))
+
+
+@dataclass(kw_only=True, slots=True)
+class StatefulLoad(ItemLoad):
+    """An object that takes its state by `load_state_dict`."""
+
+    live: Stateful
+    _before: dict[str, Any] = field(default_factory=dict[str, Any])
+    _tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _kept: Kept = field(default_factory=Kept)
+
+    def compare(self) -> None:
+        """Compare the tensors that both states hold; the rest only the object can judge."""
+        self._before = self.live.state_dict()
+        encode(self._before, self.name, self._tensors, self._kept)
+        names = self.source.names_in(self.name, self.item.value)
+        self.wanted = self.source.want(names, self._tensors)
+        for key in names & self._tensors.keys():
+            if self._tensors[key].numel():  # what is empty now has yet to grow
+                self.problems.compare_tensor(key, facts(self._tensors[key]), self.source.facts(key))
+
+    def read(self) -> Sequence[Change]:
+        """Make the state."""
+        state = self.source.decode(self.name, self.item.value, self._tensors, self._kept)
+        return [StatefulChange(f"item {self.name}", self.live, state, copy.deepcopy(self._before))]
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulChange:
+    """Another state of an object."""
+
+    where: str
+    live: Stateful
+    state: dict[str, Any]
+    before: dict[str, Any]
+
+    def apply(self) -> None:
+        """Load the new state."""
+        self.live.load_state_dict(self.state)
+
+    def undo(self) -> None:
+        """Load the former state."""
+        self.live.load_state_dict(self.before)

@@ -136,8 +136,11 @@ class Making:
         found = (type(live),) if live is not None and class_name(type(live)) == name else self.classes.get(name, ())
         if len(found) != 1:
             shown = name.removeprefix("accel.")
+            if not found:
+                expected = f"a live {shown} in its place or as an item, which gives the class"
+                raise MisfitError(path, expected=expected, got=f"a {shown} in the file, and no such value passed")
             expected = f"one class {shown} among the values that are passed"
-            raise MisfitError(path, expected=expected, got=f"a {shown} in the file, and {len(found)} such classes")
+            raise MisfitError(path, expected=expected, got=f"{len(found)} such classes")
         return found[0]
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.checkpoint import Box, Item, MisfitError, Saved, held_box, local_part
+from accel.checkpoint import Box, Item, MisfitError, Saved, held_box, is_record, local_part, named_classes
 from accel.context import DistContext
+from accel.data import Cursor, Mean, Sum
 from accel.errors import CheckpointError
 from accel.items._kinds import Part, Stateful, are_numbers, kind_of, type_name, without_parts, without_wrappers
 from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
@@ -21,8 +22,12 @@ from accel.items._source import Change, ItemLoad, LoadOptions, Problems, Source,
 from accel.items._stateful import StatefulLoad
 from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
-from accel.parallel import clear_gradients, clear_parameters
-from accel.random import RngState
+from accel.optim import Accumulation
+from accel.parallel import LocalSgd, clear_gradients, clear_parameters
+from accel.precision import LossScale
+from accel.random import Key, RngState
+
+_OWN_RECORDS = (Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState)  # made without a live one
 
 
 @dataclass(slots=True)
@@ -101,6 +106,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         file_names=_file_names(saved, options),
         parameters=parameter_names(modules),
         parts={name for name, item in items.items() if isinstance(item, Part)},
+        classes=named_classes([*_OWN_RECORDS, *(type(item) for item in live.values() if is_record(item))]),
     )
     matching, found = Matching(source, passed), Problems()
     found.missing += [f"item {name}" for name in items.keys() - stored.keys()]

@@ -11,6 +11,7 @@ import torch
 
 from accel.checkpoint import (
     Box,
+    Classes,
     Item,
     Kept,
     Making,
@@ -24,14 +25,9 @@ from accel.checkpoint import (
     tensors_in,
 )
 from accel.context import DistContext
-from accel.data import Cursor, Mean, Sum
 from accel.errors import CheckpointError
 from accel.items._rng import Row, with_own_part
 from accel.items._transforms import LoadTransform
-from accel.optim import Accumulation
-from accel.parallel import LocalSgd
-from accel.precision import LossScale
-from accel.random import Key, RngState
 from accel.storage import dtype_name
 
 Facts = tuple[str, tuple[int, ...]]  # dtype and shape
@@ -145,6 +141,7 @@ class Source:
         file_names: of modules' tensors, by the names that they are loaded under.
         parameters: full names of the live modules' parameters, by `id`.
         parts: names of items that are `Part`s.
+        classes: of records and enums, by the names that they are stored under.
         problems: differences that are errors.
         skipped: differences that `strict=False` allows.
         left: what the checkpoint holds of `Part`s and this rank does not take.
@@ -157,6 +154,7 @@ class Source:
     file_names: dict[str, str]
     parameters: Mapping[int, str]
     parts: Set[str]
+    classes: Classes
     problems: Problems = field(default_factory=Problems)
     skipped: Problems = field(default_factory=Problems)
     left: set[str] = field(default_factory=set[str])
@@ -225,15 +223,14 @@ class Source:
         return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
 
     def making(self, kept: Kept) -> Making:
-        """Return how records are made: of the classes of the live ones, else of accel's, with this rank's own parts.
+        """Return how records are made: of the classes of live ones, with this rank's own parts.
 
         Args:
-            kept: the live ones, by path.
+            kept: the live ones of an item, by path.
         """
-        own = named_classes([Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState])
         return Making(
             kept=kept,
-            classes={**own, **named_classes(map(type, kept.values()))},
+            classes={**self.classes, **named_classes(map(type, kept.values()))},
             own=lambda path, made: with_own_part(made, path, self.row),
             exact=self.saved.manifest.format >= _NAMED_SINCE,
         )

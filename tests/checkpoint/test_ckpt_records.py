@@ -99,7 +99,7 @@ def test_classes_of_users_are_found_by_annotations_and_among_other_records(tmp_p
 
 def test_a_record_whose_class_is_not_among_what_is_passed_is_refused_by_its_path(tmp_path: Path) -> None:
     path = accel.save_state(CPU, tmp_path, {"item": {"a": [0, Best(1.0)]}, "other": 1}, step=1)
-    with pytest.raises(CheckpointError, match=r"item\.a\[1\]: expected one class Best among"):
+    with pytest.raises(CheckpointError, match=r"item\.a\[1\]: expected a live Best in its place"):
         accel.load_state(CPU, path, {"item": {}, "other": 0})
     loaded = accel.load_state(CPU, path, {"item": {}, "other": 0}, strict=False)
     assert loaded == {"item": {}, "other": 1}
@@ -139,7 +139,20 @@ def test_a_train_state_is_saved_after_a_step_at_any_depth(tmp_path: Path) -> Non
         state = accel.optimizer_step(CPU, optimizer, state, max_norm=1.0)
     saved = {"runs": [state], "nested": State(more={"x": state})}
     path = accel.save_state(CPU, tmp_path, saved, step=1)
-    assert accel.load_state(CPU, path, {"runs": [], "nested": State()}) == saved
+    fresh = accel.train_state(CPU)
+    live = {"runs": [fresh], "nested": State(more={"x": fresh})}
+    assert accel.load_state(CPU, path, live) == saved
+    loaded = accel.load_state(CPU, path, {"runs": [], "nested": None, "state": fresh}, strict=False)
+    assert loaded["runs"] == [state]
+    assert type(loaded["runs"][0]) is accel.TrainState
+
+
+def test_a_record_in_a_value_without_a_live_one_of_its_class_is_refused_with_what_to_pass(tmp_path: Path) -> None:
+    path = accel.save_state(CPU, tmp_path, {"runs": {"a": [accel.train_state(CPU)]}, "count": 1}, step=1)
+    with pytest.raises(CheckpointError, match="a live TrainState in its place or as an item") as caught:
+        accel.load_state(CPU, path, {"runs": {}, "count": 0})
+    assert "runs.a[0]" in str(caught.value)
+    assert "count" not in caught.value.problem
 
 
 def test_a_record_of_users_with_attributes_beside_its_fields_is_refused_by_its_path(tmp_path: Path) -> None:

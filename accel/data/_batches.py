@@ -22,8 +22,8 @@ from accel.data._plan import Cuts, SampleCount, Shard, copies_of
 from accel.data._read_error import read_error
 from accel.data._requests import Asked, Request, RequestedDataset, has_epochs, read_here, requests, seed_base
 from accel.data._transfer import check_movable, moved
+from accel.data.stream._batches import stream_batches
 from accel.data.stream._loader import StreamLoader
-from accel.data.stream._steps import stream_steps
 from accel.errors import AccelError, DataError
 from accel.random import Key
 
@@ -113,9 +113,9 @@ def _cursor(state: Positioned | Cursor | None) -> Cursor:
 
 def _stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[Batch]:
     start = cursor
-    for data, given in stream_steps(ctx, loader, cursor):
-        yield Batch(data, given.valid, given.rows, given.is_last, given.next, start, given.duplicate)
-        start = given.next
+    for data, step in stream_batches(ctx, loader, cursor):
+        yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate)
+        start = step.next
 
 
 def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:

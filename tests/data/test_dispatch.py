@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.data.stream._dispatch import Parcel, Receiver, Sender
+from accel.data.stream._packing import BatchPacker, BatchUnpacker, PackedBatches
 
 relaxed = settings(deadline=None, max_examples=80)
 
@@ -85,12 +85,12 @@ def _equal(one, other):
 @relaxed
 @given(parcels=st.lists(st.lists(trees, max_size=3), min_size=1, max_size=3))
 def test_batches_arrive_as_they_were(parcels):
-    sender, receiver = Sender(), Receiver()
+    sender, receiver = BatchPacker(), BatchUnpacker()
     for batches in parcels:
         parcel = sender.pack(batches)
         assert parcel.buffer.dtype == torch.uint8
         large = [tensor.clone() for tensor in parcel.large]
-        assert _equal(receiver.unpack(Parcel(parcel.label, parcel.buffer.clone(), large)), batches)
+        assert _equal(receiver.unpack(PackedBatches(parcel.header_bytes, parcel.buffer.clone(), large)), batches)
 
 
 @relaxed
@@ -103,24 +103,24 @@ def test_batches_arrive_as_they_were(parcels):
 def test_large_tensors_travel_beside_the_others_uncopied(shapes, dtype, turned, whole):
     batch = {f"{at}": torch.arange(math.prod(shape)).view(shape).to(dtype) for at, shape in enumerate(shapes)}
     batch = {name: tensor.mT if turned and tensor.ndim == 2 else tensor for name, tensor in batch.items()} | {"n": 1}
-    parcel = Sender().pack([batch], whole=whole)
+    parcel = BatchPacker().pack([batch], whole=whole)
     tensors = [tensor for tensor in batch.values() if isinstance(tensor, torch.Tensor)]
     large = [] if whole else [tensor for tensor in tensors if tensor.nbytes >= 65_536]
     assert [tensor.numel() for tensor in parcel.large] == [tensor.nbytes for tensor in large]
     for mine, theirs in zip(parcel.large, large, strict=True):
         assert (mine.data_ptr() == theirs.data_ptr()) == theirs.is_contiguous()
     arrived = [tensor.clone() for tensor in parcel.large]
-    assert _equal(Receiver().unpack(Parcel(parcel.label, parcel.buffer.clone(), arrived)), [batch])
+    assert _equal(BatchUnpacker().unpack(PackedBatches(parcel.header_bytes, parcel.buffer.clone(), arrived)), [batch])
 
 
 def test_the_structure_travels_when_it_changes_and_only_then():
-    sender, receiver = Sender(), Receiver()
+    sender, receiver = BatchPacker(), BatchUnpacker()
     longest = "a" * 300
     shapes = [{longest: torch.ones(n, 2), "n": n} for n in (4, 4, 3)] + [{longest: [torch.ones(1)], "n": 0}] * 2
     labels = []
     for batch in shapes:
         parcel = sender.pack([batch])
-        labels.append(parcel.label)
+        labels.append(parcel.header_bytes)
         assert _equal(receiver.unpack(parcel), [batch])
     assert [label > 300 for label in labels] == [True, False, False, True, False]
     assert max(labels[1:3]) < 20
@@ -128,6 +128,6 @@ def test_the_structure_travels_when_it_changes_and_only_then():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_arrives_can_be_written_to(dtype):
-    (received,) = Receiver().unpack(Sender().pack([[torch.zeros(3, dtype=dtype), torch.zeros(2)]]))
+    (received,) = BatchUnpacker().unpack(BatchPacker().pack([[torch.zeros(3, dtype=dtype), torch.zeros(2)]]))
     received[0].fill_(1)
     assert received[1].tolist() == [0, 0]

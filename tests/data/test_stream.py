@@ -251,7 +251,7 @@ def test_all_ranks_read_ahead_or_none(ranks, monkeypatch, mode, ahead):
         loader = make_loader(ctx, Stream(9), mode, 2, num_workers=int(ctx.rank == 0))
         return len(list(accel.batches(ctx, loader, Cursor())))
 
-    monkeypatch.setattr("accel.data.stream._steps.moved", watch)
+    monkeypatch.setattr("accel.data.stream._batches.moved", watch)
     assert set(ranks.run(rank, 2)) == {3 if mode == "dispatch" else 5}
     assert asked == [ahead] * 2
 

@@ -139,7 +139,7 @@ def test_a_rank_whose_stream_had_ended_resumes_without_any_batch_of_its_own(rank
 
 
 def test_a_stream_that_can_only_be_replayed_says_so_and_how_far_it_is(caplog, monkeypatch):
-    monkeypatch.setattr("accel.data.stream._read._REPORT_S", -1.0)
+    monkeypatch.setattr("accel.data.stream._reader._REPORT_S", -1.0)
     ctx = accel.single()
     whole = _run(ctx, Cursor(), Stream, size=4)
     assert not caplog.records
@@ -169,8 +169,8 @@ def test_ranks_that_wait_for_a_long_replay_hear_of_it(ranks, monkeypatch, mode, 
         assert _same(_run(ctx, whole[3].next, Stream, **options), whole[4:])
         return True
 
-    monkeypatch.setattr("accel.data.stream._read._REPORT_S", -1.0)
-    monkeypatch.setattr("accel.data.stream._ahead.exchange_values", counting)
+    monkeypatch.setattr("accel.data.stream._reader._REPORT_S", -1.0)
+    monkeypatch.setattr("accel.data.stream._prefetch.exchange_values", counting)
     assert all(ranks.run(rank, 2))
     assert heard.count(True) >= (4 if workers == 0 else 2)
     assert heard[-2:] == [False, False]

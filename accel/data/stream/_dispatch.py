@@ -1,216 +1,200 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches from the rank that has read them to the ranks that use them: packed tensors, structure only when it changes.
-
-Nothing is pickled. Containers other than dicts, lists and tuples are named by module and class, and imported by that
-name on the other side.
-"""
+"""Dispatch: ranks that read the whole stream send the others their batches, several steps to a message."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import importlib
-import math
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 
-from accel.collectives import check_packable, flat_bytes, is_large, pack, unpack
-from accel.errors import TreeError
+from accel.comm import Call, exchange, inline_bytes, receive_flat, send_flat, shared_failure
+from accel.context import DistContext
+from accel.data.stream._packing import BatchPacker, BatchUnpacker, PackedBatches
+from accel.data.stream._prefetch import AgreedStep, ReadStep
+from accel.data.stream._reader import LocalBatch
+from accel.errors import DataError
 
-_LEAVES = (str, bytes, bool, int, float, type(None))
-_KEYS = (str, bytes, bool, int, type(None))
-_PLAIN = {"list": list, "tuple": tuple, "dict": dict, "OrderedDict": OrderedDict}
-
-Spec = list[Any]  # ["float32"] a tensor, [] another leaf, [kind, keys, specs] a container
-
-
-class _Label(msgspec.Struct, frozen=True, array_like=True):
-    """What comes before the tensors: a batch's shapes, other leaves, and structure if it is another than before."""
-
-    spec: Spec | None
-    shapes: list[list[int]]
-    values: list[Any]
+_ALIGN = 16
 
 
-class Parcel(msgspec.Struct, frozen=True, eq=False):
-    """Batches as bytes.
+class _StepHeader(msgspec.Struct, frozen=True, array_like=True):
+    """A reader's facts of one step.
 
     Attributes:
-        label: length of what comes before the tensors.
-        buffer: uint8 on the CPU, shape [length].
-        large: the large tensors, which travel beside the buffer because copying them into it costs more: of each its
-            bytes, uint8 on the CPU, shape [bytes].
+        counts: real samples by data-parallel rank.
+        more: whether another step follows.
+        rows: samples of each served rank's batch, stand-ins included.
     """
 
-    label: int
-    buffer: torch.Tensor
-    large: list[torch.Tensor] = []
+    counts: list[int]
+    more: bool
+    rows: list[int]
 
 
-class Sender:
-    """Packs the batches for one receiver, and remembers the structure that the receiver knows."""
+class _MessageHeader(msgspec.Struct, frozen=True, array_like=True):
+    """A reader's facts of the next steps; lists by served rank hold 0 for the reader itself.
 
-    def __init__(self) -> None:
-        self._known: Spec | None = None
+    Attributes:
+        steps: none at the end of an empty stream.
+        header_sizes: bytes before the tensors, of each rank's packed batches.
+        sizes: bytes of the buffer, which holds the batches of all these steps.
+        large: bytes of each tensor beside the buffer.
+        inline: whether the packed batches follow in this message.
+    """
 
-    def pack(self, batches: Sequence[object], *, whole: bool = False) -> Parcel:
-        """Return batches as bytes; large tensors share their memory with the batches.
+    steps: list[_StepHeader]
+    header_sizes: list[int]
+    sizes: list[int]
+    large: list[list[int]]
+    inline: bool
+
+
+class Dispatcher:
+    """Assigns a reader to each rank, and sends its batches.
+
+    Attributes:
+        step_bytes: bytes that readers packed for a step of the last message.
+
+    Args:
+        ctx: the context.
+        call: each message, as all ranks name it.
+        groups: a number by rank; ranks of one number share a reader, the lowest of them.
+        data_ranks: data-parallel rank by rank.
+    """
+
+    def __init__(self, ctx: DistContext, call: Call, groups: list[int], data_ranks: list[int]) -> None:
+        self._ctx = ctx
+        self._call = call
+        self._data_ranks = data_ranks
+        self._readers = [groups.index(group) for group in groups]
+        self._served = [rank for rank, reader in enumerate(self._readers) if reader == ctx.rank]
+        self._packers = {rank: BatchPacker() for rank in self._served if rank != ctx.rank}
+        self._unpacker = BatchUnpacker()
+        self.step_bytes = 0
+
+    @property
+    def readers(self) -> list[int]:
+        """The reader of each rank."""
+        return self._readers
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads."""
+        return bool(self._served)
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """The data-parallel ranks that this rank reads for, itself included."""
+        return tuple(sorted({self._data_ranks[rank] for rank in self._served}))
+
+    def agree(self, steps: list[ReadStep]) -> list[AgreedStep]:
+        """Send and receive the next steps, as many as all readers have read. A collective.
+
+        A reader that has read fewer steps reports its error in the next message.
 
         Args:
-            batches: dicts, lists, tuples, namedtuples, dataclasses and Structs of tensors, numbers, text, bytes and
-                None.
-            whole: whether large tensors are copied into the buffer too.
+            steps: this rank's, if it reads; none at the end.
+
+        Returns:
+            This rank's batches; none at the end of an empty stream.
 
         Raises:
-            TreeError: something else is inside, named by its path.
+            TreeError: a batch that cannot be sent; on every rank.
+            DataError: readers have read different streams; on every rank.
         """
-        tensors: list[torch.Tensor] = []
-        labels: list[_Label] = []
-        for batch in batches:
-            first, values = len(tensors), list[Any]()
-            spec = _describe(batch, "$", tensors, values)
-            changed, self._known = spec != self._known, spec
-            shapes = [list(tensor.shape) for tensor in tensors[first:]]
-            labels.append(_Label(spec if changed else None, shapes, values))
-        text = msgspec.msgpack.encode(labels)
-        head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        beside = [not whole and is_large(tensor.dtype, tensor.numel()) for tensor in tensors]
-        small = [tensor for tensor, alone in zip(tensors, beside, strict=True) if not alone]
-        large = [flat_bytes(tensor.cpu()) for tensor, alone in zip(tensors, beside, strict=True) if alone]
-        return Parcel(len(text), pack([head, *small], torch.device("cpu")), large)
+        ctx = self._ctx
+        with shared_failure(ctx.comm, Call("batches")):
+            packed = {rank: packer.pack(self._data(steps, rank)) for rank, packer in self._packers.items()}
+        messages = exchange(ctx.comm, self._call, self._message(steps, packed))
+        headers = {reader: _read_header(messages[reader]) for reader in sorted(set(self._readers))}
+        known = _known_steps({reader: header.steps for reader, (header, _) in headers.items()})
+        reader = self._readers[ctx.rank]
+        header, end = headers[reader]
+        at = [rank for rank, its in enumerate(self._readers) if its == reader].index(ctx.rank)
+        if self.reads:
+            if not header.inline:
+                send_flat(ctx.comm, {rank: [each.buffer, *each.large] for rank, each in packed.items()})
+            batches = self._data(steps, ctx.rank)
+        else:
+            batches = self._unpacker.unpack(self._receive(header, at, messages[reader][end:], reader))
+        self.step_bytes = max(_bytes_sent(each) // max(len(each.steps), 1) for each, _ in headers.values())
+        return [
+            AgreedStep(
+                LocalBatch(batches[i], step.rows[at]),
+                samples=step.counts[self._data_ranks[ctx.rank]],
+                total=sum(step.counts),
+                is_last=not step.more,
+                position=steps[i].position if self.reads else None,
+            )
+            for i, step in enumerate(header.steps[:known])
+        ]
+
+    def _data(self, steps: list[ReadStep], rank: int) -> list[Any]:
+        return [step.batches[self._data_ranks[rank]].data for step in steps]
+
+    def _message(self, steps: list[ReadStep], packed: dict[int, PackedBatches]) -> torch.Tensor:
+        """Return the header, and the packed batches if they fit."""
+        if not self.reads:
+            return torch.empty(0, dtype=torch.uint8)
+        rows = [[step.batches[self._data_ranks[rank]].rows for rank in self._served] for step in steps]
+        step_headers = [_StepHeader(step.counts, step.more, own) for step, own in zip(steps, rows, strict=True)]
+        header_sizes = [packed[rank].header_bytes if rank in packed else 0 for rank in self._served]
+        sizes = [packed[rank].buffer.numel() if rank in packed else 0 for rank in self._served]
+        large = [[each.numel() for each in packed[rank].large] if rank in packed else [] for rank in self._served]
+        head = _aligned_bytes(_MessageHeader(step_headers, header_sizes, sizes, large, inline=True))
+        if any(large) or head.numel() + sum(sizes) > inline_bytes(self._ctx.comm):
+            return _aligned_bytes(_MessageHeader(step_headers, header_sizes, sizes, large, inline=False))
+        return torch.cat([head, *(each.buffer for each in packed.values())])
+
+    def _receive(self, header: _MessageHeader, at: int, inline: torch.Tensor, reader: int) -> PackedBatches:
+        """Return this rank's packed batches, number `at` of the reader's."""
+        if header.inline:
+            begin = sum(header.sizes[:at])
+            return PackedBatches(header.header_sizes[at], inline[begin : begin + header.sizes[at]].clone())
+        pinned = self._ctx.device.type == "cuda"
+        sizes = [header.sizes[at], *header.large[at]]
+        buffer, *large = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        receive_flat(self._ctx.comm, [buffer, *large], source=reader)
+        return PackedBatches(header.header_sizes[at], buffer, large)
 
 
-class Receiver:
-    """Unpacks the parcels of one `Sender`, in the order in which it packed them."""
-
-    def __init__(self) -> None:
-        self._known: Spec = []
-
-    def unpack(self, parcel: Parcel) -> list[Any]:
-        """Return the batches; their tensors share the parcel's memory."""
-        text = ctypes.string_at(parcel.buffer.data_ptr(), parcel.label)
-        labels = msgspec.msgpack.decode(text, type=list[_Label])
-        specs: list[Spec] = []
-        for label in labels:
-            self._known = self._known if label.spec is None else label.spec
-            specs.append(self._known)
-        kinds = [dtype for spec in specs for dtype in _dtypes(spec)]
-        tensors = _tensors(parcel, kinds, [shape for label in labels for shape in label.shapes])
-        return [_build(spec, tensors, iter(label.values)) for spec, label in zip(specs, labels, strict=True)]
+def _bytes_sent(header: _MessageHeader) -> int:
+    return sum(header.sizes) + sum(map(sum, header.large))
 
 
-def _tensors(parcel: Parcel, dtypes: Sequence[torch.dtype], shapes: Sequence[list[int]]) -> Iterator[torch.Tensor]:
-    """View a parcel's tensors: the large ones beside its buffer, if there are any, and the others in it."""
-    apart = bool(parcel.large)
-    beside = [apart and is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
-    listed = list(zip(dtypes, shapes, beside, strict=True))
-    inside = [(dtype, shape) for dtype, shape, alone in listed if not alone]
-    packed = unpack(
-        parcel.buffer, [torch.uint8, *(dtype for dtype, _ in inside)], [[parcel.label], *(shape for _, shape in inside)]
-    )
-    small, large = iter(packed[1:]), iter(parcel.large)
-    return (next(large).view(dtype).view(shape) if alone else next(small) for dtype, shape, alone in listed)
+def _known_steps(headers: dict[int, list[_StepHeader]]) -> int:
+    """Return the number of steps that all readers have read; raise if they differ in one of them."""
+    texts = {reader: [_step_text(step) for step in steps] or ["nothing"] for reader, steps in headers.items()}
+    first, *others = texts
+    for reader in others:
+        for mine, theirs in zip(texts[first], texts[reader], strict=False):
+            if mine != theirs:
+                raise DataError(
+                    "nodes read different streams",
+                    expected=f"samples by rank as on rank {first}: {mine}",
+                    got=f"on rank {reader}: {theirs}",
+                    where="batches",
+                    fix='Let every node read the same data in the same order, or use stream="dispatch".',
+                )
+    return min(len(steps) for steps in headers.values())
 
 
-def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[Any]) -> Spec:
-    if isinstance(node, torch.Tensor):
-        check_packable(path, node, node.device)
-        tensors.append(node)
-        return [str(node.dtype).removeprefix("torch.")]
-    if type(node) in _LEAVES:
-        if not _is_plain(node):
-            raise _unsendable(node, path)
-        values.append(node)
-        return []
-    kind, keys, children = _open(node, path)
-    steps = [f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in keys or range(len(children))]
-    inner = [_describe(child, path + step, tensors, values) for child, step in zip(children, steps, strict=True)]
-    return [kind, keys, inner]
+def _step_text(step: _StepHeader) -> str:
+    return f"{step.counts}, {'more follows' if step.more else 'the end'}"
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a number or text is within what MessagePack can hold; names of files may not be."""
-    if type(value) is int:
-        return -(2**63) <= value < 2**64
-    if type(value) is str and not value.isascii():
-        return value == value.encode(errors="replace").decode()
-    return True
+def _aligned_bytes(header: _MessageHeader) -> torch.Tensor:
+    """Return a header's length and the header, padded so that tensors may follow."""
+    text = msgspec.msgpack.encode(header)
+    head = len(text).to_bytes(_ALIGN, "little") + text
+    return torch.frombuffer(bytearray(head.ljust(-(-len(head) // _ALIGN) * _ALIGN, b"\0")), dtype=torch.uint8)
 
 
-def _open(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
-    """A container's kind, keys and children."""
-    kind = cast(Any, type(node))
-    if kind in (list, tuple):
-        return kind.__name__, [], node
-    if kind in (dict, OrderedDict) and all(type(key) in _KEYS and _is_plain(key) for key in node):
-        return kind.__name__, list(node), list(node.values())
-    names: Sequence[str] | None = None
-    if issubclass(kind, tuple):
-        names = getattr(cast(Any, kind), "_fields", None)
-    elif issubclass(kind, msgspec.Struct):
-        names = kind.__struct_fields__
-    elif dataclasses.is_dataclass(cast(Any, kind)):
-        names = [field.name for field in dataclasses.fields(cast(Any, kind))]
-    if names is None:
-        raise _unsendable(node, path)
-    where = f"{kind.__module__}:{kind.__qualname__}"
-    if "<locals>" in where or _find(where) is not kind:
-        raise TreeError(
-            "a class that other ranks cannot import by its name",
-            expected="a class at the top of a module",
-            got=where,
-            where=path,
-            fix="Move the class out of the function, or use a dict.",
-        )
-    return where, list(names), [getattr(node, name) for name in names]
-
-
-def _build(spec: Spec, tensors: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
-    if not spec:
-        return next(values)
-    if len(spec) == 1:
-        return next(tensors)
-    kind, keys, inner = spec
-    children = [_build(each, tensors, values) for each in inner]
-    if kind in _PLAIN:
-        return cast(Any, _PLAIN[kind])(zip(keys, children, strict=True) if keys else children)
-    found = _find(kind)
-    if issubclass(found, tuple):
-        return cast(Any, found)._make(children)
-    if issubclass(found, msgspec.Struct):
-        return found(**dict(zip(keys, children, strict=True)))
-    made = object.__new__(found)  # as it was, without running its constructor again
-    for name, child in zip(keys, children, strict=True):
-        object.__setattr__(made, name, child)
-    return made
-
-
-def _find(where: str) -> type[Any]:
-    module, _, name = where.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return cast("type[Any]", found)
-
-
-def _dtypes(spec: Spec) -> Iterator[torch.dtype]:
-    if len(spec) == 1:
-        yield getattr(torch, spec[0])
-    elif spec:
-        for each in spec[2]:
-            yield from _dtypes(each)
-
-
-def _unsendable(node: object, path: str) -> TreeError:
-    return TreeError(
-        "a batch holds what cannot be handed to another rank",
-        expected="tensors, numbers up to 64 bits, Unicode text, bytes and None in dicts, lists, tuples, namedtuples, "
-        "dataclasses or Structs",
-        got=f"{type(node).__name__} {node!r:.40}",
-        where=path,
-        fix="Let the collate function make tensors and plain containers.",
-    )
+def _read_header(message: torch.Tensor) -> tuple[_MessageHeader, int]:
+    """Return a reader's header, and its length in the message."""
+    start = message.data_ptr()
+    length = int.from_bytes(ctypes.string_at(start, _ALIGN), "little")
+    header = msgspec.msgpack.decode(ctypes.string_at(start + _ALIGN, length), type=_MessageHeader)
+    return header, -(-(_ALIGN + length) // _ALIGN) * _ALIGN

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel.context import DistContext
 from accel.data._cursor import Coordinates, Passes
 from accel.data._plan import Tail, check_count
-from accel.data.stream._cut import Cut
+from accel.data.stream._reader import StepPlan
 from accel.errors import ConfigError, DataError, check_choice
 from accel.tree import Container
 
@@ -82,8 +82,8 @@ class StreamLoader:
         """Whether some ranks read the whole stream for others."""
         return self.mode in ("elements", "dispatch")
 
-    def cut(self, mine: tuple[int, ...], containers: tuple[Container, ...]) -> Cut:
-        """Return how a reader cuts the stream.
+    def plan(self, mine: tuple[int, ...], containers: tuple[Container, ...]) -> StepPlan:
+        """Return how a reader shards the stream.
 
         Args:
             mine: the data-parallel ranks that it reads for.
@@ -91,9 +91,9 @@ class StreamLoader:
         """
         whole = self.batch_size is None
         if not self.is_shared:
-            return Cut(self.batch_size or 1, 1, (0,), self.tail, whole, containers)
+            return StepPlan(self.batch_size or 1, 1, (0,), self.tail, whole, containers)
         size = self.global_batch or self.world_size
-        return Cut(size, self.world_size, mine, self.tail, whole, containers)
+        return StepPlan(size, self.world_size, mine, self.tail, whole, containers)
 
 
 def is_stream(loader: object) -> bool:

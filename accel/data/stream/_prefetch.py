@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a stream read ahead: by workers in turn, and several for one message between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from torch.utils.data import DataLoader
+
+from accel.comm import Call, exchange_values, shared_failure
+from accel.context import DistContext
+from accel.data._cursor import StreamPosition
+from accel.data._read_error import read_error
+from accel.data._transfer import check_movable
+from accel.data.stream._reader import LocalBatch, Resumable, Skipped, StepPlan, StreamSteps, WorkerStep, at_epoch
+from accel.errors import AccelError, DataError, TreeError
+from accel.random import Key, isolated_rng
+from accel.tree import Container, tensors
+
+_MOST_BYTES = 1 << 23
+
+
+class ReadStep(msgspec.Struct, frozen=True, eq=False):
+    """One step, as a rank has read it.
+
+    Attributes:
+        batches: by data-parallel rank, for the ranks that this one reads for.
+        counts: real samples of every data-parallel rank.
+        more: whether another step follows.
+        position: of the reader after this step.
+    """
+
+    batches: dict[int, LocalBatch]
+    counts: list[int]
+    more: bool
+    position: StreamPosition
+
+
+class AgreedStep(NamedTuple):
+    """One step, as all ranks agree on it.
+
+    Attributes:
+        batch: this rank's.
+        samples: real ones in it.
+        total: real samples of all ranks.
+        is_last: whether the epoch ends with it.
+        position: of this rank's reader after it; None on a rank that does not read.
+    """
+
+    batch: LocalBatch
+    samples: int
+    total: int
+    is_last: bool
+    position: StreamPosition | None
+
+
+def read_steps(
+    source: Iterable[Any],
+    plan: StepPlan,
+    collate: Callable[[Any], Any],
+    *,
+    epoch: int,
+    key: Key,
+    start: StreamPosition,
+    replay: bool,
+    options: dict[str, Any],
+) -> Generator[ReadStep | Skipped]:
+    """Read a stream from a position to the end of its epoch. No communication.
+
+    A step is given as soon as one more element is known to follow; with tail `drop`, one more step. Without workers,
+    reading leaves the global random streams where it has drawn to.
+
+    Args:
+        source: iterable from its beginning, or from where its `load_state_dict` puts it; left as it is.
+        plan: how it is sharded.
+        collate: makes batches, in the process that reads.
+        epoch: for a source that has `set_epoch`.
+        key: of the random streams that reading draws from.
+        start: position to begin at.
+        replay: whether to ignore the source's own state, and read again from the beginning to resume.
+        options: of torch's DataLoader.
+
+    Yields:
+        Steps; workers take turns. Before them, now and then, the progress of a reader that replays skipped elements.
+
+    Raises:
+        DataError: the stream ends before the position.
+        TreeError: a batch holds a container that cannot be taken apart.
+    """
+    _warn_of_replay(source, start, replay)
+    steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
+    loader = DataLoader(steps, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
+    turns = _WorkerTurns(iter(loader), start)
+    try:
+        for skipped in turns.skip():
+            _log().warning("skipped %d of %d elements (worker %d)", skipped.elements, skipped.of, skipped.worker)
+            yield skipped
+        while (step := turns.next()) is not None:
+            for batch in step.batches.values():
+                check_movable(batch.data, plan.containers)
+            more = step.more or turns.any_left()
+            yield ReadStep(step.batches, step.counts, more, turns.position())
+    except Exception as error:
+        if options["num_workers"]:  # torch reports a worker's death again, anywhere, while their iterator is held
+            traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        turns.close()
+
+
+class Prefetcher:
+    """Reads several steps at once; an error in reading waits until the steps before it have been given.
+
+    Args:
+        ctx: the context.
+        call: the next message, as all ranks name it.
+        steps: from `read_steps`; nothing on a rank that does not read.
+        here: whether this process reads, so that its own random streams are put back after it.
+    """
+
+    def __init__(self, ctx: DistContext, call: Call, steps: Iterator[ReadStep | Skipped], *, here: bool) -> None:
+        self._guard = isolated_rng if here else contextlib.nullcontext
+        self._ctx = ctx
+        self._call = call
+        self._steps = steps
+        self._read: deque[ReadStep] = deque()
+        self._failure: AccelError | None = None
+
+    def catch_up(self) -> None:
+        """Wait until all ranks have read the elements that they skip. A collective, now and then.
+
+        Reading again can take longer than a message may, so ranks that still skip report it.
+        """
+        while any(exchange_values(self._ctx.comm, self._call, self._skips(), bool)):
+            pass
+
+    def take(self, count: int) -> list[ReadStep]:
+        """Return that many steps, or fewer at the end or before an error.
+
+        Raises:
+            AccelError: the first of them cannot be read; on every rank.
+        """
+        taken: list[ReadStep] = []
+        with self._guard():  # once for all steps: it takes as long as a small one
+            while len(taken) < count and (step := self._next()) is not None:
+                if isinstance(step, ReadStep):
+                    taken.append(step)
+        if self._failure is not None and not taken:
+            with shared_failure(self._ctx.comm, self._call):
+                raise self._failure
+        return taken
+
+    def _skips(self) -> bool:
+        """Read the first step or a report before it; return whether it was a report."""
+        if self._read:
+            return False
+        with self._guard():
+            step = self._next()
+        if isinstance(step, ReadStep):
+            self._read.append(step)
+        return isinstance(step, Skipped)
+
+    def _next(self) -> ReadStep | Skipped | None:
+        if self._read:
+            return self._read.popleft()
+        if self._failure is not None:
+            return None
+        try:
+            return next(self._steps, None)
+        except AccelError as error:
+            self._failure = error
+        except Exception as error:  # any error of the user's stream
+            cause, place = read_error(error)
+            where = f"{place}{', ' * bool(place)}rank {self._ctx.rank}, batches"
+            self._failure = DataError(f"reading the stream failed: {cause}", where=where)
+            self._failure.__cause__ = error
+        return None
+
+
+def next_count(count: int, limit: int, step_bytes: int) -> int:
+    """Return the steps of the next message: twice as many, as long as they are few and small.
+
+    Args:
+        count: steps in this message; the first holds one, so that nobody waits for more.
+        limit: the most steps.
+        step_bytes: size of one step.
+    """
+    return max(1, min(2 * count, limit, _MOST_BYTES // max(step_bytes, 1)))
+
+
+def batch_bytes(data: object, containers: Sequence[Container] = ()) -> int:
+    """Return the bytes of a batch's tensors; those of a large one if it cannot be taken apart."""
+    try:
+        return sum(leaf.nbytes for _, leaf in tensors(data, containers))
+    except TreeError:
+        return _MOST_BYTES
+
+
+class _WorkerTurns:
+    """Orders the steps of workers: one step from each that has not ended."""
+
+    def __init__(self, items: Iterator[Any], start: StreamPosition) -> None:
+        self._items: Iterator[Any] = items
+        self._ranks = start.ranks
+        self._positions = list(start.workers)
+        workers = [i for i, worker in enumerate(start.workers) if not worker.ended]
+        self._order = deque(sorted(workers, key=lambda worker: (worker < start.turn, worker)))
+        self._waiting: dict[int, deque[WorkerStep]] = {worker: deque() for worker in workers}
+        self._going: set[int] = set()  # workers known to have more
+
+    def close(self) -> None:
+        """Let go of the workers, which end with their iterator."""
+        self._items = iter(())
+
+    def skip(self) -> Iterator[Skipped]:
+        """Wait until all workers are where they start; yield their reports."""
+        for worker in self._order if any(each.elements for each in self._positions) else ():
+            while not self._waiting[worker]:
+                if isinstance(item := next(self._items), Skipped):
+                    yield item
+                else:
+                    self._waiting[item.worker].append(item)
+
+    def next(self) -> WorkerStep | None:
+        """Return the next step, None at the end."""
+        while self._order:
+            worker = self._order[0]
+            step = self._peek(worker)
+            self._waiting[worker].popleft()
+            self._positions[worker] = step.position
+            if step.more:
+                self._order.rotate(-1)
+                self._going.add(worker)
+            else:
+                self._order.popleft()
+                self._going.discard(worker)
+            if step.batches:
+                return step
+        return None
+
+    def any_left(self) -> bool:
+        """Return whether another step follows; waits for workers whose next step has not come."""
+        return any(worker in self._going or self._peek(worker).batches for worker in self._order)
+
+    def position(self) -> StreamPosition:
+        """Return the position after the last step."""
+        return StreamPosition(tuple(self._positions), self._order[0] if self._order else 0, self._ranks)
+
+    def _peek(self, worker: int) -> WorkerStep:
+        while not self._waiting[worker]:
+            item = next(self._items)
+            self._waiting[item.worker].append(item)
+        return self._waiting[worker][0]
+
+
+def _warn_of_replay(source: Iterable[Any], start: StreamPosition, replay: bool) -> None:
+    behind = [worker for worker in start.workers if (replay or worker.state is None) and not worker.ended]
+    replayed = sum(worker.elements for worker in behind)
+    if not replayed:
+        return
+    if replay:
+        reason = "replay=True"
+    elif isinstance(source, Resumable):
+        reason = "the cursor holds no state of it"
+    else:
+        reason = "it has no state_dict and load_state_dict"
+    text = "%s is read again from its beginning and %d elements are skipped, because %s"
+    _log().warning(text, type(source).__name__, replayed, reason)
+
+
+def _unchanged(step: Any) -> Any:
+    return step
+
+
+def _log() -> logging.Logger:
+    return logging.getLogger("accel.data")

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process's reading of a stream: its elements, sharded step by step into the batches of ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+from torch.utils.data import IterableDataset, get_worker_info
+
+from accel.data._cursor import WorkerPosition
+from accel.data._plan import Tail
+from accel.data._requests import seed_base, seed_streams, twin
+from accel.data._transfer import pin
+from accel.errors import DataError
+from accel.random import Key
+from accel.tree import Container, tensors
+
+_REPORT_S = 10.0
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A source that saves its position and goes back to it."""
+
+    def state_dict(self) -> Any:
+        """Return the position."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Go to a position that `state_dict` gave."""
+        ...
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """How a reader shards its stream.
+
+    Attributes:
+        size: elements to a step.
+        ranks: data-parallel ranks that share a step.
+        mine: the ranks whose batches are made here.
+        tail: treatment of a step with fewer elements.
+        whole: whether an element is a batch already, one for a rank.
+        containers: further kinds of containers that batches may hold.
+    """
+
+    size: int
+    ranks: int
+    mine: tuple[int, ...]
+    tail: Tail
+    whole: bool
+    containers: tuple[Container, ...] = ()
+
+
+class LocalBatch(msgspec.Struct, frozen=True, eq=False):
+    """One rank's batch.
+
+    Attributes:
+        data: the collate function's result.
+        rows: samples in it, stand-ins included.
+    """
+
+    data: Any
+    rows: int
+
+
+class WorkerStep(msgspec.Struct, frozen=True, eq=False):
+    """One step as a worker has read it; one without batches marks the end of the worker's stream."""
+
+    worker: int
+    batches: dict[int, LocalBatch]
+    counts: list[int]
+    more: bool
+    position: WorkerPosition
+
+    def pin_memory(self) -> WorkerStep:
+        """Torch calls this in its pinning thread."""
+        pinned = {rank: LocalBatch(pin(batch.data), batch.rows) for rank, batch in self.batches.items()}
+        return msgspec.structs.replace(self, batches=pinned)
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """A reader's progress on its way to its start.
+
+    Attributes:
+        worker: its number among the reading processes.
+        elements: elements that it has read and dropped.
+        of: elements to drop in all.
+    """
+
+    worker: int
+    elements: int
+    of: int
+
+
+class StreamSteps(IterableDataset[Any]):
+    """The stream in steps, as one process reads it.
+
+    A `worker_init_fn` finds it as `get_worker_info().dataset`. It shows the attributes of the user's dataset, and
+    attributes set on it are set there.
+
+    Args:
+        source: iterable from its beginning, or from where its `load_state_dict` puts it.
+        plan: how it is sharded.
+        collate: makes batches.
+        begin: key of the random streams, position of each worker, and whether reading replays the skipped elements.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        plan: StepPlan,
+        collate: Callable[[Any], Any],
+        begin: tuple[Key, tuple[WorkerPosition, ...], bool],
+    ) -> None:
+        self.__dict__.update(_source=source, _rest=(plan, collate, begin))
+
+    def __iter__(self) -> Iterator[WorkerStep | Skipped]:
+        source: Any = self.__dict__["_source"]
+        plan, collate, (key, positions, replay) = self.__dict__["_rest"]
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        if positions[worker].ended:
+            return iter(())
+        elements = _SeededElements(source, positions[worker], seed_base(key.fold_in(worker)), replay=replay)
+        return _steps(elements, plan, collate, worker, positions[worker].elements)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_source"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.__dict__["_source"], name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamSteps, (self.__dict__["_source"], *self.__dict__["_rest"])
+
+
+def at_epoch(source: Any, epoch: int) -> Any:
+    """Return the source to read, told its epoch once: workers may share the number, as Hugging Face's do."""
+    source = twin(source) if isinstance(source, Resumable) else source  # reading moves a position
+    if callable(set_epoch := getattr(source, "set_epoch", None)):
+        set_epoch(epoch)
+    return source
+
+
+def _steps(
+    stream: _SeededElements, plan: StepPlan, collate: Callable[[Any], Any], worker: int, start: int
+) -> Iterator[WorkerStep | Skipped]:
+    # one element ahead shows that a step follows; with `drop`, only a whole step does
+    ahead = plan.size if plan.tail == "drop" else 1
+    for at in stream.skip_to(start, (ahead, plan.size - ahead)):
+        yield Skipped(worker, at, start)
+    held = stream.take(ahead)
+    if len(held) < ahead:
+        yield WorkerStep(worker, {}, [], False, WorkerPosition(start, ended=True))
+    while len(held) == ahead:
+        elements = held + stream.take(plan.size - ahead)
+        at = stream.at
+        state = stream.state()
+        batches, counts = _shard_step(plan, elements, collate)
+        held = stream.take(ahead)
+        more = len(held) == ahead
+        yield WorkerStep(worker, batches, counts, more, WorkerPosition(at, state if more else None, ended=not more))
+
+
+class _SeededElements:
+    """The elements of a stream, read with random streams that follow from the position."""
+
+    def __init__(self, source: Iterable[Any], begin: WorkerPosition, base: int, *, replay: bool) -> None:
+        self._base = base
+        self._owner: Resumable | None = source if isinstance(source, Resumable) and not replay else None
+        resumes = begin.state is not None and not replay
+        self.at = begin.elements if resumes else 0
+        seed_streams(base, self.at)
+        if resumes and self._owner is not None:
+            self._owner.load_state_dict(copy.deepcopy(begin.state))
+        self._elements = iter(source)
+        if self._owner is None and isinstance(self._elements, Resumable) and not replay:
+            self._owner = self._elements
+            if resumes:
+                self._owner.load_state_dict(copy.deepcopy(begin.state))
+        if resumes and self._owner is None:
+            raise DataError(
+                "the cursor holds a state, and the stream cannot take it",
+                expected="a stream with load_state_dict, as when it was saved",
+                got=type(source).__name__,
+            )
+
+    def take(self, count: int) -> list[Any]:
+        """Read that many elements, or fewer at the end."""
+        if count:
+            seed_streams(self._base, self.at)
+        taken = list(itertools.islice(self._elements, count))
+        self.at += len(taken)
+        return taken
+
+    def state(self) -> Any:
+        """Return a copy of the stream's state, because streams go on changing theirs; None without one."""
+        return copy.deepcopy(self._owner.state_dict()) if self._owner is not None else None
+
+    def skip_to(self, elements: int, strides: tuple[int, ...]) -> Iterator[int]:
+        """Read and drop elements up to a position; yield the position now and then.
+
+        Args:
+            elements: the position.
+            strides: the counts of `take`, in turns, when these elements were read for use. Random streams are seeded
+                at each, so skipping has to repeat them.
+        """
+        reported = time.monotonic()
+        counts = itertools.cycle(strides)
+        while self.at < elements:
+            count = min(next(counts), elements - self.at)
+            if len(self.take(count)) < count:
+                raise DataError(
+                    "the stream ended before the cursor's position",
+                    expected=f"more than {elements} elements",
+                    got=str(self.at),
+                    fix="The cursor belongs to another stream; begin the epoch again with Cursor(seed=, epoch=).",
+                )
+            if time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                yield self.at
+
+
+def _shard_step(
+    plan: StepPlan, elements: Sequence[Any], collate: Callable[[Any], Any]
+) -> tuple[dict[int, LocalBatch], list[int]]:
+    """Shard the elements of one step: contiguous, in rank order, sizes differing by at most one.
+
+    Returns:
+        The batches that are made here by rank, and the real samples of every rank.
+
+    Raises:
+        DataError: elements are batches already, and one has no rows that can be counted.
+    """
+    if plan.whole:
+        return _deal_batches(plan, [collate(element) for element in elements])
+    each, extra = divmod(len(elements), plan.ranks)
+    counts = [each + (rank < extra) for rank in range(plan.ranks)]
+    constant = -(-plan.size // plan.ranks) if plan.tail == "pad" else 0
+    batches: dict[int, LocalBatch] = {}
+    for rank in plan.mine:
+        start = rank * each + min(rank, extra)
+        rows = max(counts[rank], constant, 1)
+        samples = list(elements[start : start + counts[rank]])
+        stand_ins = [elements[-1]] * (rows - len(samples))
+        batches[rank] = LocalBatch(collate(samples + stand_ins), rows)
+    return batches, counts
+
+
+def _deal_batches(plan: StepPlan, given: list[Any]) -> tuple[dict[int, LocalBatch], list[int]]:
+    """Give each rank one of the stream's own batches; a rank without one gets the last to stand in."""
+    rows = [_count_rows(batch, plan.containers) for batch in given]
+    last = len(given) - 1
+    counts = [rows[rank] if rank <= last else 0 for rank in range(plan.ranks)]
+    return {rank: LocalBatch(given[min(rank, last)], rows[min(rank, last)]) for rank in plan.mine}, counts
+
+
+def _count_rows(batch: object, containers: Sequence[Container]) -> int:
+    """Return the samples in a batch that the stream itself made: tensors of shape [samples, ...]."""
+    shapes = {path: list(leaf.shape) for path, leaf in tensors(batch, containers)}
+    rows = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(rows) != 1 or rows == {0}:
+        raise DataError(
+            "the stream gives batches whose samples cannot be counted",
+            expected="tensors of shape [samples, ...], at least one sample, equally many in all",
+            got=", ".join(f"{path} of {shape}" for path, shape in shapes.items()) or f"{type(batch).__name__}",
+            fix="Let the stream give samples, and the DataLoader batch them: batch_size=.",
+        )
+    return rows.pop()

@@ -37,14 +37,16 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     own, rest = split_words(words)
     known = parser().read(own)
     resolved = resolve_flags(known, environ)
-    config, target = on_pod(resolved, environ), _target(known, rest)
+    config = on_pod(resolved, environ)
+    target = _target(known, rest)
     if known.slurm:
         print(_submit(target, resolved, environ, dry_run=known.dry_run), end="")
         return 0
     if known.dry_run:
         print(_dry_run(target, config, environ), end="")
         return 0
-    return run_launch(target.name, target.args, kind=target.kind, config=config, environ=environ, summary=True)
+    inherited = {**environ, **resolved.sources_variable()}
+    return run_launch(target.name, target.args, kind=target.kind, config=config, environ=inherited, summary=True)
 
 
 def parser() -> Parser:

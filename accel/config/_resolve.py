@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from accel.config._record import FIELDS, LaunchConfig, refuse_clash
-from accel.config._schema import Field, from_plain, from_text
+from accel.config._schema import Field, from_plain, from_text, to_text
+from accel.config._settings import SETTINGS, SOURCES_VARIABLE
 from accel.config._torchrun import read_torchrun
 from accel.errors import ConfigError, check_spelling, did_you_mean
 
@@ -29,10 +30,10 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Who set a field.
+    """The place that sets a field.
 
     Attributes:
-        kind: which of the four.
+        kind: one of the four kinds of places.
         name: the flag, the variable or the file; empty for a default.
     """
 
@@ -42,12 +43,25 @@ class Source(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return " ".join((self.kind, self.name)).strip()
 
+    def at(self, name: str) -> str:
+        """Return the place of the field of that name, as messages have it."""
+        return {"file": f"{self.name}, key {name}", "default": f"the default {name}"}.get(self.kind, self.name)
+
 
 class Resolved(NamedTuple):
-    """A record, and for each of its fields who set it."""
+    """A record, and for each of its fields the place that sets it."""
 
     config: LaunchConfig
     sources: Mapping[str, Source]
+
+    def sources_variable(self) -> dict[str, str]:
+        """Return the variable that tells ranks the flag or file behind each setting; none if no setting has one."""
+        told = {
+            f"{field.variable}={to_text(getattr(self.config, field.name))}": self.sources[field.name].at(field.name)
+            for field in SETTINGS
+            if self.sources[field.name].kind in ("flag", "file")
+        }
+        return {SOURCES_VARIABLE: msgspec.json.encode(told).decode()} if told else {}
 
 
 def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFile | None = None) -> Resolved:
@@ -73,18 +87,17 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
     for name in flags:
         if name not in known:
             raise ConfigError("unknown field", got=repr(name), where="flags", fix=did_you_mean(name, known))
-    check_spelling(environ, [CONFIG_VARIABLE, *(field.variable for field in FIELDS)])
+    check_spelling(environ, [CONFIG_VARIABLE, SOURCES_VARIABLE, *(field.variable for field in FIELDS)])
     if file is not None:
         check_names(file)
     torchruns = read_torchrun(environ)
-    values: dict[str, Any] = {}
-    sources: dict[str, Source] = {}
-    places: dict[str, str] = {}
+    values = {field.name: field.default for field in FIELDS}
+    sources = {field.name: Source("default") for field in FIELDS}
     for field in FIELDS:
-        values[field.name], sources[field.name] = field.default, Source("default")
-        for value, source, place in _said(field, flags, environ, torchruns.get(field.name), file):
-            values[field.name], sources[field.name], places[field.name] = value, source, place
-    refuse_clash(values, {name: f"the default {name}" for name in known} | places)
+        for value, source in _said(field, flags, environ, torchruns.get(field.name), file):
+            values[field.name] = value
+            sources[field.name] = source
+    refuse_clash(values, {name: source.at(name) for name, source in sources.items()})
     return Resolved(LaunchConfig(**values), sources)
 
 
@@ -106,16 +119,13 @@ def _said(
     environ: Mapping[str, str],
     torchruns: tuple[str, str] | None,
     file: ConfigFile | None,
-) -> list[tuple[Any, Source, str]]:
-    """Return what is said about a field, the weakest first."""
-    said: list[tuple[Any, Source, str]] = []
+) -> Iterator[tuple[Any, Source]]:
+    """Give the values that are said for a field, the weakest first."""
     if file is not None and field.name in file.values:
-        place = f"{file.path}, key {field.name}"
-        said.append((from_plain(field, file.values[field.name], where=place), Source("file", file.path), place))
+        source = Source("file", file.path)
+        yield from_plain(field, file.values[field.name], where=source.at(field.name)), source
     for name, text in (torchruns or ("", ""), (field.variable, environ.get(field.variable, ""))):
         if text:
-            said.append((from_text(field, text, where=name), Source("environment", name), name))
+            yield from_text(field, text, where=name), Source("environment", name)
     if field.name in flags:
-        source = Source("flag", field.flag)
-        said.append((from_text(field, flags[field.name], where=field.flag), source, field.flag))
-    return said
+        yield from_text(field, flags[field.name], where=field.flag), Source("flag", field.flag)

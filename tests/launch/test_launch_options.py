@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import subprocess
@@ -52,6 +53,18 @@ def test_a_file_in_the_folder_is_read_and_a_flag_beats_it(workspace: Workspace) 
     done = workspace.accel("launch", "--config", "other.json", "--prefix=false", script)
     assert done.stdout == "3 None\n" * 3
     assert workspace.accel("launch", script, ACCEL_CONFIG="/dev/null").stdout == "1 None\n"
+
+
+def test_a_rank_knows_the_flags_and_the_file_behind_its_settings(workspace: Workspace) -> None:
+    workspace.write("accumulation = 4\nprecision = 'bf16'\n", "accel.toml")
+    script = workspace.write("import os\nfrom accel import read_env\nprint(read_env(os.environ).sources)")
+    done = workspace.accel("launch", "--cpu", "--accumulation", "2", script, ACCEL_STRATEGY="fsdp")
+    assert ast.literal_eval(done.stdout) == {
+        "device": "--device",
+        "precision": "accel.toml, key precision",
+        "accumulation": "--accumulation",
+        "strategy": "ACCEL_STRATEGY",
+    }, done.stderr
 
 
 @pytest.mark.parametrize("count", [1, 2])

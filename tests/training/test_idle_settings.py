@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import SGD
 
 import accel
 from accel import ConfigError
+from accel.config import ConfigFile, resolve
 
 FOUR = {"ACCEL_ACCUMULATION": "4"}
 HALF = {"ACCEL_PRECISION": "bf16"}
@@ -47,6 +49,17 @@ def test_another_accumulation_than_the_one_asked_for_is_refused_with_both_number
         assert caught.value.expected == "accumulation=4 (ACCEL_ACCUMULATION)"
         assert str(steps or 1) in caught.value.got
         assert _step(ctx, 4).stepped
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "source"),
+    [({"accumulation": "4"}, {}, "--accumulation"), ({}, {"accumulation": 4}, "accel.toml, key accumulation")],
+)
+def test_an_error_names_the_flag_or_the_file_that_the_user_wrote(flags, file, source):
+    resolved = resolve(flags, {}, ConfigFile(path="accel.toml", values=file))
+    for ctx in _sessions(FOUR | resolved.sources_variable()):
+        with pytest.raises(ConfigError, match=re.escape(f"expected accumulation=4 ({source}), got a step of 3")):
+            _step(ctx, 3)
 
 
 def test_the_state_takes_the_accumulation_asked_for():

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parent.parent / "accel"
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
     {"errors", "lazy"},
-    {"endpoints", "formats", "fronts", "terminal", "topology", "xla"},
+    {"endpoints", "formats", "terminal", "topology", "xla"},
     {"config", "schedules"},
     {"env"},
-    {"tree", "random", "storage", "tensors"},
+    {"mixins", "tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},
     {"process", "collectives", "memory", "preempt", "seeding"},

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType] - dynamo knows the name
 
-from accel.fronts import Front
-from accel.parallel._select import Select, put_before, selected
+from accel.mixins import Mixin, add_mixin
+from accel.parallel._select import Select, selected
 from accel.parallel._unwrap import unwrap_model
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class Recomputed(Front, nn.Module):
+class Recomputed(Mixin, nn.Module):
     """Stands before the class of a block that is computed again in backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,5 +49,5 @@ def checkpoint_activations(model: M, select: Select = "repeated") -> M:
     Reference: Chen et al. 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174;
         torch.utils.checkpoint.
     """
-    put_before(selected(unwrap_model(model), select, "checkpoint_activations").values(), Recomputed)
+    add_mixin(selected(unwrap_model(model), select, "checkpoint_activations").values(), Recomputed)
     return model

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from accel.errors import ConfigError, check_choice
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._checkpointing import Recomputed
-from accel.parallel._select import Select, put_before, selected
+from accel.parallel._select import Select, selected
 from accel.parallel._unwrap import unwrap_model
 
 M = TypeVar("M", bound=nn.Module)
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-class _Traced(nn.Module):
+class _Traced(Mixin, nn.Module):
     """Stands before torch's own containers: torch compiles their forward only where somebody else's calls it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +71,7 @@ def compile_model(
             fix="To debug, use aot_eager.",
         )
     chosen = [inner] if regions is None else list(selected(inner, regions, "compile_model").values())
-    put_before([module for module in chosen if type(module).forward.__module__.startswith("torch.")], _Traced)
+    add_mixin([module for module in chosen if type(module).forward.__module__.startswith("torch.")], _Traced)
     for module in chosen:
         cast(Any, module).compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return model

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of a model something is done to, and how their forward is changed without a wrapper."""
+"""Which parts of a model something is done to."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from torch import nn
 
 from accel.errors import ConfigError
-from accel.fronts import Fronted
 
 Select = Literal["repeated"] | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
@@ -47,17 +46,6 @@ def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Modul
             fix="Name a class of blocks, or give a function of (name, module).",
         )
     return chosen
-
-
-def put_before(modules: Iterable[nn.Module], front: type[nn.Module]) -> None:
-    """Put a class before those of the modules in their line of classes, as `fully_shard` does; names stay theirs.
-
-    Modules of one class stay of one class, for which torch.compile compiles once.
-    """
-    listed = [module for module in modules if not isinstance(module, front)]
-    behind = {cls: Fronted.before(cls, front).made for cls in {type(module) for module in listed}}
-    for module in listed:
-        module.__class__ = behind[type(module)]
 
 
 def repeated(model: nn.Module) -> set[int]:

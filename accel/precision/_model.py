@@ -14,7 +14,7 @@ from accel import tree as trees
 from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.formats import Precision
-from accel.fronts import Front, Fronted
+from accel.mixins import Mixin, add_mixin
 from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
 from accel.precision._names import matched, submodules
 from accel.precision._support import DTYPES, check_compute
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
-class InFp32(Front, nn.Module):
+class InFp32(Mixin, nn.Module):
     """What a submodule becomes that computes in fp32 within an autocast."""
 
     _accel_device_type = "cpu"  # no name that a user's module may have
@@ -37,7 +37,7 @@ class InFp32(Front, nn.Module):
             return cast(Any, super()).forward(*args, **kwargs)
 
 
-class WithOutputs(Front, nn.Module):
+class WithOutputs(Mixin, nn.Module):
     """What a model becomes whose outputs are converted."""
 
     _accel_outputs = torch.float32
@@ -77,12 +77,13 @@ def apply_precision(ctx: DistContext, model: M) -> M:
         check_fp8(ctx.device, precision.fp8)
         layers = fp8_layers(model, precision.fp8, spared)
     _convert(_formats(model, precision, spared))
-    for name in spared:  # those inside of others too: a list of modules has no forward that would cover its own
-        _become(model.get_submodule(name), InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
+    # those inside of others too: a list of modules has no forward that would cover its own
+    in_fp32 = [model.get_submodule(name) for name in spared]
+    add_mixin(in_fp32, InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
     if precision.fp8 is not None and layers:
         convert_layers(model, precision.fp8, layers)
     if precision.outputs is not None:
-        _become(model, WithOutputs, _accel_outputs=DTYPES[precision.outputs], _accel_containers=ctx.containers)
+        add_mixin([model], WithOutputs, _accel_outputs=DTYPES[precision.outputs], _accel_containers=ctx.containers)
     return model
 
 
@@ -122,13 +123,6 @@ def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
             )
     for _, parameter, dtype in formats:
         parameter.data = parameter.data.to(dtype)  # the parameter stays the object that optimizers hold
-
-
-def _become(module: nn.Module, kind: type[nn.Module], **settings: object) -> None:
-    """Give one module a class of its own, between it and its class, as torch's `fully_shard` does; names stay."""
-    if isinstance(module, kind):
-        return
-    module.__class__ = Fronted.before(type(module), kind, **settings).made
 
 
 def _has_fp8(model: nn.Module) -> bool:

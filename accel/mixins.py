@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes put before the class of a live object, and taken away again; the object keeps its type's name and pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self, cast
+
+from accel.errors import ConfigError
+
+_MARK = "_accel_mixed"  # attribute of each class made here: its description
+
+
+class Mixin:
+    """Base of the classes to put before others. Objects are pickled by their own class and the mixins before it."""
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        kind = type(self)
+        mixed = _description(kind)
+        if mixed is None:
+            return super().__reduce_ex__(protocol)
+        reduced = cast("Any", mixed.bare).__reduce_ex__(self, max(protocol, 2))
+        if isinstance(reduced, str):
+            return reduced
+        make, given, *rest = cast("tuple[Any, ...]", reduced)
+        make, *given = (mixed.bare if each is kind else each for each in (make, *given))
+        return _restored, (mixed, make, tuple(given)), *rest
+
+
+def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object) -> None:
+    """Put a class before the class of each object, as torch's `fully_shard` does. Mutates the objects.
+
+    Objects of one class stay of one class, for which torch.compile compiles once. An object that has the mixin is left
+    as it is.
+
+    Args:
+        objects: such as modules.
+        mixin: its methods reach the object's own by `super()`.
+        settings: class attributes for the mixin's methods to read.
+    """
+    made: dict[type, type] = {}
+    for each in objects:
+        own = type(each)
+        if not issubclass(own, mixin):
+            if own not in made:
+                made[own] = _Mixed(mixin, _description(own) or own, settings).made
+            each.__class__ = made[own]
+
+
+def remove_mixin(objects: Iterable[object], mixin: type[Mixin]) -> None:
+    """Take a class away that `add_mixin` has put before others. Mutates the objects; those without it stay as they are.
+
+    Raises:
+        ConfigError: another library has put a class of its own before it.
+    """
+    made: dict[type, type] = {}
+    for each in objects:
+        own = type(each)
+        if issubclass(own, mixin):
+            if own not in made:
+                made[own] = _without(own, mixin)
+            each.__class__ = made[own]
+
+
+class _Mixed:
+    """A mixin and the class behind it, from which the class of both is made.
+
+    Copies keep one class, and what one pickle holds of it is unpickled once.
+
+    Attributes:
+        mixin: the class in front.
+        own: the class behind it, or the description of one that is itself made here.
+        settings: attributes of the made class.
+        made: the class that objects get.
+    """
+
+    def __init__(self, mixin: type, own: type | _Mixed, settings: Mapping[str, object]) -> None:
+        behind = own.made if isinstance(own, _Mixed) else own
+        names = {"__module__": behind.__module__, "__qualname__": behind.__qualname__}
+        self.mixin = mixin
+        self.own = own
+        self.settings = dict(settings)
+        self.made: type[Any] = type(behind.__name__, (mixin, behind), {**names, **settings, _MARK: self})
+
+    @property
+    def bare(self) -> type[Any]:
+        """The class behind all mixins."""
+        return self.own.bare if isinstance(self.own, _Mixed) else self.own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Mixed, (self.mixin, self.own, self.settings)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+def _description(kind: type) -> _Mixed | None:
+    mixed = vars(kind).get(_MARK)
+    return mixed if isinstance(mixed, _Mixed) else None
+
+
+def _without(kind: type, mixin: type) -> type:
+    """The class without a mixin; those before it are put before what was behind it."""
+    above: list[_Mixed] = []
+    mixed = _description(kind)
+    while mixed is not None and mixed.mixin is not mixin:
+        above.append(mixed)
+        mixed = mixed.own if isinstance(mixed.own, _Mixed) else None
+    if mixed is None:
+        raise ConfigError(
+            "a class cannot be taken away from behind another library's",
+            expected=f"{mixin.__name__} in front",
+            got=", ".join(each.__qualname__ for each in kind.__mro__),
+            fix="Undo first what was done to the object last.",
+        )
+    rest = mixed.own
+    for each in reversed(above):
+        rest = _Mixed(each.mixin, rest, each.settings)
+    return rest.made if isinstance(rest, _Mixed) else rest
+
+
+def _restored(mixed: _Mixed, make: Any, given: tuple[Any, ...]) -> object:
+    made = make(*given)
+    made.__class__ = mixed.made
+    return made

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes put before the class of a live object: once, in any order, and taken away from wherever they stand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import accel
+from accel.mixins import Mixin, add_mixin, remove_mixin
+
+
+class Plus(Mixin, nn.Module):
+    amount = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) + self.amount
+
+
+class Twice(Mixin, nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * 2
+
+
+class Negated(Mixin, nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return -super().forward(inputs)
+
+
+MIXINS: list[type[Mixin]] = [Plus, Twice, Negated]
+COPIES = {"itself": lambda module: module, "copy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+
+
+@given(
+    added=st.lists(st.sampled_from(MIXINS), max_size=5),
+    removed=st.lists(st.sampled_from(MIXINS), max_size=5),
+    way=st.sampled_from(sorted(COPIES)),
+)
+def test_mixins_apply_once_each_in_their_order_and_leave_no_trace(added, removed, way):
+    module: Any = nn.Identity()
+    for mixin in added:
+        add_mixin([module], mixin)
+    module = COPIES[way](module)
+    for mixin in removed:
+        remove_mixin([module], mixin)
+    expected = torch.ones(1)
+    for mixin in dict.fromkeys(added):
+        if mixin not in removed:
+            expected = {Plus: lambda x: x + 1, Twice: lambda x: x * 2, Negated: lambda x: -x}[mixin](expected)
+    assert torch.equal(module(torch.ones(1)), expected)
+    assert isinstance(module, nn.Identity)
+    assert type(module).__qualname__ == "Identity"
+    assert (type(module) is nn.Identity) == set(removed).issuperset(added)
+
+
+def test_modules_of_one_class_stay_of_one_class():
+    modules = [nn.Identity(), nn.Identity(), nn.Flatten()]
+    add_mixin(modules, Plus, amount=3.0)
+    add_mixin(modules, Twice)
+    assert type(modules[0]) is type(modules[1])
+    assert [float(each(torch.ones(1, 1)).sum()) for each in modules] == [8.0] * 3
+    remove_mixin(modules, Plus)
+    assert type(modules[0]) is type(modules[1])
+    assert [float(each(torch.ones(1, 1)).sum()) for each in modules] == [2.0] * 3
+
+
+def test_settings_stay_when_another_mixin_is_taken_away():
+    module: Any = nn.Identity()
+    add_mixin([module], Twice)
+    add_mixin([module], Plus, amount=5.0)
+    remove_mixin([module], Twice)
+    assert float(pickle.loads(pickle.dumps(module))(torch.ones(()))) == 6.0
+
+
+def test_a_class_behind_another_librarys_is_not_taken_away(ranks):
+    def rank(_ctx):
+        module = nn.Linear(2, 2)
+        add_mixin([module], Plus)
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(accel.ConfigError, match="another library's: expected Plus in front, got FSDPLinear"):
+            remove_mixin([module], Plus)
+        return isinstance(module, Plus)
+
+    assert ranks.run(rank, 1, default_group=True) == [True]

@@ -33,7 +33,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # a process of its own, which runs torch's elastic agent
-WITH_TORCH = {"launching/_agent.py", "launching/_rendezvous.py"}
+WITH_TORCH = {"launching/_agent.py", "launching/_background.py", "launching/_rendezvous.py", "launching/_round.py"}
 TORCH_FREE = {
     "errors",
     "lazy",

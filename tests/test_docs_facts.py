@@ -25,7 +25,7 @@ from accel.cli._flags import value_flags
 from accel.cli._launch import parser
 from accel.comm import HEADER_BYTES, inline_bytes
 from accel.config import LaunchConfig
-from accel.launching import _run
+from accel.launching import _supervisor
 from accel.storage._files import SPAN_BYTES
 
 ROOT = Path(__file__).parent.parent
@@ -66,8 +66,8 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/design.md", r"lines a file, (\d+) a function", lambda: rule("MOST_FUNCTION_LINES")),
     ("docs/checkpoint-format.md", r"digests of each (\d+) MiB", lambda: SPAN_BYTES // 2**20),
     ("docs/checkpoints-remote.md", r"in parts of (\d+) MiB", lambda: SPAN_BYTES // 2**20),
-    ("docs/launch.md", r"waits ([\d.]+) s for what other ranks", lambda: _run.SETTLE_S),
-    ("docs/launch.md", r"still there ([\d.]+) s later", lambda: _run.FAILED_GRACE_S),
+    ("docs/launch.md", r"waits ([\d.]+) s for what other ranks", lambda: _supervisor.SETTLE_S),
+    ("docs/launch.md", r"still there ([\d.]+) s later", lambda: _supervisor.FAILED_GRACE_S),
     ("docs/launch.md", r"The ranks have (\d+) s to\s+save", lambda: LaunchConfig().stop_grace_s),
     ("docs/preemption.md", r"the ranks have (\d+) s;", lambda: LaunchConfig().stop_grace_s),
     ("docs/clusters.md", r"up to (\d+) s \(--rdzv-timeout-s\)", lambda: LaunchConfig().rdzv_timeout_s),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
+    from accel.launching._attempts import run_plan as run_plan
     from accel.launching._function import debug_launcher as debug_launcher
     from accel.launching._function import launch as launch
     from accel.launching._function import notebook_launcher as notebook_launcher
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from accel.launching._plan import ProcessPlan as ProcessPlan
     from accel.launching._plan import plan_launch as plan_launch
     from accel.launching._record import FailureRecord as FailureRecord
-    from accel.launching._run import run_plan as run_plan
     from accel.launching._slurm import batch_script as batch_script
     from accel.launching._slurm import submit as submit
     from accel.launching._target import Target as Target
@@ -44,8 +44,8 @@ __getattr__ = exports(
         "_machine": ("Gpu", "Machine", "read_machine", "visible_gpus"),
         "_plan": ("LaunchPlan", "Place", "ProcessPlan", "plan_launch"),
         "_record": ("FailureRecord",),
-        "_run": ("run_plan",),
         "_slurm": ("batch_script", "submit"),
+        "_attempts": ("run_plan",),
         "_target": ("Target", "check_target"),
         "_tpu": ("on_pod",),
     },

@@ -19,9 +19,10 @@ import msgspec
 from accel.config import TORCHRUN_VARIABLES, LaunchConfig, resolve, to_text
 from accel.errors import ConfigError, LaunchError
 from accel.formats import PrecisionName
+from accel.launching._attempts import run_to_end
 from accel.launching._launch import make_log_dir, plan_here, record_dir
 from accel.launching._parcel import pack, receive_error, receive_value, send_call, unpack
-from accel.launching._run import Ending, run_to_end
+from accel.launching._supervisor import Ending
 from accel.launching._target import Target
 
 T = TypeVar("T")

@@ -8,8 +8,9 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import msgspec
@@ -46,6 +47,22 @@ class Heard(NamedTuple):
     stack: str = ""
     asked: bool = False
     calls: Sequence[Entered] | None = None
+
+
+class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where ranks are while others failed for want of one.
+
+    Attributes:
+        left: ranks that have ended with status 0.
+        silent: ranks whose launcher does not answer.
+        elsewhere: for each rank that is in no collective, its line of code.
+        waiting: for each rank that is in a collective, its line of code.
+    """
+
+    left: list[int] = []
+    silent: list[int] = []
+    elsewhere: dict[int, str] = {}
+    waiting: dict[int, str] = {}
 
 
 class Watch:
@@ -134,21 +151,37 @@ def hang_report(heard: Mapping[int, Heard], after_s: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def absent_report(heard: Mapping[int, Heard], left: Sequence[int]) -> str:
-    """Return which ranks did not come to a collective that failed, one line for each place, those to look at first.
+def locate(heard: Mapping[int, Heard], left: Sequence[int]) -> Whereabouts:
+    """Return where the ranks of one host are.
 
     Args:
         heard: answers of the ranks that still run.
         left: ranks that have ended with status 0.
     """
-    lines = [f"accel: {_subject(left)} left the run with status 0, while other ranks went on"] if left else []
-    places: dict[tuple[bool, str], list[int]] = {}
+    elsewhere: dict[int, str] = {}
+    waiting: dict[int, str] = {}
     for rank, each in heard.items():
-        places.setdefault((_is_waiting(each), _place(each)), []).append(rank)
-    for (is_waiting, place), ranks in sorted(places.items())[:_MOST_PLACES]:
-        came = "waited" if is_waiting else "did not come"
-        lines.append(f"accel: {_subject(ranks)} {came}: {place}")
-    return "".join(f"{line}\n" for line in lines)
+        (waiting if _is_waiting(each) else elsewhere)[rank] = _place(each)
+    return Whereabouts(left=list(left), elsewhere=elsewhere, waiting=waiting)
+
+
+def absent_report(whereabouts: Iterable[Whereabouts], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Return which ranks did not come to a collective that failed, one line for each place, those to look at first.
+
+    Args:
+        whereabouts: where the ranks of each host are.
+        hosts: the host of each rank; empty where there is one host only.
+    """
+    found = list(whereabouts)
+    facts = [("left the run with status 0, while other ranks went on", rank) for each in found for rank in each.left]
+    facts += [("did not come: no answer from the launcher", rank) for each in found for rank in each.silent]
+    facts += [(f"did not come: {place}", rank) for each in found for rank, place in each.elsewhere.items()]
+    facts += [(f"waited: {place}", rank) for each in found for rank, place in each.waiting.items()]
+    told: dict[str, list[int]] = {}
+    for text, rank in facts:
+        told.setdefault(text, []).append(rank)
+    lines = [f"accel: {_subject(ranks, hosts)} {text}\n" for text, ranks in told.items()]
+    return "".join(lines[: 1 + _MOST_PLACES])
 
 
 def _is_waiting(heard: Heard) -> bool:
@@ -206,9 +239,11 @@ def _line(stack: str) -> str:
     return f"at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else "without a Python stack"
 
 
-def _subject(ranks: Sequence[int]) -> str:
+def _subject(ranks: Sequence[int], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
+    where = {hosts.get(rank, "") for rank in ranks}
+    host = f" on {where.pop()}" if hosts and len(where) == 1 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}{host}"
 
 
 def _request(record: str) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 from accel.config import LaunchConfig
 from accel.endpoints import await_listener, split_endpoint
 from accel.errors import LaunchError
-from accel.launching._run import tell
+from accel.launching._report import tell
 from accel.launching._signals import NOTICES, STOPPING, Signals, listening
 from accel.launching._target import Target
 
@@ -37,12 +37,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         target, config: what to run, and how.
         parent: the process that it ends with.
         added: variables of the agent's own, which its ranks do not get.
+        summary: whether the last line reports the end of the run.
     """
 
     target: Target
     config: LaunchConfig
     parent: int
     added: tuple[str, ...]
+    summary: bool = False
 
 
 def check_endpoint(config: LaunchConfig) -> str:
@@ -97,7 +99,7 @@ def is_here(host: str, port: int) -> bool:
     return False
 
 
-def run_agent(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
+def run_agent(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, summary: bool) -> int:
     """Run this host's part of a job, in a process that may import torch; return the exit status.
 
     Raises:
@@ -107,7 +109,7 @@ def run_agent(target: Target, config: LaunchConfig, environ: Mapping[str, str]) 
         if stopped := _reach(config, signals):
             return 128 + stopped
         added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
-        order = Order(target=target, config=config, parent=os.getpid(), added=tuple(added))
+        order = Order(target=target, config=config, parent=os.getpid(), added=tuple(added), summary=summary)
         command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
         agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
         return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)

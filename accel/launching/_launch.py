@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import sys
@@ -14,11 +13,13 @@ from typing import Literal
 
 from accel.config import LaunchConfig, resolve
 from accel.errors import LaunchError
+from accel.launching._attempts import run_attempts
 from accel.launching._hosts import await_name, check_endpoint, run_agent
 from accel.launching._machine import read_machine
 from accel.launching._plan import LaunchPlan, Place, check_mesh, plan_launch
-from accel.launching._run import run_plans
+from accel.launching._report import tell
 from accel.launching._signals import listening
+from accel.launching._supervisor import Attempt, Ending
 from accel.launching._target import Target, check_target
 from accel.launching._tpu import on_pod
 
@@ -57,16 +58,20 @@ def run_launch(
     config = on_pod(resolve({}, environ), environ) if config is None else config
     check_target(target, environ)
     if config.hosts[1] > 1:
-        return _launch_on_hosts(target, config, environ)
-    with record_dir() as folder:
-        places = (Place(restarts=count) for count in range(config.max_restarts + 1))
-        plans = (plan_here(target, config, environ, record_dir=folder, place=place) for place in places)
-        first = next(plans)
-        make_log_dir(config.log_dir)
-        return run_plans(itertools.chain([first], plans), summary=summary)
+        return _launch_on_hosts(target, config, environ, summary=summary)
+    with record_dir() as folder, listening() as signals:
+
+        def start(failed: int, _last: Ending) -> Attempt:
+            plan = plan_here(target, config, environ, record_dir=folder, place=Place(restarts=failed))
+            if failed:
+                tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
+            make_log_dir(config.log_dir)
+            return Attempt(plan)
+
+        return run_attempts(start, signals, max_restarts=config.max_restarts, summary=summary).status
 
 
-def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> int:
+def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, summary: bool) -> int:
     fewest, most = config.hosts  # refuses now what the agent would refuse
     plan = plan_here(target, config, environ, record_dir="", port=1, place=Place(num_nodes=fewest))
     for hosts in range(fewest + 1, most + 1):
@@ -76,7 +81,7 @@ def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str,
             return 128 + stopped
     _ = check_endpoint(config)
     make_log_dir(config.log_dir)
-    return run_agent(target, config, environ)
+    return run_agent(target, config, environ, summary=summary)
 
 
 def plan_here(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's rendezvous, in which hosts also compare notes. Only the agent of a launch over several hosts imports this."""
+"""Where hosts meet: torch's rendezvous, in which they also compare notes. Only the agent of a host imports this."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -16,10 +15,12 @@ import msgspec
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
-    RendezvousInfo,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -27,135 +28,144 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from accel.config import LaunchConfig
 from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
+from accel.launching._attempts import stopped_by
+from accel.launching._background import in_background, until, within
 from accel.launching._hosts import is_here
 from accel.launching._meeting import Note, compare, note_of, seats
-from accel.launching._run import tell
+from accel.launching._report import tell
+from accel.launching._round import Round
+from accel.launching._signals import Signals
+from accel.launching._supervisor import Ending
 
 _JOB = "accel"
 _RUNNING = "accel/running"  # the notes of the hosts that run; who comes later must fit them, or they would all end
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_CALL_S = 30.0  # torch's, for more hosts than there must be
 _SILENT_S = 1.0  # until the user is told that others are waited for
-_WATCH_S = 1.0
-_LINGER_S = 1.5  # for others to read what the store of this process has
+_READ_S = 1.5  # for others to read the notes in the store of this process
 _ANSWER_S = 10.0
+_POLL_S = 0.1
 
 
-class Meeting(RendezvousHandler):
-    """torch's rendezvous, in which hosts also compare notes, and whose look-outs never wait for a host that is gone."""
+class NotMetError(LaunchError):
+    """The hosts did not come together."""
+
+
+class Meeting:
+    """torch's rendezvous, in which hosts also compare notes, one round after another.
+
+    Args:
+        inner: the rendezvous.
+        shared: store of all rounds.
+        note: facts about this host.
+        address: address at which the others reach this host.
+        serves: whether this process serves the store.
+        config: settings of the launch.
+        processes: number of ranks on each host.
+    """
 
     def __init__(
-        self, inner: RendezvousHandler, shared: Store, note: Note, address: str, *, serves: bool, wait: str
+        self,
+        inner: RendezvousHandler,
+        shared: Store,
+        note: Note,
+        address: str,
+        *,
+        serves: bool,
+        config: LaunchConfig,
+        processes: int,
     ) -> None:
         self._inner = inner
         self._shared = shared
-        self._serves = serves
-        self._wait = wait
         self._note = note
         self._address = address
-        self._waiting = 0
+        self._serves = serves
+        self._config = config
+        self._processes = processes
         self._lock = threading.Lock()
-        self._watch: threading.Thread | None = None
-        self.hosts: list[str] = []
-        self.place = 0
-        self.store: Store | None = None
+        self._round: Round | None = None
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        if self.store is None and self._shared.check([_RUNNING]):
+    def join(self, signals: Signals) -> tuple[Round, str, int] | Ending:
+        """Join the next round, together with the other hosts.
+
+        Args:
+            signals: signals of this process; one that asks to stop ends the wait.
+
+        Returns:
+            The round, and address and port of rank 0; or the end of the launch if this host is not to take part.
+
+        Raises:
+            NotMetError: too few hosts came in time, the first one does not answer, or another has ended the job.
+            LaunchError: the hosts were told different things.
+        """
+        is_first = self._round is None
+        if self._round is not None:
+            self._round.end()
+        began_s = time.monotonic()
+        is_told = False
+        joined = in_background(lambda: self._join(is_first=is_first))
+        while not joined.done():
+            if stopped := signals.stop(_POLL_S):
+                return stopped_by(stopped)
+            if not is_told and time.monotonic() - began_s >= _SILENT_S:
+                is_told = True
+                tell(f"accel: waiting for other hosts {self._wait()}\n")
+        try:
+            self._round, address, port = joined.result()
+        except RendezvousGracefulExitError:  # there were enough hosts without this one
+            return Ending(0)
+        except (RendezvousError, DistError) as error:
+            raise NotMetError(
+                "the hosts did not come together",
+                expected=f"{self._config.nnodes} hosts at {self._config.rdzv_endpoint}",
+                got=_reason(error),
+                fix="See what the launchers on the other hosts printed.",
+            ) from error
+        return self._round, address, port
+
+    def leave(self, seconds: float) -> None:
+        """End the job for all hosts, within some seconds; the process that serves the store lets the others read."""
+        current = self._round
+        if current is None or current.noted_s is None:  # nobody can be told
+            return
+
+        def leave() -> None:
+            current.leave(serves=self._serves)
+            _ = self._inner.shutdown()
+
+        _ = within(seconds, leave)
+
+    def _join(self, *, is_first: bool) -> tuple[Round, str, int]:
+        if is_first and self._shared.check([_RUNNING]):
             running = msgspec.json.decode(self._shared.get(_RUNNING), type=list[Note])
             compare([*running, self._note], "The job goes on without this host; launch alike here.")
-        waiting = threading.Timer(_SILENT_S, tell, (f"accel: waiting for other hosts {self._wait}\n",))
-        waiting.daemon = True
-        waiting.start()
-        try:
-            with self._lock:
-                info = self._inner.next_rendezvous()
-                self._waiting = 0
-        finally:
-            waiting.cancel()
-        store, rank = PrefixStore(_JOB, info.store), info.rank
-        store.set(f"note/{rank}", msgspec.json.encode(self._note).decode())
+        with self._lock:
+            info = self._inner.next_rendezvous()
+        store = PrefixStore(_JOB, info.store)
+        store.set(f"note/{info.rank}", msgspec.json.encode(self._note).decode())
         notes = [msgspec.json.decode(store.get(f"note/{at}"), type=Note) for at in range(info.world_size)]
         _ = store.add("read", 1)
         try:
             places = seats(notes)
         except LaunchError:
-            _ = within(_LINGER_S, lambda: until(lambda: store.add("read", 0) == len(notes)))
+            until(lambda: store.add("read", 0) == len(notes), _READ_S)
             raise
-        self.place, self.store = places[rank], store
-        if self.place == 0:
+        place = places[info.rank]
+        if place == 0:
             self._shared.set(_RUNNING, msgspec.json.encode(notes).decode())
-        self.hosts = [notes[places.index(place)].host for place in range(len(places))]
-        if self._watch is None:
-            self._watch = threading.Thread(target=self._keep_watch, name="accel-launch-watch", daemon=True)
-            self._watch.start()
-        bootstrap = RendezvousStoreInfo.build(self.place, store, local_addr=self._address)
-        return RendezvousInfo(info.store, self.place, info.world_size, bootstrap)
+        hosts = [notes[places.index(at)].host for at in range(len(places))]
+        first = RendezvousStoreInfo.build(place, store, local_addr=self._address)
+        current = Round(store, place, hosts, self._processes, self._count_waiting)
+        return current, first.master_addr, first.master_port
 
-    def leave(self, noted_s: float) -> None:
-        """End the job for all hosts; who serves the store lets the others read it first.
+    def _count_waiting(self) -> int:
+        with self._lock:
+            return self._inner.num_nodes_waiting()
 
-        Args:
-            noted_s: when the last thing was written that they might read, as `time.monotonic` tells it.
-        """
-        if self.store is not None:
-            _ = self.store.add("left", 1)
-            if self._serves:
-                left_s = max(0.0, noted_s + _LINGER_S - time.monotonic())
-                _ = within(left_s, lambda: until(lambda: self._left() >= len(self.hosts)))
-        _ = self.shutdown()
-
-    def _left(self) -> int:
-        return self.store.add("left", 0) if self.store is not None else 0
-
-    def num_nodes_waiting(self) -> int:
-        return self._waiting
-
-    def _keep_watch(self) -> None:
-        while True:
-            time.sleep(_WATCH_S)
-            with self._lock, contextlib.suppress(RendezvousError):
-                self._waiting = self._inner.num_nodes_waiting()
-
-    def get_backend(self) -> str:
-        return self._inner.get_backend()
-
-    def is_closed(self) -> bool:
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        self._inner.set_closed()
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._inner.shutdown()
-
-    @property
-    def use_agent_store(self) -> bool:
-        return False
-
-
-def within(seconds: float, act: Callable[[], object]) -> bool:
-    """Do something that may wait for a host which is gone, and wait for it no longer than that; tell if it was done."""
-    done = threading.Event()
-
-    def guarded() -> None:
-        with contextlib.suppress(DistError, RendezvousError):
-            _ = act()
-            done.set()
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return done.is_set()
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Wait for something to become true."""
-    while not done():
-        time.sleep(0.1)
+    def _wait(self) -> str:
+        config = self._config
+        alone = ", which only launchers on this machine can reach" if ip_address(self._address).is_loopback else ""
+        return f"at {config.rdzv_endpoint}{alone}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
 
 
 def meet(config: LaunchConfig, processes: int, script: str) -> Meeting:
@@ -181,9 +191,7 @@ def meet(config: LaunchConfig, processes: int, script: str) -> Meeting:
     inner = DynamicRendezvousHandler.from_backend(_JOB, store, backend, fewest, most, local_addr=address, timeout=join)
     contents = {"torch": torch.__version__.partition("+")[0], "the script": script}
     note = note_of(os.uname().nodename, config, processes=processes, contents=contents)
-    alone = ", which only launchers on this machine can reach" if ip_address(address).is_loopback else ""
-    wait = f"at {config.rdzv_endpoint}{alone}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
-    return Meeting(inner, store, note, address, serves=serves, wait=wait)
+    return Meeting(inner, store, note, address, serves=serves, config=config, processes=processes)
 
 
 def _store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
@@ -202,3 +210,11 @@ def _store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
             fix="Choose another port, on all hosts.",
         )
     return found[0], False
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RendezvousClosedError):
+        return "another host has ended the job"
+    if isinstance(error, RendezvousTimeoutError):
+        return "too few hosts came in time"
+    return "the first host does not answer"

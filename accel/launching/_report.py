@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from accel.launching._frames import WORKER, is_users
@@ -18,6 +19,12 @@ _HINTS = (
     (signal.SIGKILL, "the kernel sends SIGKILL when memory runs out; `dmesg` tells"),
     (signal.SIGBUS, "shared memory may be full; `df /dev/shm` tells"),
 )
+
+
+def tell(text: str) -> None:
+    """Write to stderr, at once."""
+    _ = sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def failure_report(

@@ -14,7 +14,7 @@ from launching import Workspace
 from accel.launching import FailureRecord
 from accel.launching._calls import Entered
 from accel.launching._children import Children
-from accel.launching._hang import Heard, Watch, absent_report
+from accel.launching._hang import Heard, Watch, absent_report, locate
 from accel.launching._record import Failure, culprit, repeats
 from accel.launching._relay import Relay
 
@@ -36,7 +36,7 @@ def entered(*, waiting: bool) -> list[Entered]:
 
 def test_ranks_that_are_in_no_collective_come_first() -> None:
     heard = {0: Heard(IN_BACKWARD), 1: Heard(LOADING), 3: Heard(IN_GATHER), 4: Heard(IN_BACKWARD)}
-    lines = absent_report(heard, [2]).splitlines()
+    lines = absent_report([locate(heard, [2])]).splitlines()
     assert lines[0].startswith("accel: rank 2 left")
     assert lines[1].startswith("accel: rank 1 did not come: at /home/ada/train.py:7 in load")
     assert [line.split(":")[1] for line in lines[2:]] == [" ranks 0, 3, 4 waited"]
@@ -45,7 +45,7 @@ def test_ranks_that_are_in_no_collective_come_first() -> None:
 @pytest.mark.parametrize(("waiting", "came"), [(True, "waited"), (False, "did not come")])
 def test_what_torch_recorded_counts_before_the_stack(waiting: bool, came: str) -> None:
     heard = {0: Heard(IN_BACKWARD, asked=True, calls=entered(waiting=waiting))}
-    assert absent_report(heard, []).startswith(f"accel: rank 0 {came}: ")
+    assert absent_report([locate(heard, [])]).startswith(f"accel: rank 0 {came}: ")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(worksp
         assert re.search(rf"^accel: rank 2 on \S+ failed: ValueError: bad batch - at {script}:6$", err, re.M), err
         assert err.count("ValueError: bad batch") == 2
         assert ", restart 1 of 1\n" in err
+        assert re.fullmatch(r"accel: 4 ranks finished after 0:\d\d:\d\d and 1 restart", err.splitlines()[-1]), err
 
 
 @pytest.mark.slow
@@ -173,6 +174,40 @@ def test_a_signal_while_hosts_are_awaited_ends_the_launch(workspace: Workspace) 
     assert (status, err.splitlines()[-1]) == (143, "accel: stopped by SIGTERM")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("leaves", "named"),
+    [
+        ("time.sleep(60)", "did not come: at {script}:8 in <module>"),
+        ("os._exit(0)", "left the run with status 0, while other ranks went on"),
+    ],
+)
+def test_the_rank_that_a_backward_misses_is_named_first_on_all_hosts(
+    workspace: Workspace, leaves: str, named: str
+) -> None:
+    script = workspace.write(f"""
+        import os, sys, time, torch, accel
+        with accel.session(device="cpu", timeout_s=4) as ctx:
+            model = accel.prepare_model(ctx, torch.nn.Linear(2, 2))
+            model(torch.ones(1, 2)).sum().backward()
+            print("begins", flush=True)
+            if ctx.rank == 1:
+                {leaves}
+            model(torch.ones(1, 2)).sum().backward()
+    """)
+    flags = words("--nnodes", 2, endpoint=here())[len(ACCEL) :]
+    launchers = [workspace.start(*map(str, flags), "--node-rank", str(at), script) for at in range(2)]
+    for launcher in launchers:
+        status, _, err = ended(launcher)
+        assert status == 1, err
+        told = [line for line in err.splitlines() if line.startswith("accel: ")]
+        report = next((at for at, line in enumerate(told) if named.format(script=script) in line), None)
+        assert report is not None, err
+        assert told[report].startswith("accel: rank 1 on "), err
+        assert re.match(r"accel: rank 0 on \S+ failed: RuntimeError: ", told[report + 1]), err
+        assert re.fullmatch(r"accel: rank 0 failed after 0:\d\d:\d\d, exit status 1", told[-1]), err
+
+
 EARLY = """
 import signal, sys
 from accel.launching import _agent
@@ -212,12 +247,17 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
     slow_s = leaving_s()
     hosts.cut_off(1)
     cut = time.monotonic()
+    errors: list[str] = []
     for launcher in launchers:
         status, _, err = ended(launcher, 90)
         assert status == 1
-        assert "PeerError" in err.splitlines()[-1], err
+        assert "PeerError" in err.splitlines()[-2], err
+        assert re.fullmatch(r"accel: rank \d failed after 0:00:\d\d, exit status 1", err.splitlines()[-1]), err
         assert re.search(r"^accel: rank \d on h\d failed: accel\.errors\.PeerError: ", err, re.M), err
         assert "accel: ranks 0 on h" in err, err
+        errors.append(err)
+    missing = r"^accel: rank \d on h1 did not come: no answer from the launcher\naccel: rank \d on h0 failed: "
+    assert re.search(missing, errors[0], re.M), errors[0]  # the other launcher cannot reach the store
     assert time.monotonic() - cut < 8 + 5 + 4 * slow_s  # nearly 5 where nothing else computes
 
 

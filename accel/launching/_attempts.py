@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attempts of a launch: all ranks start, and start again after a failure, until the last line reports the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from accel.launching._plan import LaunchPlan
+from accel.launching._record import exit_code
+from accel.launching._report import last_line, stop_report, tell
+from accel.launching._signals import Signals, listening
+from accel.launching._supervisor import Attempt, Ending, Supervisor
+
+
+def run_plan(plan: LaunchPlan) -> int:
+    """Start the processes of a plan and wait for them; the first failure, or a signal, ends all.
+
+    Their output goes to this process's own streams. When a rank fails, the others get SIGTERM, and SIGKILL if they
+    are still there 2.5 s later; then the report of the rank that failed first is written to stderr. SIGINT and
+    SIGTERM are handed on, with the plan's time to end; a second one kills. SIGUSR1 and SIGUSR2 are handed on.
+
+    Args:
+        plan: processes to start.
+
+    Returns:
+        0, or the exit status of the rank that failed first (128 plus the number of the signal that killed it), or
+        128 plus the number of the signal that stopped the launch.
+
+    Raises:
+        LaunchError: a process cannot be started, or this is not the main thread.
+    """
+    ending = run_to_end(plan)
+    tell(ending.report)
+    return ending.status
+
+
+def run_to_end(plan: LaunchPlan) -> Ending:
+    """Run a plan as `run_plan` does, but leave the report to the caller."""
+    with listening() as signals:
+        return Supervisor(Attempt(plan), signals).run()
+
+
+def run_attempts(
+    start: Callable[[int, Ending], Attempt | Ending],
+    signals: Signals,
+    *,
+    max_restarts: int,
+    summary: bool = False,
+) -> Ending:
+    """Start all ranks, and again after each failure, `max_restarts` times at most; return the last end.
+
+    Args:
+        start: makes an attempt, given the number of failures and the end of the last attempt; an `Ending` if there
+            can be no attempt.
+        signals: signals of this process.
+        max_restarts: number of failures after which all ranks start again. A host that comes or goes is none.
+        summary: whether the last line on stderr reports the end of the run. Without log files, one rank gets none, as
+            its streams are this process's own, nor does a stop, whose report says it; nor a good end with `quiet`.
+
+    Raises:
+        LaunchError: a process cannot be started.
+    """
+    began_s = time.monotonic()
+    attempt = None
+    ending = Ending(0)
+    failed = 0
+    while True:
+        made = start(failed, ending)
+        if isinstance(made, Ending):
+            ending = made
+            tell(ending.report)
+            break
+        attempt = made
+        ending = Supervisor(attempt, signals).run()
+        tell(ending.report)
+        failed += ending.first is not None
+        if not ending.changed and (ending.first is None or failed > max_restarts):
+            break
+    if summary and attempt is not None:
+        tell(_summary(attempt, ending, time.monotonic() - began_s))
+    return ending
+
+
+def stopped_by(number: int) -> Ending:
+    """Return the end of a launch that a signal stops before any rank has started."""
+    return Ending(exit_code(-number), stop_report(number, [], []), stopped=number)
+
+
+def _summary(attempt: Attempt, ending: Ending, seconds: float) -> str:
+    plan, peers = attempt
+    ranks = len(plan.processes) * max(1, len(peers.hosts))
+    told = ranks == 1 or ending.stopped  # one rank has this process's own streams; a stop's report is one line
+    if (told and not plan.log_dir) or (plan.quiet and not ending.status):
+        return ""
+    return last_line(
+        ending.status,
+        ranks=ranks,
+        seconds=seconds,
+        restarts=plan.restarts,
+        stopped=ending.stopped,
+        culprit=None if ending.first is None else ending.first.rank,
+        log_dir=plan.log_dir,
+    )

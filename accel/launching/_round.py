@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hosts of a launch tell one another while their ranks run, through the store where they have met."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from accel.errors import LaunchError
+from accel.launching._background import until, within
+from accel.launching._hang import Whereabouts
+from accel.launching._record import Failure, repeats
+from accel.launching._supervisor import Exchange, Peers
+
+T = TypeVar("T")
+_NEWS_S = 2.5  # from a failure on, for other hosts to say which rank failed first, and where theirs are
+_LEAST_NEWS_S = 0.3
+_LOST_S = 1.0  # after which the store is taken not to answer
+_LOOK_S = 0.5
+_LAST_LOOK_S = 0.1  # once the ranks of this host are done
+_LINGER_S = 1.5  # for others to read what the store of this process has
+
+
+class Round(Peers):
+    """The hosts that have met, from the start of their ranks to the end.
+
+    Args:
+        store: store of this round alone.
+        place: position of this host.
+        hosts: their names, in order of their ranks.
+        processes: number of ranks on each host.
+        count_waiting: returns the number of hosts that wait for all ranks to start again.
+
+    Attributes:
+        noted_s: when others were told something, by `time.monotonic`; None once nobody can be told.
+    """
+
+    tick_s = 0.1
+
+    def __init__(
+        self, store: Store, place: int, hosts: Sequence[str], processes: int, count_waiting: Callable[[], int]
+    ) -> None:
+        self.place = place
+        self.hosts = hosts
+        self.noted_s: float | None = time.monotonic()
+        self._store = store
+        self._processes = processes
+        self._count_waiting = count_waiting
+        self._others = [at for at in range(len(hosts)) if at != place]
+        self._reported: int | None = None  # the rank whose failure the other hosts can read
+        self._own_reports = 0
+        self._done = False
+        self._ended = threading.Event()
+        # What the look-out thread has seen last. The supervisor never waits for a store whose host is gone.
+        self._waiting = 0
+        self._reports = 0
+        self._hosts_done = 0
+        self._lost: Exception | None = None
+        threading.Thread(target=self._look_out, name="accel-launch-lookout", daemon=True).start()
+
+    def have_failed(self) -> bool:
+        return self._reports > self._own_reports
+
+    def have_changed(self) -> bool:
+        return self._waiting > 0
+
+    def all_done(self) -> bool:
+        self._done = True
+        if self._lost is not None:
+            raise LaunchError(
+                "the first host does not answer",
+                got=str(self._lost).splitlines()[0],
+                fix="See what the launcher there printed.",
+            ) from self._lost
+        if self._hosts_done < len(self.hosts):
+            return False
+        self.noted_s = time.monotonic()
+        return True
+
+    def report(self, failure: Failure) -> None:
+        if not self._others or failure.rank == self._reported:
+            return
+        self._reported = failure.rank
+        self._own_reports += 1
+
+        def write() -> None:
+            self._write("failure", failure)
+            _ = self._store.add("reports", 1)
+
+        self.noted_s = time.monotonic() if within(_LOST_S, write) else None
+
+    def exchange(self, mine: Failure | None, find: Callable[[], Whereabouts]) -> Exchange:
+        failures: dict[int, Failure] = {}
+        found: dict[int, Whereabouts] = {}
+
+        def repeat() -> bool:
+            return all(map(repeats, failures.values())) and (mine is None or repeats(mine))
+
+        def listen() -> bool:
+            self._read("failure", Failure, failures)
+            self._read("whereabouts", Whereabouts, found)
+            return not repeat() or len(found) == len(self._others)
+
+        if mine is not None:
+            self.report(mine)
+        is_reached = within(_LOST_S, lambda: self._read("failure", Failure, failures)) and self.noted_s is not None
+        if not repeat():
+            return Exchange([*failures.values()], [])
+        here = find()
+        if is_reached and self._others:
+            since_s = time.time() if mine is None else mine.time_s
+            patience_s = max(_LEAST_NEWS_S, since_s + _NEWS_S - time.time())
+            _ = within(_LOST_S, lambda: self._write("whereabouts", here))
+            self.noted_s = time.monotonic()
+            _ = within(patience_s, lambda: until(listen, patience_s))
+        silent = [at for at in self._others if at not in found and at not in failures] if is_reached else []
+        nowhere = Whereabouts(silent=[rank for at in silent for rank in self._ranks(at)])
+        return Exchange([*failures.values()], [here, *found.values(), nowhere] if repeat() else [])
+
+    def end(self) -> None:
+        """End the look-out."""
+        self._ended.set()
+
+    def leave(self, *, serves: bool) -> None:
+        """Note that this host leaves; if its process serves the store, let the others read first."""
+        _ = self._store.add("left", 1)
+        if serves and self.noted_s is not None:
+            until(lambda: self._store.add("left", 0) >= len(self.hosts), self.noted_s + _LINGER_S - time.monotonic())
+
+    def _look_out(self) -> None:
+        is_counted = False
+        while not self._ended.wait(_LAST_LOOK_S if self._done else _LOOK_S):
+            try:
+                self._waiting = self._count_waiting()
+                # After the look at who waits: a host whose rank failed reports that before it waits for a restart.
+                self._reports = self._store.add("reports", 0)
+                if self._done:
+                    self._hosts_done = self._store.add("done", 0 if is_counted else 1)
+                    is_counted = True
+                self._lost = None
+            except (DistError, RendezvousError) as error:
+                self._lost = error
+
+    def _ranks(self, place: int) -> Iterable[int]:
+        return range(place * self._processes, (place + 1) * self._processes)
+
+    def _write(self, kind: str, record: msgspec.Struct) -> None:
+        self._store.set(f"{kind}/{self.place}", msgspec.json.encode(record).decode())
+
+    def _read(self, kind: str, type_: type[T], into: dict[int, T]) -> None:
+        """Read what other hosts have written since the last call."""
+        for at in self._others:
+            if at not in into and self._store.check([f"{kind}/{at}"]):
+                into[at] = msgspec.json.decode(self._store.get(f"{kind}/{at}"), type=type_)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor of a launch on one host: starts its ranks, watches them, ends them together."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from accel.errors import AccelError
+from accel.launching._children import Children
+from accel.launching._hang import Watch, Whereabouts, absent_report, locate
+from accel.launching._meeting import describe_hosts
+from accel.launching._plan import LaunchPlan
+from accel.launching._record import Failure, culprit, exit_code, repeats, stop_number
+from accel.launching._relay import log_path
+from accel.launching._report import failure_report, stop_report, tell
+from accel.launching._signals import NOTICES, STOPPING, Signals
+
+SETTLE_S = 0.3  # for the records of other ranks, one of which may have failed first
+FAILED_GRACE_S = 2.5  # nothing of a failed run is left after 3 s, or 4 where a rank does not answer
+_LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
+_KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
+_POLL_S = 0.05
+
+
+class Ending(NamedTuple):
+    """The end of a launch, or of one of its attempts.
+
+    Attributes:
+        status: 0, the status of the rank that failed first, or 128 plus the number of the signal that stopped it.
+        report: text for stderr.
+        first: the failure that caused the others; None if no rank failed, or a signal stopped the launch.
+        stopped: the signal that stopped it, or 0.
+        changed: whether the ranks were ended because a host came or went.
+    """
+
+    status: int
+    report: str = ""
+    first: Failure | None = None
+    stopped: int = 0
+    changed: bool = False
+
+
+class Exchange(NamedTuple):
+    """Answers of other hosts about a failure.
+
+    Attributes:
+        failures: the failure of each other host that has one.
+        whereabouts: where ranks are, this host's included; empty unless all failures only repeat another rank's.
+    """
+
+    failures: Sequence[Failure]
+    whereabouts: Sequence[Whereabouts]
+
+
+class Peers:
+    """The other hosts of a launch, as its supervisor on this host sees them; here there are none.
+
+    Attributes:
+        hosts: names of all hosts, in order of their ranks; empty where the launch knows one host only.
+        tick_s: seconds between two looks at the other hosts; None for no looks.
+    """
+
+    hosts: Sequence[str] = ()
+    tick_s: float | None = None
+
+    def have_failed(self) -> bool:
+        """Whether another host reports a failure."""
+        return False
+
+    def have_changed(self) -> bool:
+        """Whether a host waits for all ranks to start again."""
+        return False
+
+    def all_done(self) -> bool:
+        """Report that all ranks of this host have ended well; return whether those of all hosts have."""
+        return True
+
+    def report(self, failure: Failure) -> None:
+        """Report a failure of this host to the others."""
+
+    def exchange(self, mine: Failure | None, find: Callable[[], Whereabouts]) -> Exchange:
+        """Exchange failures, and where ranks are if all failures only repeat another rank's.
+
+        Args:
+            mine: the failure of this host that came first; None if another host failed.
+            find: returns where the ranks of this host are.
+        """
+        return Exchange((), [find()] if mine is not None and repeats(mine) else [])
+
+
+class Attempt(NamedTuple):
+    """One start of all ranks.
+
+    Attributes:
+        plan: processes of this host.
+        peers: the other hosts.
+    """
+
+    plan: LaunchPlan
+    peers: Peers = Peers()
+
+
+class Supervisor:
+    """Starts the ranks of an attempt on this host, and looks after them until all have ended.
+
+    Args:
+        attempt: the ranks to start.
+        signals: signals of this process.
+
+    Raises:
+        LaunchError: a process cannot be started.
+    """
+
+    def __init__(self, attempt: Attempt, signals: Signals) -> None:
+        self._plan = attempt.plan
+        self._peers = attempt.peers
+        self._signals = signals
+        self._children = Children()
+        self._relay = self._children.start(attempt.plan)
+        self._watch = Watch(self._children, self._relay, attempt.plan.hang_timeout_s)
+
+    def run(self) -> Ending:
+        """Wait for the end of all ranks, and until their output is shown.
+
+        Raises:
+            LaunchError: the other hosts are lost.
+        """
+        try:
+            ending = self._supervise()
+        except AccelError:
+            self._end(FAILED_GRACE_S)
+            raise
+        self._drain()
+        return ending
+
+    def _supervise(self) -> Ending:
+        children, peers = self._children, self._peers
+        while not (failures := children.failures()) and not peers.have_failed():
+            if not children.running() and peers.all_done():
+                return Ending(0)
+            if peers.have_changed():
+                tell("accel: a host has come or gone; all ranks start again\n")
+                self._end(self._plan.stop_grace_s)
+                return Ending(0, changed=True)
+            number = self._signals.wait(self._patience_s())
+            tell(self._watch.look())
+            if number in NOTICES:
+                children.signal(number)
+            # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
+            elif number and all(number in (-failure.status, stop_number(failure)) for failure in children.failures()):
+                children.signal(number)
+                return self._stop(number)
+            if peers.tick_s and (echoes := list(filter(repeats, children.recorded()))):
+                peers.report(culprit(echoes))  # a rank may take seconds to end, in which the others can look around
+        if failures and all(map(stop_number, failures)):  # the ranks agreed to stop, and the others are about to end
+            return self._stop(stop_number(failures[0]))
+        return self._fail()
+
+    def _patience_s(self) -> float | None:
+        times = [each for each in (self._watch.left_s(), self._peers.tick_s) if each is not None]
+        return min(times, default=None)
+
+    def _fail(self) -> Ending:
+        hurry = self._wait(SETTLE_S)
+        failures = self._children.failures()
+        if all(map(repeats, failures)):  # a rank that still ends may be the cause
+            failures += [failure for failure in self._children.recorded() if not repeats(failure)]
+        mine = culprit(failures) if failures else None
+        others, whereabouts = self._peers.exchange(mine, self._find)
+        self._end(0 if hurry else FAILED_GRACE_S)
+        if not failures and not others:  # the other host could not be asked
+            return Ending(0, changed=True)
+        first = culprit([*failures, *others])
+        hosts = self._hosts()
+        log = log_path(self._plan.log_dir, first.rank) if self._plan.log_dir else ""
+        report = failure_report(
+            first,
+            [failure for failure in failures if failure.rank != first.rank],
+            f"{log} on {hosts[first.rank]}" if log and hosts else log,
+            hosts=hosts,
+            where=describe_hosts(self._peers.hosts, len(self._plan.processes)) if hosts and repeats(first) else "",
+            absent=absent_report(whereabouts, hosts),
+        )
+        return Ending(exit_code(first.status), report, first)
+
+    def _find(self) -> Whereabouts:
+        """Ask the ranks that have not failed where they are."""
+        heard = self._watch.ask()
+        left = self._children.left()  # now, as a process may take long to end that has closed its connections
+        failing = [failure.rank for failure in self._children.recorded()]
+        return locate({rank: each for rank, each in heard.items() if rank not in (*left, *failing)}, left)
+
+    def _hosts(self) -> dict[int, str]:
+        """Return the host of each rank; empty where there is one host only."""
+        count = len(self._plan.processes)
+        return {at * count + local: host for at, host in enumerate(self._peers.hosts) for local in range(count)}
+
+    def _stop(self, number: int) -> Ending:
+        """Wait for ranks that a signal has asked to stop, then end them."""
+        hurry = self._wait(self._plan.stop_grace_s)
+        late = self._children.running()
+        self._end(0 if late or hurry else _LEFTOVER_GRACE_S)
+        recorded = [failure for failure in self._children.failures() if failure.record]
+        report = stop_report(number, recorded, late)
+        if failed := [failure for failure in recorded if not _is_obedient(failure)]:
+            first = culprit(failed)
+            report += failure_report(first, [other for other in failed if other is not first])
+        return Ending(exit_code(-number), report, stopped=number)
+
+    def _end(self, grace_s: float) -> None:
+        """End the ranks and what they have started: SIGTERM, and SIGKILL when their time is over."""
+        if grace_s:
+            _ = self._children.signal_groups(signal.SIGTERM)
+            _ = self._wait(grace_s, groups=True)
+        _ = self._children.signal_groups(signal.SIGKILL)
+        _ = self._wait(_KILLED_GRACE_S)
+
+    def _wait(self, timeout_s: float, *, groups: bool = False) -> bool:
+        """Wait until no rank runs, with `groups` nothing of theirs either; return whether a signal cut in."""
+        deadline = time.monotonic() + timeout_s
+        while (ranks := self._children.running()) or (groups and self._children.signal_groups(0)):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            # The end of a rank wakes this, the end of what a rank has started does not.
+            if self._signals.wait(left_s if ranks else min(left_s, _POLL_S)) in STOPPING:
+                return True
+        return False
+
+    def _drain(self) -> None:
+        """Wait until all output is shown, unless a signal says that nobody waits for it any more."""
+        if self._relay is None:
+            return
+        self._relay.end()
+        while self._relay.is_alive() and not self._signals.stop(0):
+            self._relay.join(_POLL_S)
+
+
+def _is_obedient(failure: Failure) -> bool:
+    interrupted = failure.record is not None and failure.record.exception == "KeyboardInterrupt"
+    return interrupted or stop_number(failure) != 0

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import patience
+from processes import job, script_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import accel
@@ -217,9 +215,8 @@ with accel.session(device="cpu") as ctx:
 def test_two_processes_over_gloo_follow_their_mesh(tmp_path: Path):
     script, said = tmp_path / "program.py", tmp_path / "said.json"
     script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", script, said]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=patience(120), check=False)
-    assert done.returncode == 0, done.stderr
+    with script_ranks(script, job(2), said, folder=tmp_path) as ranks:
+        assert not any(rank.wait(120) for rank in ranks), [rank.said() for rank in ranks]
     assert json.loads(said.read_text()) == {
         "(1, 2)": [[0, 1], True, True, 3, True],
         "(2, 1)": [[0, 2], False, True, 3, True],

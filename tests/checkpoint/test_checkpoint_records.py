@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import script_ranks
 from torch import nn
 
 import accel
@@ -35,17 +34,18 @@ def test_a_save_and_a_load_leave_one_record_each(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("setup", ["", "import logging; logging.basicConfig()"])
 def test_a_run_that_goes_on_says_so_once_unless_the_script_logs_by_itself(tmp_path: Path, setup: str) -> None:
-    script = f"""{setup}
+    script = tmp_path / "script.py"
+    script.write_text(f"""{setup}
+import os, sys
 import accel, torch
+os.chdir(sys.argv[1])
 with accel.session() as ctx:
     model, start = torch.nn.Linear(2, 1), accel.train_state(ctx)
     for _ in range(2):
         state = accel.resume(ctx, "run", {{"model": model}}, start)
         if state is start:
             accel.save_state(ctx, "run", {{"model": model, "state": state}}, step=3)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout == ""
-    assert done.stderr == ("" if setup else "accel: resumes from run/step-00000003\n")
+""")
+    with script_ranks(script, [{}], tmp_path, folder=tmp_path) as (rank,):
+        assert rank.wait(120) == 0, rank.said()
+        assert rank.said() == ("" if setup else "accel: resumes from run/step-00000003\n")

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import job, script_ranks
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -35,16 +33,6 @@ for turn in range(2):  # the second opening finds the address free again
 def test_the_store_of_one_host_listens_on_its_loopback_interface_only(tmp_path: Path) -> None:
     script = tmp_path / "listens.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environ = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(script), str(tmp_path / "seen")]
-    ranks = [subprocess.Popen(command, env={**environ, "RANK": str(rank)}) for rank in range(2)]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with script_ranks(script, job(2), tmp_path / "seen", folder=tmp_path) as ranks:
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
     assert {file.read_text() for file in tmp_path.glob("seen-*")} == {"0100007F"}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import patience
+from processes import job, patience, script_ranks
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
@@ -21,8 +21,8 @@ def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_goes_wrong_in_the_field(tmp_path: Path) -> None:
-    done = launch(HERE / "field_cases.py", tmp_path)
-    assert done.returncode == 0, done.stderr
+    with script_ranks(HERE / "field_cases.py", job(2), tmp_path, folder=tmp_path) as ranks:
+        assert not any(rank.wait(120) for rank in ranks), [rank.said() for rank in ranks]
     for rank in range(2):
         failed = json.loads((tmp_path / f"{rank}.json").read_text())
         assert not failed, "\n".join(failed.values())

@@ -136,6 +136,7 @@ def _run_script(words: list[str], environ: dict[str, str], out: str) -> None:
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(environ)
+    multiprocessing.set_start_method(None, force=True)  # the system's own, as in a process that nobody forked
     sys.argv = words
     sys.path.insert(0, os.path.dirname(words[0]))
     runpy.run_path(words[0], run_name="__main__")

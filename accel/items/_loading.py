@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from accel.checkpoint import Held, Manifest, Saved, Skipped, hold_newest, plan_checks, settle
-from accel.comm import Call, call_site
+from accel.checkpoint import Held, Manifest, Saved, Skipped, hold_newest, plan_checks
+from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
 from accel.items._kinds import check_items
@@ -164,8 +164,12 @@ class _Loading:
     """One checkpoint on its way into items. Each method is a collective; all of it happens, or nothing."""
 
     def __init__(self, ctx: DistContext, held: Held, verify: bool, options: LoadOptions, site: str, verb: str) -> None:
-        self._ctx, self._held, self._options = ctx, held, options
-        self._verify, self._site, self._verb = verify, site, verb
+        self._ctx = ctx
+        self._held = held
+        self._verify = verify
+        self._options = options
+        self._site = site
+        self._verb = verb
         self._wishes: list[_Wish] = []
         self._matching: Matching | None = None
 
@@ -182,40 +186,46 @@ class _Loading:
             CheckpointError: the items do not fit, or there is damage.
             ConfigError: the items are none.
         """
-        error, wish = None, _Wish()
-        try:
+
+        def match() -> _Wish:
             saved = self._held.opened
             if isinstance(saved, CheckpointError):
-                wish = self._damaged(saved)
-            else:
-                items = items_for(saved.manifest)
-                check_items(items, self._verb)
-                self._matching = match_items(self._ctx, saved, items, self._options)
-                wish = self._open(saved, self._matching)
-        except Exception as failure:
-            error = failure
-        self._wishes = settle(self._ctx, Call(f"{self._verb}: comparing", site=self._site), error, wish, _Wish)
-        return self._of_all([wish.damage for wish in self._wishes])
+                return _Wish(damage=self._damage(saved))
+            items = items_for(saved.manifest)
+            check_items(items, self._verb)
+            self._matching = match_items(self._ctx, saved, items, self._options)
+            wanted = self._matching.wanted()
+            try:
+                saved.open_files(wanted)
+            except CheckpointError as failure:
+                return _Wish(damage=self._damage(failure))
+            return _Wish(saved.bytes_of_files(wanted), self._matching.source.left)
+
+        self._wishes = agreed_values(self._ctx.comm, self._call("comparing"), match, _Wish)
+        damage = self._of_all([wish.damage for wish in self._wishes])
+        if self._options.strict and not damage:
+            _check_taken([wish.left for wish in self._wishes])
+        return damage
 
     def check_bytes(self) -> str:
         """Compare this rank's share of the files with their digests. Changes nothing; returns as `compare` does.
 
         Raises:
-            CheckpointError: there is damage, or ranks leave the same of `Part`s.
+            CheckpointError: there is damage.
         """
-        error, damage, saved = None, "", self._held.opened
-        assert isinstance(saved, Saved)  # compare has told otherwise
-        try:
-            if self._options.strict:
-                _check_taken([wish.left for wish in self._wishes])
-            if self._verify:
-                try:
-                    saved.verify(self._spans(saved))
-                except CheckpointError as failure:
-                    damage = self._damaged(failure).damage
-        except CheckpointError as failure:
-            error = failure
-        return self._of_all(settle(self._ctx, Call(f"{self._verb}: checking", site=self._site), error, damage, str))
+
+        def verify() -> str:
+            saved = self._held.opened
+            assert isinstance(saved, Saved)  # `compare` reported otherwise
+            try:
+                saved.verify(self._spans(saved))
+            except CheckpointError as failure:
+                return self._damage(failure)
+            return ""
+
+        if not self._verify:
+            return ""
+        return self._of_all(agreed_values(self._ctx.comm, self._call("checking"), verify, str))
 
     def apply(self) -> Loaded:
         """Read the tensors, then change the items. Mutates them.
@@ -223,42 +233,35 @@ class _Loading:
         Raises:
             CheckpointError: something is not what was saved, and nothing has changed; or the disk failed since.
         """
-        matching, verb, site = self._matching, self._verb, self._site
+        matching = self._matching
         assert matching is not None
-        error, changes = None, list[Change]()
+        applied: list[Change] = []
         try:
-            read = matching.read()
-            apply_changes(read)
-            changes = read
-        except Exception as failure:
-            error = failure
-        try:
-            settle(self._ctx, Call(f"{verb}: applying", site=site), error, b"", bytes)
+            with agreed(self._ctx.comm, self._call("applying")):
+                changes = matching.read()
+                apply_changes(changes)
+                applied = changes
         except BaseException:
-            undo_changes(changes)
+            undo_changes(applied)
             raise
-        try:
-            matching.finish()
-        except CheckpointError as failure:
-            error = _half_loaded(failure)
-        settle(self._ctx, Call(f"{verb}: copying", site=site), error, b"", bytes)
+        with agreed(self._ctx.comm, self._call("copying")):
+            try:
+                matching.finish()
+            except CheckpointError as failure:
+                raise _half_loaded(failure) from failure
         loaded = Loaded(matching.results(), self._held.place.path, matching.source.skipped.lines())
         if self._ctx.is_main_process:
             _report(self._verb, loaded)
         return loaded
 
-    def _open(self, saved: Saved, matching: Matching) -> _Wish:
-        try:
-            saved.open_files(matching.wanted())
-        except CheckpointError as failure:
-            return self._damaged(failure)
-        return _Wish(saved.bytes_of_files(matching.wanted()), matching.source.left)
+    def _call(self, step: str) -> Call:
+        return Call(f"{self._verb}: {step}", site=self._site)
 
-    def _damaged(self, failure: CheckpointError) -> _Wish:
+    def _damage(self, failure: CheckpointError) -> str:
         """Let another checkpoint take the place of one that was chosen as the newest; raise for one that was named."""
         if not self._held.is_newest:
             raise failure
-        return _Wish(damage=str(failure))
+        return str(failure)
 
     def _of_all(self, damages: list[str]) -> str:
         several = self._ctx.world_size > 1

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor, checksum, is_sharded, settle, tied
-from accel.comm import Call, call_site
+from accel.checkpoint import check_tensor, checksum, is_sharded, tied
+from accel.comm import Call, agreed, agreed_values, call_site, exchange_values, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.items._whole import facts, live_tensors, whole
@@ -75,31 +75,25 @@ def save_model(
 
     Reference: the layout is that of transformers' `save_pretrained`.
     """
-    target, site, error, weights = Path(folder), call_site(), None, None
-    try:
+    target, site = Path(folder), call_site()
+    size = f"max_shard_size={max_shard_size}"
+    with shared_failure(ctx.comm, Call("save_model", size, site)):
         weights = _plan(ctx, model, parse_size(max_shard_size, "save_model, max_shard_size="))
-    except Exception as failure:
-        error = failure
-    detail = "\n".join([f"max_shard_size={max_shard_size}", *facts(weights.tensors if weights is not None else {})])
-    local = weights.local if weights is not None else 0
-    sums = settle(ctx, Call("save_model", detail, site), error, local, int)
-    assert weights is not None  # settle raised otherwise
-    alone = len(set(sums)) > 1
+    call = Call("save_model", "\n".join([size, *facts(weights.tensors)]), site)
+    alone = len(set(exchange_values(ctx.comm, call, weights.local, int))) > 1
     if alone and ctx.is_main_process:
         _warn("ranks hold different parameters or buffers; %s gets rank 0's", target)
     with _stage(ctx, target / "model", "save_model", site) as stage:
         error = _write(ctx, stage, weights, writers=1 if alone else ctx.world_size)
-        settle(ctx, Call("save_model: writing", site=site), error, b"", bytes)
-        error = None
-        if ctx.is_main_process:
-            try:
+        with agreed(ctx.comm, Call("save_model: writing", site=site)):
+            if error is not None:
+                raise error
+        with agreed(ctx.comm, Call("save_model: committing", site=site)):
+            if ctx.is_main_process:
                 sizes = {name: tensor.nbytes for name, tensor in weights.tensors.items()}
                 index = encode_index(weights.shards, sizes) if len(weights.shards) > 1 else None
                 publish_weights(stage, file_names(len(weights.shards)), index)
                 _tell_rivals(target)
-            except CheckpointError as failure:
-                error = failure
-        settle(ctx, Call("save_model: committing", site=site), error, b"", bytes)
     return target
 
 
@@ -119,21 +113,14 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
         CheckpointError: a value is no dense tensor, named, or the disk failed; the same on every rank.
         ConfigError: the file's name holds other characters than letters, digits, "_", "." and "-".
     """
-    target, site, error = Path(path), call_site(), None
-    try:
+    target, site = Path(path), call_site()
+    with agreed(ctx.comm, Call("save", site=site)):
         if ctx.is_main_process:
             _check_named(tensors, target)
-    except Exception as failure:
-        error = failure
-    settle(ctx, Call("save", site=site), error, b"", bytes)
-    with _stage(ctx, target, "save", site) as stage:
+    with _stage(ctx, target, "save", site) as stage, agreed(ctx.comm, Call("save: writing", site=site)):
         if ctx.is_main_process and tensors is not None:
-            try:
-                write_tensors(stage, target.name, tensors)
-                publish_file(stage, target.name, target)
-            except (CheckpointError, RuntimeError) as failure:
-                error = failure
-        settle(ctx, Call("save: writing", site=site), error, b"", bytes)
+            write_tensors(stage, target.name, tensors)
+            publish_file(stage, target.name, target)
     return target
 
 
@@ -192,17 +179,19 @@ def _stage(ctx: DistContext, target: Path, name: str, site: str) -> Generator[Pa
     Raises:
         CheckpointError: another process is saving there, or the disk failed; on every rank.
     """
-    error, stage, parent = None, "", target.parent
+    parent = target.parent
     with contextlib.ExitStack() as held:
-        if ctx.is_main_process:
-            try:
-                make_folder(parent)
-                held.callback(take_lock(parent).release)
-                stage = stage_files(target).name
-                held.callback(_remove, parent / stage)
-            except CheckpointError as failure:
-                error = failure
-        names = settle(ctx, Call(f"{name}: opening the stage", site=site), error, stage, str)
+
+        def make() -> str:
+            if not ctx.is_main_process:
+                return ""
+            make_folder(parent)
+            held.callback(take_lock(parent).release)
+            stage = stage_files(target)
+            held.callback(_remove, stage)
+            return stage.name
+
+        names = agreed_values(ctx.comm, Call(f"{name}: opening the stage", site=site), make, str)
         yield parent / names[0]
 
 

@@ -10,9 +10,9 @@ from typing import Any, cast, overload
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor, is_sharded, settle
+from accel.checkpoint import check_tensor, is_sharded
 from accel.collectives import check_rank
-from accel.comm import Call, call_site
+from accel.comm import Call, barrier, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.items._module import clean_name
 from accel.storage import dtype_name
@@ -49,14 +49,11 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
         CollectiveMismatch: ranks hold different models.
         ConfigError: no such rank.
     """
-    error, tensors = None, dict[str, torch.Tensor]()
-    try:
+    site = call_site()
+    with shared_failure(ctx.comm, Call("get_state_dict", f"dst={dst}", site)):
         check_rank(ctx, dst, "get_state_dict, dst=")
         tensors = live_tensors(model)
-    except Exception as failure:
-        error = failure
-    call = Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), call_site())
-    settle(ctx, call, error, b"", bytes)
+    barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), site))
     if dst not in (None, ctx.rank):
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
             _ = whole(tensor)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.checkpoint import is_sharded, settle
-from accel.comm import Call, call_site
+from accel.checkpoint import is_sharded
+from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.items._kinds import Stateful, bare_optimizer, check_items
@@ -65,22 +65,15 @@ def load_accelerate_state(
             nothing has been changed.
         ConfigError: an item that Accelerate does not save.
     """
-    source, call = Path(folder), Call(_WHERE, Path(folder).name, call_site())
-    error, found, applied = None, None, list[Change]()
-    try:
+    source, site = Path(folder), call_site()
+    with agreed(ctx.comm, Call(_WHERE, source.name, site)):
         check_items(items, _WHERE)
         found = _read(source, items)
-    except Exception as failure:
-        error = failure
-    settle(ctx, call, error, b"", bytes)
-    assert found is not None  # settle raised otherwise
+    applied: list[Change] = []
     try:
-        apply_changes(found.changes)
-        applied = found.changes
-    except CheckpointError as failure:
-        error = failure
-    try:
-        settle(ctx, Call(f"{_WHERE}: applying", site=call.site), error, b"", bytes)
+        with agreed(ctx.comm, Call(f"{_WHERE}: applying", site=site)):
+            apply_changes(found.changes)
+            applied = found.changes
     except BaseException:
         undo_changes(applied)
         raise

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import weakref
-from typing import Any, Protocol, Self, runtime_checkable
+from collections.abc import Iterator
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import msgspec
 import torch
 
-from accel.errors import DataError
+from accel.errors import ConfigError, DataError
 from accel.random import check_seed
 
 # of a context: rank, world size, (index, count) among data-parallel ranks
@@ -17,17 +20,30 @@ Coordinates = tuple[int, int, tuple[int, int]]
 
 
 class WorkerPosition(msgspec.Struct, frozen=True):
-    """How far one reading process has come.
+    """Progress of one reading process.
 
     Attributes:
-        elements: of its part of the stream, in batches that have been given.
-        state: what the stream's `state_dict` said at that point; None if it has none.
+        elements: elements of its part of the stream, in batches that have been given.
+        state: the stream's `state_dict()` at that point; None if it has none.
         ended: whether its part has been read to the end.
     """
 
     elements: int = 0
     state: Any = None
     ended: bool = False
+
+    def check_saveable(self) -> None:
+        """Raise `ConfigError` for a record or enum of the user's in `state`.
+
+        A run that loads the checkpoint passes a new cursor, which does not know their classes.
+        """
+        for path, name in _user_classes(self.state, "$"):
+            raise ConfigError(
+                "the state of a stream holds a record, which could not be loaded again",
+                expected="tensors, numbers, text, bytes and None in dicts, lists and tuples",
+                got=f"{name} at {path} of its state_dict()",
+                fix="Return plain values from state_dict(), and make the record in load_state_dict().",
+            )
 
 
 class StreamPosition(msgspec.Struct, frozen=True):
@@ -167,3 +183,17 @@ def check_cursor(cursor: object) -> None:
     """Raise `DataError` for what is no cursor, such as a number of steps."""
     if not isinstance(cursor, Cursor):
         raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
+
+
+def _user_classes(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Find the user's records and enums in plain containers: path, and name of the class."""
+    kind: Any = type(value)
+    if isinstance(value, msgspec.Struct | enum.Enum) or dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        if kind.__module__.partition(".")[0] != "accel":
+            yield path, kind.__qualname__
+    elif isinstance(value, list | tuple):
+        for at, child in enumerate(cast("list[object]", value)):
+            yield from _user_classes(child, f"{path}[{at}]")
+    elif isinstance(value, dict):
+        for key, child in cast("dict[object, object]", value).items():
+            yield from _user_classes(child, f"{path}.{key}")

@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import re
+from typing import NamedTuple
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +16,7 @@ from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
 from torch.utils.data import DataLoader, IterableDataset
 
 import accel
-from accel import CheckpointError, Cursor, DataError
+from accel import CheckpointError, ConfigError, Cursor, DataError
 from accel.comm import exchange_values
 from accel.data import StreamPosition, WorkerPosition
 
@@ -311,6 +317,47 @@ def test_a_state_that_cannot_be_stored_is_named_when_it_is_saved(ranks, tmp_path
         cursor = _run(ctx, Cursor(), Odd, mode="shards")[0].next
         with pytest.raises(CheckpointError, match=r"a set cannot be stored.*cursor\.stream.*state\.seen"):
             accel.save_state(ctx, tmp_path, {"cursor": cursor}, step=1)
+        return accel.latest_checkpoint(tmp_path) is None
+
+    assert all(ranks.run(rank, 2))
+
+
+class Place(msgspec.Struct, frozen=True):
+    at: int
+
+
+@dataclasses.dataclass
+class Spot:
+    at: int
+
+
+class Pair(NamedTuple):
+    at: int
+
+
+class Phase(enum.Enum):
+    READING = 1
+
+
+@pytest.mark.parametrize("record", [Place(3), Spot(3), Pair(3), Phase.READING])
+@pytest.mark.parametrize("mode", ["own", "dispatch"])
+def test_a_record_in_the_state_of_a_stream_is_refused_when_it_is_saved(ranks, tmp_path, mode, record):
+    class Recording(Stream):
+        def state_dict(self):
+            return {"seen": [record]}
+
+        def load_state_dict(self, state):
+            assert state == {"seen": [record]}
+
+    def rank(ctx):
+        loader = make_loader(ctx, Recording(99), mode, 2)
+        state = accel.train_state(ctx)
+        state = state.next(next(accel.batches(ctx, loader, state)))
+        name = type(record).__name__
+        said = rf"holds a record.*got {name} at \$\.seen\[0\].*item cursor\.stream\.workers\[0\].*Return plain values"
+        with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
+            accel.save_state(ctx, tmp_path, {"cursor": state.cursor}, step=1)
+        assert next(accel.batches(ctx, loader, state.cursor)).start == state.cursor  # in this process it is fine
         return accel.latest_checkpoint(tmp_path) is None
 
     assert all(ranks.run(rank, 2))

@@ -19,6 +19,8 @@ from accel.comm._handle import alone as alone
 from accel.comm._handle import connect as connect
 from accel.comm._mesh import group_along as group_along
 from accel.comm._mesh import mesh_group as mesh_group
+from accel.comm._mesh import mesh_of_dims as mesh_of_dims
+from accel.comm._mesh import mesh_of_group as mesh_of_group
 from accel.comm._mesh import open_mesh as open_mesh
 from accel.comm._mesh import position_on_mesh as position_on_mesh
 from accel.comm._message import HEADER_BYTES as HEADER_BYTES
@@ -30,8 +32,6 @@ from accel.comm._message import fail as fail
 from accel.comm._message import fill as fill
 from accel.comm._message import inline_bytes as inline_bytes
 from accel.comm._message import start as start
-from accel.comm._regroup import mesh_of_dims as mesh_of_dims
-from accel.comm._regroup import mesh_of_group as mesh_of_group
 from accel.comm._torch import ReduceOp as ReduceOp
 from accel.comm._torch import all_gather_flat as all_gather_flat
 from accel.comm._torch import all_reduce_flat as all_reduce_flat

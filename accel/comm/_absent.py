@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who was missing in a collective that failed: ranks note in their group's store where they were, and read it."""
+"""Missing ranks of a failed collective: each rank notes in the group's store where it was, and reads the others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from accel.comm._call import public_call
 from accel.comm._stores import SILENCE_S, answer_of, bare_store
 from accel.errors import PeerError
 
-_GRACE_S = 1.0  # what ranks of one failed collective may lie apart in noticing it
+_GRACE_S = 1.0  # ranks notice a failed collective at most this far apart
 
 
 class Notes(NamedTuple):
-    """What ranks noted about a collective that failed.
+    """Notes of the ranks on a failed collective.
 
     Attributes:
-        waited: by rank that came to it, the seconds that it waited in vain; 0 if it was cut off earlier.
+        waited: seconds that each rank waited in it, by rank; 0 if it was cut off earlier. Missing ranks have none.
         left: ranks whose context is closed.
         answered: whether the store could be read to the end.
     """
@@ -33,11 +33,11 @@ class Notes(NamedTuple):
 
 
 class RollCall:
-    """The place where one rank of a group notes and reads.
+    """The notes of one group, as one rank writes and reads them.
 
     Args:
-        store: the group's, which some rank or a launcher serves.
-        rank, size: this rank's place.
+        store: the group's, served by a rank or a launcher.
+        rank, size: rank of this process and number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -46,17 +46,17 @@ class RollCall:
         self._size = size
 
     def leave(self) -> None:
-        """Note that this rank makes no more calls."""
+        """Note that this rank makes no further calls."""
         if self._store is not None and _is_served(self._store):
-            with contextlib.suppress(RuntimeError):  # nobody is left to read it
+            with contextlib.suppress(RuntimeError):  # no rank is left to read it
                 _append(self._store, "left", str(self._rank))
 
     def ask(self, number: int, waited_s: float) -> Notes:
-        """Note that this rank came to a collective, and read who else did and who left. Takes 3 s at most.
+        """Note that this rank reached a collective; return the notes of all ranks, within 3 s.
 
         Args:
             number: of the collective.
-            waited_s: how long this rank waited in vain, 0 if it was cut off earlier.
+            waited_s: seconds that this rank waited; 0 if it was cut off earlier.
         """
         notes = [Notes({}, set(), answered=False)]
         if self._store is not None:
@@ -90,7 +90,7 @@ def _read(store: Store, key: str) -> list[str]:
 
 
 def _is_served(store: Store) -> bool:
-    """Whether somebody listens at the store's address; torch's client prints a stack of C++ frames if nobody does."""
+    """Whether the store's address is served; if not, torch's client would print a stack of C++ frames."""
     store = bare_store(store)
     if isinstance(store, TCPStore):
         try:
@@ -103,14 +103,14 @@ def _is_served(store: Store) -> bool:
 def absence(
     roll: RollCall | None, rank: int, size: int, number: int, waited_s: float, error: BaseException
 ) -> PeerError:
-    """Make the error of a collective that did not complete, naming who was missing where that can be known.
+    """Make the error of a collective that did not complete; it names the missing ranks where they are known.
 
     Args:
-        roll: where ranks note themselves; None where no store can be reached.
-        rank, size: this rank's place.
+        roll: notes of the ranks; None without a store.
+        rank, size: rank of this process and number of ranks.
         number: of the collective.
-        waited_s: how long it lasted.
-        error: what the backend said.
+        waited_s: duration of the collective, in seconds.
+        error: the backend's.
     """
     label = public_call()
     timed_out = "imed out" in str(error) or isinstance(error, dist.DistBackendError)
@@ -137,7 +137,7 @@ def _problem(notes: Notes, size: int, waited_s: float, *, known: bool) -> str:
         return "the connection between ranks broke, though all of them came"
     if waited_s:
         return f"{_names(absent)} did not come within {waited_s:.0f} s"
-    # among more than a few ranks, those that do not talk to the lost one notice when their neighbours raise
+    # ranks without a connection to the lost one notice when their neighbours raise
     return f"{'one of ' * (len(absent) > 1)}{_names(absent)} left: the connection is gone"
 
 

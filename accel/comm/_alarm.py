@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the failure of one rank reaches others that wait in a collective which torch runs: their group is cut.
+"""The alarm: one rank's failure interrupts peers that wait in a collective of torch, by cutting their group.
 
-Inside DDP's backward a rank waits in C++ for a peer that may have raised, where no message of this package is read. The
-failing rank leaves a note in the group's store. Each rank has a thread that looks for it and then cuts the rank's own
-connections, so that whatever it waits in raises. All ranks then open the group again.
+Inside DDP's backward a rank waits in C++ for a peer that may have raised, and reads no message of this package. The
+failing rank leaves a note in the group's store. A thread of each rank looks for it and cuts the rank's connections, so
+that the wait raises. All ranks then open the group again.
 
-NCCL can abort a group. gloo cannot: its `abort` does nothing, and a group that anything still refers to keeps its
-connections. Therefore its sockets are shut down.
+NCCL can abort a group. gloo's `abort` does nothing, and a group with references left keeps its connections, so its
+sockets are shut down.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ _SOCKETS = "/dev/fd"
 
 
 class Alarm(Protocol):
-    """What ends the wait of all ranks of a group, and then opens the group again."""
+    """Interrupts the wait of all ranks of a group, and opens the group again."""
 
     def watching(self) -> contextlib.AbstractContextManager[object]:
-        """Cut this rank's connections in the block as soon as any rank has rung."""
+        """Cut this rank's connections during the block as soon as any rank rings."""
         ...
 
     def ring(self, note: bytes) -> bytes:
-        """Leave a note for all ranks, unless one is there, and cut this rank's connections; return the note there."""
+        """Leave a note for all ranks and cut this rank's connections; return the first note left."""
         ...
 
     def rung(self) -> bool:
-        """Whether a rank has left a note, in a block that watches for one. Takes 2 s at most."""
+        """Return whether a rank has left a note during a `watching` block. Takes 2 s at most."""
         ...
 
     def renew(self) -> None:
-        """Open the group again, without a note. A collective."""
+        """Open the group again, over a store without notes. A collective."""
         ...
 
 
 class StoreAlarm:
-    """The alarm of a group that was opened here.
+    """The alarm of a group that this process opened.
 
     Args:
-        store: serves the group, and outlives it.
+        store: the group's; outlives it.
         open_group: opens the default group over a store. A collective.
-        renewed: called with the store of each new group.
+        renewed: called with the store and the group of each reopening.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class StoreAlarm:
         self._open_group = open_group
         self._renewed = renewed
         self._times = 0
-        self._lock = threading.Lock()  # so that the thread does not cut the group that is opened next
+        self._lock = threading.Lock()  # keeps the thread from cutting the next group
         self._watchers = 0
         self._sockets: Mapping[int, int] = {}
 
     def open(self) -> None:
-        """Open the group, and note which connections are its own. A collective."""
+        """Open the group and note its connections. A collective."""
         before = _open_sockets()
         self._open_group(self._store)
         own = {at: number for at, number in _open_sockets().items() if before.get(at) != number}
@@ -92,7 +92,7 @@ class StoreAlarm:
 
         thread = threading.Thread(target=look, name="accel-alarm", daemon=True)
         self._watchers += 1
-        if self._watchers == 1:  # one is enough for a search within a search
+        if self._watchers == 1:  # nested blocks share one thread
             thread.start()
         try:
             yield
@@ -100,7 +100,7 @@ class StoreAlarm:
             self._watchers -= 1
             ended.set()
             if thread.ident is not None:
-                thread.join(SILENCE_S)  # a store whose server is stopped keeps the thread for ever
+                thread.join(SILENCE_S)  # a stopped server would keep the thread for ever
 
     def ring(self, note: bytes) -> bytes:
         first = self._store.compare_set(_KEY, "", note.decode())
@@ -142,12 +142,12 @@ class StoreAlarm:
 def _is_noted(store: Store) -> bool:
     try:
         return store.check([_KEY])
-    except RuntimeError:  # who serves it is gone
+    except RuntimeError:  # the server is gone
         return False
 
 
 def _open_sockets() -> dict[int, int]:
-    """Return the descriptors of this process's sockets, each with the number that the kernel gave the socket."""
+    """Return the inode number of each socket of this process, by descriptor."""
     found: dict[int, int] = {}
     for name in os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else []:
         with contextlib.suppress(OSError):  # closed since, as that of the listing itself
@@ -158,7 +158,7 @@ def _open_sockets() -> dict[int, int]:
 
 
 def _is_of(store: Store, descriptor: int) -> bool:
-    """Whether a socket is a connection to the store, over which ranks are to meet again."""
+    """Whether a socket is a connection to the store, which must survive."""
     store = bare_store(store)
     if not isinstance(store, TCPStore):
         return False
@@ -170,7 +170,7 @@ def _is_of(store: Store, descriptor: int) -> bool:
 
 
 def _shut_down(descriptor: int, number: int) -> None:
-    """End a connection if the descriptor is still that socket's; what listens stays, because gloo's thread needs it."""
+    """End a connection if its descriptor is unchanged. Listening sockets stay, because gloo's thread needs them."""
     with contextlib.suppress(OSError):
         if os.fstat(descriptor).st_ino != number:
             return

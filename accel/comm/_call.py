@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call is, and where in the user's code it was made."""
+"""Calls that all ranks make together, and their places in the user's code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ class Call(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the public function's name.
-        detail: what must agree between ranks, one fact a line.
-        site: file, line and function of the caller; found when it is needed if left out.
-        explain: makes the lines to report in place of `detail`, where that is made for comparing and not for reading.
-        hint: the way out for two lines that differ, of rank 0 and of another; "" where there is no better one than the
-            same calls everywhere.
-        ordered: whether its result is another's if two calls of its kind are swapped on one rank.
+        detail: facts to compare between ranks, one a line.
+        site: file, line and function of the caller; looked up when needed by default.
+        explain: returns readable lines to report in place of `detail`.
+        hint: maps two differing lines, of rank 0 and of another rank, to the way out; "" for the general one.
+        ordered: whether two such calls swapped on one rank would swap their results.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The call as errors name it: "gather at train.py:12 in train"."""
+        """Name and site, as in errors: "gather at train.py:12 in train"."""
         return f"{self.name} at {self.site or call_site()}"
 
 
@@ -49,7 +48,7 @@ def check_tag(tag: str | None, name: str) -> None:
 
 
 def tagged(detail: str, tag: str | None) -> str:
-    """Add the user's name for a call to what must agree between ranks."""
+    """Append the user's name for a call to a detail."""
     if tag is None:
         return detail
     return f"{detail}, tag={tag!r}" if detail else f"tag={tag!r}"
@@ -61,7 +60,7 @@ def call_site() -> str:
 
 
 def call_place() -> bytes:
-    """Return 8 bytes for the instruction of the nearest caller outside this package, alike on all ranks."""
+    """Return 8 bytes that identify the instruction of the nearest caller outside this package on every rank."""
     frame = _border()[1]
     return place_of(frame.f_code, frame.f_lasti)
 
@@ -78,7 +77,7 @@ def call_trace() -> Trace:
 
 
 def public_call() -> str:
-    """Name the function of this package that was called from outside, and where: "gather at train.py:12 in train"."""
+    """Return the public function that the user called and its site: "gather at train.py:12 in train"."""
     inside, outside = _border()
     return f"{inside.f_code.co_name} at {_place(outside)}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads of all ranks for all ranks: in the first message if they fit, in a second of known size if not."""
+"""All-gather of payloads: in the first message if they fit, in a second of known size if not."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 
 def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None = None) -> list[torch.Tensor]:
-    """Give every rank's payload to every rank. A collective.
+    """All-gather byte payloads. A collective.
 
     Args:
         comm: an open handle.
-        call: what this rank believes that all ranks are calling.
+        call: the expected call of all ranks.
         payload: bytes, shape [length], dtype uint8, on the CPU; lengths may differ between ranks.
-        dst: the rank that wants them; None for all. The same on every rank, and part of what `call` compares.
+        dst: the receiving rank; None for all. `call` must compare it.
 
     Returns:
-        The payloads by rank, uint8 on the CPU; none on a rank that does not want them.
+        The payloads by rank, uint8 on the CPU; empty on ranks other than `dst`.
 
     Raises:
         CollectiveMismatch: ranks made different calls; on every rank.
-        AccelError: a rank called `fail`; the same error on every rank.
+        AccelError: another rank failed; the same error on every rank.
     """
     if comm.size == 1:
         comm.check_open()
@@ -41,29 +41,29 @@ def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None =
     if max(sizes) <= inline_bytes(comm):
         if dst not in (None, comm.rank):
             return []
-        rows = answers.inline if comm.share is None else answers.inline.clone()  # the caller may change what it gets
+        rows = answers.inline if comm.share is None else answers.inline.clone()  # callers may change their payloads
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
     gathered = gather_bytes(comm, payload, sizes, dst)
     return list(torch.split(gathered, sizes)) if gathered is not None else []
 
 
 def exchange_values(comm: Comm, call: Call, value: T, kind: type[T]) -> list[T]:
-    """Give every rank's value to every rank, as JSON. A collective; see `exchange`.
+    """All-gather values as JSON. A collective; see `exchange`.
 
     Args:
         comm: an open handle.
-        call: what this rank believes that all ranks are calling.
-        value: anything that msgspec encodes.
-        kind: its type, checked on arrival.
+        call: the expected call of all ranks.
+        value: this rank's, of a type that msgspec encodes.
+        kind: type of the values, checked on arrival.
     """
     return start_values(comm, call, value, kind)()
 
 
 def start_values(comm: Comm, call: Call, value: T, kind: type[T]) -> Callable[[], list[T]]:
-    """Begin `exchange_values`, and return what waits for the values. A collective.
+    """Begin `exchange_values`; return a function that waits for the values. A collective.
 
     Args:
-        comm, call, value, kind: as there.
+        comm, call, value, kind: as of `exchange_values`.
     """
     if comm.size == 1:
         comm.check_open()
@@ -76,7 +76,7 @@ def start_values(comm: Comm, call: Call, value: T, kind: type[T]) -> Callable[[]
         parts: Iterable[bytes] = map(answers.payload, range(comm.size))
         if max(answers.sizes) > inline_bytes(comm):
             gathered = gather_bytes(comm, as_tensor(mine), answers.sizes)
-            assert gathered is not None  # all ranks want it
+            assert gathered is not None  # without dst
             parts = map(as_bytes, torch.split(gathered, answers.sizes))
         return [msgspec.json.decode(part, type=kind) for part in parts]
 
@@ -84,7 +84,7 @@ def start_values(comm: Comm, call: Call, value: T, kind: type[T]) -> Callable[[]
 
 
 def _meet(comm: Comm, call: Call, payload: bytes, nbytes: int) -> Callable[[], Answers]:
-    """Send a payload, or what fits of its so many bytes, in the first message; return what waits for the others'."""
+    """Send as much of a payload as fits in the first message; return a function that waits for all messages."""
     message = blank(comm)
     fill(message, payload)
     return start(comm, call, message, nbytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and who owns them: what `connect` opened, `close` destroys; what was adopted is never destroyed."""
+"""Handles on process groups: `close` destroys groups that `connect` opened, and never one that was adopted."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Share(Protocol):
-    """Hands objects over between the ranks of a group that are threads of one process."""
+class ThreadExchange(Protocol):
+    """Passes objects between ranks that are threads of one process."""
 
     def __call__(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
-        """Begin to hand `mine` to all ranks, and return what waits for the common result. A collective.
+        """Begin to pass an object to all ranks; return a function that waits for the common result. A collective.
 
         Args:
-            mine: this rank's object; not to be changed until the wait.
-            combine: makes the result of all ranks' objects, in rank order; called once. All ranks get the same object.
+            mine: this rank's object, unchanged until the wait.
+            combine: maps the objects of all ranks, by rank, to the result. It is called once; all ranks get one object.
         """
         ...
 
 
 class Unfinished(Protocol):
-    """Work of all ranks that goes on beside training, and that the scope of its handle ends with."""
+    """Background work of all ranks, which ends with the scope of its handle."""
 
     def result(self) -> object:
-        """Wait for it, and raise what went wrong. A collective."""
+        """Wait for the work and raise its error. A collective."""
         ...
 
     def wait(self) -> None:
@@ -53,20 +53,20 @@ class Unfinished(Protocol):
 
 
 class Comm:
-    """A process group and how to use it. This is the one mutable thing behind a context: it can be closed, once.
+    """A process group with its backend and devices: the one mutable object behind a context, which can be closed once.
 
     Attributes:
-        rank, size: this process's place in the group.
-        backend: c10d's name for what carries tensors on the rank's device; "none" without a group.
-        control: the device that small control messages travel on; the CPU wherever the group can.
+        rank, size: rank of this process and number of ranks.
+        backend: c10d's backend for tensors on the rank's device; "none" without a group.
+        control: device of control messages; the CPU wherever the group can.
         owned: whether `close` destroys the group.
-        roll: where ranks note who came to a collective that failed; None where no store is known.
-        beside: carries tensors on the CPU where the group itself carries none; None where it does.
-        opened: further groups that were opened for this handle's user, and that `close` destroys.
-        along: those of several axes of a mesh, by the ranks of all groups that were opened together.
-        unfinished: what goes on in the background; None if nothing does.
-        spare: host memory that such work leaves to the next, by name.
-        met: the last checked call, if ranks made it from different places.
+        roll: notes of the ranks that reached a failed collective; None without a store.
+        beside: group for tensors on the CPU; None where the group itself carries them.
+        opened: further groups to destroy in `close`.
+        along: groups along several axes of a mesh, by the ranks of all groups that were opened together.
+        unfinished: background work; None without.
+        spare: host memory of finished background work, by name, for the next to use.
+        met: the last checked call, if ranks made it from different lines.
         bell: ends the wait of all ranks; see `alarm`.
     """
 
@@ -101,7 +101,7 @@ class Comm:
         owned: bool,
         roll: RollCall | None = None,
         beside: dist.ProcessGroup | None = None,
-        share: Share | None = None,
+        share: ThreadExchange | None = None,
     ) -> None:
         self._group = group
         self._closed = False
@@ -135,8 +135,8 @@ class Comm:
         return self._group
 
     @property
-    def share(self) -> Share | None:
-        """What hands objects over between ranks of one process; None where ranks are processes.
+    def share(self) -> ThreadExchange | None:
+        """The exchange between ranks of one process; None where ranks are processes.
 
         Raises:
             ContextClosedError: the scope that opened this has ended.
@@ -146,22 +146,22 @@ class Comm:
 
     @property
     def alarm(self) -> Alarm | None:
-        """What reaches ranks in collectives that torch runs; None where the group cannot be opened again here.
+        """The alarm for ranks in collectives of torch; None where the group cannot be opened again.
 
-        Further groups of a mesh cannot: modules hold them by their names.
+        Further groups of a mesh cannot: modules refer to them by name.
         """
         self.check_open()
         return None if self.opened else self.bell
 
     def renew(self, store: Store, group: dist.ProcessGroup) -> None:
-        """Go on with a group that was opened again, over a store that nothing was noted in."""
+        """Continue with a group that was opened again, over a store without notes."""
         self._group = group
         self._number = 0
         self.met = None
         self.roll = RollCall(store, self.rank, self.size)
 
     def carrier(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-        """The group that carries a tensor from where it lies."""
+        """Return the group for tensors on a tensor's device."""
         group = self.group
         return group if self.beside is None or tensor.device.type != "cpu" else self.beside
 
@@ -176,19 +176,19 @@ class Comm:
             )
 
     def next_number(self) -> int:
-        """Count a collective: equal numbers on all ranks as long as they make the same calls."""
+        """Return the number of the next collective, equal on all ranks that make the same calls."""
         self._number += 1
         return self._number
 
     def finish(self) -> None:
-        """Wait for what goes on in the background, and raise what went wrong. A collective if something does."""
+        """Wait for background work and raise its error. A collective if there is any."""
         if self.unfinished is not None:
             _ = self.unfinished.result()
 
     def close(self) -> None:
-        """Drop the group, and destroy what was opened here. Later use raises; a second close does nothing.
+        """Drop the group and destroy groups that were opened here. Later use raises; a second close does nothing.
 
-        Waits for what goes on in the background, without raising: the other ranks may be gone.
+        Waits for background work without raising, as other ranks may be gone.
         """
         if self._closed:
             return
@@ -196,14 +196,16 @@ class Comm:
             self.unfinished.wait()
             self.unfinished = None
         self.spare.clear()
-        # somebody may have destroyed it already, and even opened another that is not ours to destroy
+        # the user may have destroyed the group and opened another, which is not ours to destroy
         owned = self.owned and self._group is not None and dist.group.WORLD is self._group
         if owned and self.roll is not None:
             self.roll.leave()
         opened = self.opened
         self.along.clear()
-        self._closed, self._group, self.roll, self.beside, self._share, self.opened = True, None, None, None, None, []
-        self.bell = None
+        self._closed = True
+        self._group = self._share = None
+        self.roll = self.beside = self.bell = None
+        self.opened = []
         if not owned and not opened:
             return
         gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
@@ -211,31 +213,31 @@ class Comm:
             dist.destroy_process_group()
         else:
             for group in reversed(opened):
-                with contextlib.suppress(ValueError):  # somebody has destroyed it already
+                with contextlib.suppress(ValueError):  # the user has destroyed it
                     dist.destroy_process_group(group)
         await_idle_threads()
 
 
 def alone() -> Comm:
-    """A handle for one process without a group."""
+    """Return the handle of a single process without a group."""
     return Comm(None, 0, 1, backend="none", control=torch.device("cpu"), owned=False)
 
 
 def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s: float) -> Comm:
-    """Open the default process group, or adopt the one that somebody has opened before. A collective.
+    """Open the default process group, or adopt it if it is open. A collective.
 
-    One process gets a group, too. On XLA devices ranks are XLA's own, which come after those that the launcher gave.
+    A single process gets a group, too. On XLA devices, XLA assigns ranks of its own.
 
     Args:
-        env: this process's place, from `read_env`.
+        env: from `read_env`.
         device: this rank's device.
         backend: c10d backend for tensors on that device; None for nccl on CUDA, xla on XLA and gloo elsewhere.
-        timeout_s: seconds after which a collective that misses a rank fails.
+        timeout_s: time-out of collectives, in seconds.
 
     Raises:
         ConfigError: an open default group disagrees with the environment, or with the backend asked for; or XLA does
             not connect the processes.
-        PeerError: the other ranks could not be reached.
+        PeerError: other ranks cannot be reached.
     """
     if dist.is_initialized():
         return _adopt_default(env, device, backend)
@@ -246,7 +248,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         raise ConfigError("XLA tensors travel by XLA alone", expected="xla, or none", got=backend, where=where)
     chosen = backend or {"cuda": "nccl", "xla": xla.BACKEND}.get(device.type, "gloo")
     both = chosen if device.type in ("cpu", "xla") else f"cpu:gloo,{device.type}:{chosen}"
-    # whose functions hold, for ever, the group that is open when DDP imports them: it is the default of an argument
+    # before the group is open: functions of this module keep the group of their import as a default argument
     _ = importlib.import_module("torch.distributed.nn.functional")
     store = open_store(env, timeout_s) if env.world_size > 1 else HashStore()
     timeout = timedelta(seconds=timeout_s)
@@ -284,15 +286,15 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
 
 
 def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """A handle on a group that somebody else made and will destroy.
+    """Return a handle on a group that its maker destroys.
 
     Args:
-        group: any process group of torch, or a subclass.
-        device: this rank's device. On XLA a group for the CPU is opened beside it, which is a collective.
+        group: a process group of torch, or of a subclass.
+        device: this rank's device. On XLA this opens a group for the CPU beside it, a collective.
     """
     if device.type == "xla":
         return _adopt_xla(group)
-    share: Share | None = getattr(group, "share", None)
+    share: ThreadExchange | None = getattr(group, "share", None)
     comm = Comm(
         group,
         group.rank(),
@@ -332,15 +334,15 @@ def _adopt_xla(group: dist.ProcessGroup) -> Comm:
 
 
 def _open_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Open a group of all ranks for tensors on the CPU, beside one that carries none. A collective."""
+    """Open a gloo group of all ranks for tensors on the CPU. A collective."""
     timeout = cast(Any, group).timeout
     return cast(dist.ProcessGroup, cast(Any, dist).new_group(backend="gloo", timeout=timeout))
 
 
 def _adopt_default(env: LaunchEnv, device: torch.device, backend: str | None) -> Comm:
     group = dist.group.WORLD
-    assert group is not None  # is_initialized() said so
-    rank = group.rank() if device.type == "xla" else env.rank  # XLA has an order of its own
+    assert group is not None  # as it is initialized
+    rank = group.rank() if device.type == "xla" else env.rank  # XLA assigns its own ranks
     if (group.rank(), group.size()) != (rank, env.world_size):
         raise ConfigError(
             "a process group is open already and disagrees with the environment",
@@ -365,7 +367,7 @@ def _control_device(group: dist.ProcessGroup, device: torch.device) -> torch.dev
         return device
     try:
         serves_cpu = "cpu" in dist.get_backend_config(group)
-    except (RuntimeError, ValueError, KeyError):  # a group that c10d does not know
+    except (RuntimeError, ValueError, KeyError):  # c10d does not know the group
         serves_cpu = False
     return torch.device("cpu") if serves_cpu else device
 

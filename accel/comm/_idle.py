@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gloo's threads that outlive their group are waited for, so that none needs python while the interpreter ends.
+"""Waiting for gloo's threads that outlive their group, so that none needs python while the interpreter ends.
 
-Such a thread drops the tensors of a collective after it has told that the collective is over. That takes the GIL, and
-who asks for it while the interpreter ends aborts the process: https://github.com/pytorch/pytorch/issues/190489. The
-threads end with the last reference to their group, which a model or mesh that the user still holds may have.
+Such a thread drops the tensors of a collective after reporting its end. That takes the GIL, and a thread that asks for
+it while the interpreter ends aborts the process: https://github.com/pytorch/pytorch/issues/190489. The threads end with
+the last reference to their group, which a live model or mesh may hold.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ _PAUSE_S = 0.001
 
 
 def await_idle_threads() -> None:
-    """Return once gloo's threads in this process have nothing to do, after 2 s at most; on Linux only, else at once.
+    """Wait until gloo's threads in this process are idle, for 2 s at most; returns at once on systems other than Linux.
 
-    A thread that waits for the GIL looks idle. It gets it in the pause, so one that looks idle twice is.
+    A thread that waits for the GIL looks idle. It gets the GIL in the pause, so a thread that looks idle twice is.
     """
-    idle, until = 0, time.monotonic() + _LONGEST_S
+    idle = 0
+    until = time.monotonic() + _LONGEST_S
     while idle < 2 and time.monotonic() < until and (states := thread_states()):
         idle = idle + 1 if set(states) == {"S"} else 0
         time.sleep(_PAUSE_S)
 
 
 def thread_states() -> list[str]:
-    """Return the kernel's letter for the state of each of gloo's threads: S sleeps, R runs or would like to."""
+    """Return the kernel's state of each of gloo's threads: "S" for sleeping, "R" for running or runnable."""
     states: list[str] = []
     for path in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # a thread that has just ended

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes of ranks: opened here or made by somebody else, which group is theirs, and which place this rank takes."""
+"""Meshes of ranks: opened, adopted or made of open groups; their groups, and this rank's position."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from accel.comm._agree import barrier
 from accel.comm._call import Call, call_site
-from accel.comm._exchange import exchange
 from accel.comm._handle import Comm
 from accel.comm._torch import peer_error
 from accel.errors import ConfigError
@@ -21,13 +21,14 @@ from accel.topology import MeshPosition, mesh_position
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a process group of exactly the ranks of a mesh: the default group, or that of its only dimension.
+    """Return the process group of a mesh's ranks: the default group, or that of its only dimension.
 
     Raises:
-        ConfigError: torch has no such group, or this rank is not on the mesh.
+        ConfigError: torch has no group of these ranks, or this rank is not on the mesh.
     """
     _ = _coordinate(mesh)
-    ranks, world = _ranks(mesh), dist.group.WORLD
+    ranks = _ranks(mesh)
+    world = dist.group.WORLD
     if world is not None and ranks == sorted(dist.get_process_group_ranks(world)):
         return world
     if mesh.ndim == 1:
@@ -46,13 +47,14 @@ def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | No
 
     Args:
         comm: handle of the mesh's ranks.
-        mesh: its axes' names say what their ranks do.
-        data_dims: as for `mesh_position`.
+        mesh: with axes named by their role.
+        data_dims: as of `mesh_position`.
 
     Raises:
-        ConfigError: not a mesh, or one of other ranks; or as `mesh_position`.
+        ConfigError: not a mesh, or a mesh of other ranks; or as `mesh_position`.
     """
-    coordinate, ranks = _coordinate(mesh), _ranks(mesh)
+    coordinate = _coordinate(mesh)
+    ranks = _ranks(mesh)
     own = _group_ranks(comm)
     if (own is None and len(ranks) > 1) or (own is not None and ranks != own):
         raise ConfigError(
@@ -66,13 +68,13 @@ def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | No
 
 
 def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeout_s: float) -> DeviceMesh:
-    """Make a mesh of all ranks, in their order; the groups opened for it end with the handle. A collective.
+    """Make a mesh of all ranks, in their order. A collective. The handle owns the groups opened for it.
 
     Args:
         comm: a handle on the default group.
-        sizes: of the dimensions by name, the slowest first; they multiply to the number of ranks.
-        device: of what kind the mesh is.
-        timeout_s: seconds after which a collective along a dimension fails that misses a rank.
+        sizes: of the dimensions by name, the slowest first; their product is the number of ranks.
+        device: of the mesh's type.
+        timeout_s: time-out of collectives along a dimension, in seconds.
 
     Raises:
         ConfigError: the handle's group is not the default one.
@@ -89,7 +91,7 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
             fix="Open the mesh with accel.session(mesh=...).",
         )
     dimensions = "\n".join(f"{name}={size}" for name, size in sizes.items())
-    _ = exchange(comm, Call("mesh", dimensions, call_site()), torch.empty(0, dtype=torch.uint8))
+    barrier(comm, Call("mesh", dimensions, call_site()))
     grid = torch.arange(comm.size).view(*sizes.values())
     groups: list[dist.ProcessGroup] = []
     for dim, (name, size) in enumerate(sizes.items()):
@@ -102,15 +104,15 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
 
 
 def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: float) -> dist.ProcessGroup | None:
-    """Return the group of ranks that differ from this one along some axes alone; None if that is this rank alone.
+    """Return the group of ranks that differ from this rank only along some axes; None if there are none.
 
-    The first call for several axes is a collective, which opens the group; it ends with the handle.
+    The first call for several axes opens the group, which the handle owns: a collective.
 
     Args:
         comm: handle of the mesh's ranks.
         mesh: with named axes.
-        axes: the mesh's own names.
-        timeout_s: seconds after which a collective of the group fails that misses a rank.
+        axes: names of the mesh.
+        timeout_s: time-out of collectives of the group, in seconds.
 
     Raises:
         CollectiveMismatch: ranks name other axes.
@@ -130,15 +132,61 @@ def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: fl
     key = tuple(tuple(row) for row in cast("list[list[int]]", rows.tolist()))
     if key not in comm.along:
         listed = "_".join(names[at] for at in dims)
-        _ = exchange(comm, Call("group_of", listed, call_site()), torch.empty(0, dtype=torch.uint8))
+        barrier(comm, Call("group_of", listed, call_site()))
         comm.along[key] = _open_group(rows, f"mesh_{listed}", timeout_s)
         comm.opened.append(comm.along[key])
     return comm.along[key]
 
 
+def mesh_of_group(comm: Comm, device_type: str, name: str) -> DeviceMesh:
+    """Return a mesh of one dimension over all ranks of a handle. No communication.
+
+    Args:
+        comm: a handle of more than one rank.
+        device_type: of the mesh.
+        name: of the dimension.
+
+    Raises:
+        ConfigError: torch does not know the handle's group.
+    """
+    try:
+        return cast(Any, DeviceMesh).from_group(comm.group, device_type, mesh_dim_names=(name,))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            "torch does not know the context's group, so no mesh can be made of it",
+            expected="the default group, or one of torch.distributed.new_group",
+            got=str(error),
+            where="the context",
+            fix="In a simulation, pass default_group=True.",
+        ) from error
+
+
+def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
+    """Return the part of a mesh around this rank along some dimensions, in any order. No communication.
+
+    Args:
+        mesh: with named dimensions if it has several.
+        dims: indices of dimensions in it.
+    """
+    names = mesh.mesh_dim_names
+    if names is None or list(dims) == list(range(mesh.ndim)):
+        return mesh
+    if list(dims) == sorted(dims):
+        return cast(Any, mesh)[tuple(names[at] for at in dims)]
+    here = mesh.get_coordinate()
+    assert here is not None  # this rank is on its context's mesh
+    place = tuple(slice(None) if at in dims else here[at] for at in range(mesh.ndim))
+    ordered = sorted(dims)
+    ranks = cast(Any, mesh.mesh)[place].permute(*(ordered.index(at) for at in dims))
+    groups = [mesh.get_group(at) for at in dims]
+    kind = cast(Any, DeviceMesh)
+    return kind.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names[at] for at in dims))
+
+
 def _open_group(rows: torch.Tensor, name: str, timeout_s: float) -> dist.ProcessGroup:
     """Open a group for each row of ranks, and return this rank's."""
-    listed, timeout = cast(Any, rows).tolist(), timedelta(seconds=timeout_s)
+    listed = cast(Any, rows).tolist()
+    timeout = timedelta(seconds=timeout_s)
     try:
         return cast(Any, dist).new_subgroups_by_enumeration(listed, timeout=timeout, group_desc=name)[0]
     except RuntimeError as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first message of every call: of fixed size, with a fingerprint of the call and room for a small payload.
 
-Because it has the same size whatever the call, ranks that call different things still meet in it, see each other's
-fingerprints, and all raise `CollectiveMismatch`. The same message carries a rank's failure to the others. Each rank
-gets one from each, so it is smaller where there are many.
+Its size does not depend on the call. Ranks that make different calls therefore meet in it, compare fingerprints, and
+all raise `CollectiveMismatch`. The same message carries a rank's failure to the others. Every rank receives one from
+each, so messages are smaller among many ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from accel.errors import CollectiveMismatch, ErrorRecord, describe, rebuild
 
 _MOST_BYTES = 8192
 _LEAST_BYTES = 512
-_RECEIVED_BYTES = 64 * 1024  # by a rank from all, between these limits
+_RECEIVED_BYTES = 64 * 1024  # by each rank from all others together, between these limits
 
 _HEADER = struct.Struct("<16s16sQ?8s15x")  # the fields of _Head
 HEADER_BYTES = _HEADER.size  # a multiple of 16
@@ -45,10 +45,10 @@ class Answers(NamedTuple):
     """All ranks' first messages.
 
     Attributes:
-        same: whether all ranks sent the same variant and equally many bytes.
+        same: whether all ranks sent one variant and payloads of one size.
         sizes: bytes of each rank's payload.
-        received: the messages one after another, equally long; each payload begins behind HEADER_BYTES. Not to be
-            changed: ranks of one process have it in common.
+        received: the messages, of equal length, one after another; a payload begins at HEADER_BYTES. Read-only, as
+            ranks of one process share it.
     """
 
     same: bool
@@ -57,26 +57,27 @@ class Answers(NamedTuple):
 
     @property
     def inline(self) -> torch.Tensor:
-        """The payloads as far as they fit: uint8, shape [size, inline_bytes(comm)], on the CPU."""
+        """The inline payloads: uint8, shape [size, inline_bytes(comm)], on the CPU."""
         return torch.frombuffer(self.received, dtype=torch.uint8).view(len(self.sizes), -1)[:, HEADER_BYTES:]
 
     def payload(self, rank: int) -> bytes:
-        """Copy out the payload of one rank, as far as it fits."""
+        """Copy the inline payload of one rank."""
         begin = len(self.received) // len(self.sizes) * rank + HEADER_BYTES
         return bytes(self.received[begin : begin + self.sizes[rank]])
 
     def elements(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
-        """View what stands at one place of all payloads.
+        """View the elements at one offset of all payloads.
 
         Args:
             dtype: of the elements.
-            start: where they begin in each payload, in bytes; a multiple of 16.
-            count: how many there are in each.
+            start: offset in each payload, in bytes; a multiple of 16.
+            count: number of elements in each payload.
 
         Returns:
             Shape [size, count], on the CPU.
         """
-        ranks, size = len(self.sizes), dtype.itemsize
+        ranks = len(self.sizes)
+        size = dtype.itemsize
         stride = len(self.received) // ranks
         return torch.frombuffer(self.received, dtype=dtype).as_strided(
             (ranks, count), (stride // size, 1), (HEADER_BYTES + start) // size
@@ -84,19 +85,19 @@ class Answers(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """All ranks' first messages, and their headers unless these are equal and of no failure."""
+    """All ranks' first messages; their headers only where these differ or report a failure."""
 
     answers: Answers
     heads: list[_Head]
 
 
 def inline_bytes(comm: Comm) -> int:
-    """The bytes of a payload that fit the first message, the same on all ranks; a multiple of 16."""
+    """Return the room for a payload in the first message, in bytes: a multiple of 16, equal on all ranks."""
     return _message_bytes(comm) - HEADER_BYTES
 
 
 def blank(comm: Comm) -> bytearray:
-    """Make a first message to fill in: its payload begins behind HEADER_BYTES."""
+    """Make an empty first message; its payload begins at HEADER_BYTES."""
     return bytearray(_message_bytes(comm))
 
 
@@ -110,21 +111,21 @@ def start(
     failure: bytes = b"",
     cause: BaseException | None = None,
 ) -> Callable[[], Answers]:
-    """Send the first message of a call, and return what waits for those of the other ranks. A collective.
+    """Send the first message of a call; return a function that waits for those of all ranks. A collective.
 
     Args:
         comm: an open handle of more than one rank.
-        call: what this rank believes that all ranks are calling.
-        message: from `blank`, with as much of the payload as fits; None for no payload.
-        payload_bytes: the length of the payload, whether it fits or not.
-        variant: what may differ between ranks of one call; compared in full if it is longer than 16 bytes.
-        failure: this rank's encoded error, if it failed before the call; sent in place of a payload.
-        cause: the error itself, to be the cause of what is raised here.
+        call: the expected call of all ranks.
+        message: from `blank`, filled with as much of the payload as fits; None for no payload.
+        payload_bytes: size of the whole payload.
+        variant: facts that may differ between ranks of one call; a hash of them above 16 bytes.
+        failure: this rank's encoded error, sent in place of a payload; empty without one.
+        cause: the error itself, the cause of the error raised here.
 
     Raises:
-        CollectiveMismatch: ranks made different calls, or this one and the one before in another order; on every rank,
-            by the function returned.
-        AccelError: a rank failed; the same error on every rank, by the function returned.
+        CollectiveMismatch: ranks made different calls, or this call and the one before in different orders; on every
+            rank, by the returned function.
+        AccelError: a rank failed; the same error on every rank, by the returned function.
     """
     sent = blank(comm) if message is None else message
     if failure:
@@ -152,16 +153,16 @@ def start(
 
 
 def fill(message: bytearray, payload: bytes | memoryview) -> None:
-    """Write as much of a payload into a first message as fits."""
+    """Write as much of a payload as fits into a first message."""
     fitting = payload[: len(message) - HEADER_BYTES]
     message[HEADER_BYTES : HEADER_BYTES + len(fitting)] = fitting
 
 
 def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
-    """Tell all ranks, whatever they are calling, that this one failed; every rank raises the same error. A collective.
+    """Send this rank's error to all ranks, whatever they are calling; every rank raises it. A collective.
 
     Raises:
-        AccelError: always: this rank's error, or the lowest failing rank's, with the rank unless all failed alike.
+        AccelError: always; the lowest failing rank's error, with the rank unless all failed alike.
     """
     if comm.size == 1:
         raise error
@@ -173,27 +174,28 @@ def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
 
 
 def as_bytes(data: torch.Tensor) -> bytes:
-    """Copy a uint8 tensor on the CPU out as bytes."""
+    """Copy a uint8 tensor on the CPU to bytes."""
     data = data.contiguous()
     return ctypes.string_at(data.data_ptr(), data.numel())
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
-    """Copy bytes into a uint8 tensor on the CPU."""
+    """Copy bytes to a uint8 tensor on the CPU."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _start_exchange(comm: Comm, sent: bytearray) -> Callable[[], _Arrived]:
-    """Begin to send one message to all ranks and to receive one of each."""
+    """Begin to all-gather one message of each rank."""
     if comm.share is not None:
         return comm.share(sent, _join)
     received = bytearray(len(sent) * comm.size)
-    mine, rows = torch.frombuffer(sent, dtype=torch.uint8), torch.frombuffer(received, dtype=torch.uint8)
-    arriving = rows
+    mine = torch.frombuffer(sent, dtype=torch.uint8)
+    rows = arriving = torch.frombuffer(received, dtype=torch.uint8)
     if comm.control.type != "cpu":
-        arriving, mine = rows.to(comm.control), mine.to(comm.control)
+        mine = mine.to(comm.control)
+        arriving = rows.to(comm.control)
     arrive = start_all_gather(comm, arriving, mine)
 
     def wait() -> _Arrived:
@@ -210,7 +212,7 @@ def _join(messages: Sequence[bytearray]) -> _Arrived:
 
 
 def _read(received: bytearray, ranks: int) -> _Arrived:
-    """Compare the headers of all ranks' messages, which lie one after another."""
+    """Compare the headers of all ranks' messages."""
     length = len(received) // ranks
     header = received[:HEADER_BYTES]
     first = _Head._make(_HEADER.unpack(header))
@@ -230,7 +232,7 @@ def _raise_failure(
     if size > data.numel():
         mine = as_tensor(failure if comm.rank == rank else b"")
         gathered = gather_bytes(comm, mine, [size if i == rank else 0 for i in range(comm.size)])
-        assert gathered is not None  # all ranks want it
+        assert gathered is not None  # without dst
         data = gathered
     record = msgspec.json.decode(as_bytes(data), type=ErrorRecord)
     if any(head[1:-1] != heads[rank][1:-1] for head in heads):
@@ -283,12 +285,12 @@ def _check_order(comm: Comm, call: Call, earlier: Met | None, heads: list[_Head]
 
 
 def _texts(comm: Comm, mine: bytes, ranks: Sequence[int]) -> list[bytes]:
-    """Give every rank what some ranks have to say. A collective."""
+    """Gather texts of some ranks on every rank. A collective."""
     text = as_tensor(mine if comm.rank in ranks else b"")
     length = torch.tensor([text.numel()], dtype=torch.int64, device=comm.control)
     sizes = [int(size) for size in all_gather_flat(comm, length).flatten()]
     gathered = gather_bytes(comm, text, sizes)
-    assert gathered is not None  # all ranks want it
+    assert gathered is not None  # without dst
     parts = torch.split(gathered, sizes)
     return [as_bytes(parts[rank]) for rank in ranks]
 
@@ -308,4 +310,4 @@ def _digest(data: bytes) -> bytes:
 
 
 def _sendable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()  # file names can hold what UTF-8 cannot
+    return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that UTF-8 cannot encode

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of one kind that ranks made in opposite orders, found from the places in the code where they were made.
+"""Calls of one kind in opposite orders on two ranks, found from the code places of the calls.
 
-Ranks may make one call from different places, as a branch for rank 0 does. If one rank called from X and then from Y
-while another called from Y and then from X, each got the other's data. Branches of one function are the exception: a
-loop that makes one call an iteration, from either branch, looks the same and is right. So does a function of two
-branches that is called twice: ranks that came to it from the same line are in step.
+Ranks may make one call from different places, as a branch for rank 0 does. If one rank calls from X and then from Y
+while another calls from Y and then from X, each gets the other's data. Branches of one function are the exception: a
+loop with one call per iteration, from either branch, looks the same and is right. So does a function of two branches
+that is called twice: ranks that reach it from the same line are in step.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import NamedTuple
 import msgspec
 
 _PLACE = struct.Struct("<II")
-_TOLD_APART = 64  # bytes of a function's table of lines and columns, enough for lambdas of one line
+_TOLD_APART = 64  # bytes of a function's table of lines and columns; they distinguish lambdas of one line
 
 Trace = Sequence[tuple[CodeType, int]]
-_Point = tuple[int, int]  # a function and an instruction in it
+_CodePoint = tuple[int, int]  # a function and an instruction in it
 
 
 class Met(NamedTuple):
     """A call that ranks made from different places.
 
     Attributes:
-        fingerprint: its kind, structure and shapes.
-        places: by rank, from `place_of`.
-        trace: functions and instructions that led to it on this rank, outermost first.
+        fingerprint: hash of kind, structure and shapes.
+        places: from `place_of`, by rank.
+        trace: functions and instructions on this rank's stack, outermost first.
     """
 
     fingerprint: bytes
@@ -49,7 +49,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 def place_of(code: CodeType, instruction: int) -> bytes:
-    """Return 8 bytes for an instruction, alike on all ranks and wherever the program is installed."""
+    """Return 8 bytes that identify an instruction on all ranks, wherever the program is installed."""
     return _PLACE.pack(_function(code), instruction)
 
 
@@ -71,9 +71,9 @@ def crossed(earlier: Met | None, now: Met) -> tuple[int, int] | None:
 
 
 def are_branches(left: tuple[Sequence[Step], Sequence[Step]], right: tuple[Sequence[Step], Sequence[Step]]) -> bool:
-    """Whether two crossed calls are branches that ranks may take in any order.
+    """Return whether two crossed calls are branches that ranks may take in any order.
 
-    They are where they lie in one function, and where ranks came to one of the calls by the same way.
+    They are if they lie in one function, or if both ranks reached one of the calls by the same way.
 
     Args:
         left: the traces of both calls on one rank.
@@ -87,8 +87,8 @@ def are_branches(left: tuple[Sequence[Step], Sequence[Step]], right: tuple[Seque
     return one_function and (before, after) == (other_after, other_before)
 
 
-def _parting(before: Sequence[Step], after: Sequence[Step]) -> tuple[_Point | None, _Point | None]:
-    """Find the outermost level at which two traces differ; None for one that has ended."""
+def _parting(before: Sequence[Step], after: Sequence[Step]) -> tuple[_CodePoint | None, _CodePoint | None]:
+    """Return the points at the outermost level where two traces differ; None for a trace that has ended."""
     points = [[(step.function, step.instruction) for step in trace] for trace in (before, after)]
     return next(((a, b) for a, b in zip_longest(*points) if a != b), (None, None))
 
@@ -98,7 +98,7 @@ def _function(code: CodeType) -> int:
 
 
 def _call_begin(code: CodeType, instruction: int) -> int:
-    """Return the first instruction of an expression's call: a rank that has made it often may be seen at another."""
+    """Return the first instruction of an expression's call; the interpreter may show another after many calls."""
     spans = list(code.co_positions())
     at = begin = instruction // 2
     if at >= len(spans) or None in spans[at]:

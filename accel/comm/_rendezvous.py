@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks find each other: a key-value store that rank 0, or torchrun's agent, serves at the master's address."""
+"""The rendezvous of ranks: a key-value store that rank 0, or torchrun's agent, serves at the master's address."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
 
 _RETRY_S = 10.0
 _LOOK_S = 0.1
-_SILENT_S = 1.0  # until it is said that rank 0 is waited for
-_STARTING_S = 5.0  # the same where its host answers: the other ranks may have been quicker
+_SILENT_S = 1.0  # delay before a rank prints that it waits for rank 0
+_STARTING_S = 5.0  # the same where its host answers: rank 0 may be starting
 _LINGER_S = 3.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_BACKLOG = 2048  # that of torch's own server
-# What ranks need not be told alike, of `LaunchEnv`.
+_BACKLOG = 2048  # as torch's own server
+# Fields of `LaunchEnv` that may differ between ranks.
 _OWN = {"rank", "local_rank", "node_rank", "master_addr", "master_port", "restarts", "launcher", "sources"}
 
 
-class _Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself to the others."""
+class _Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank, as it introduces itself to the others."""
 
     host: str
     pid: int
     rank: int
-    told: dict[str, str]
+    settings: dict[str, str]
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (process {self.pid})"
 
 
 def open_store(env: LaunchEnv, timeout_s: float) -> Store:
-    """Return a store that holds nothing yet, once every rank has come to it. A collective.
+    """Return an empty store that every rank has reached. A collective.
 
-    A process may open one group after another. torchrun's store outlives them all, so each opening gets a name of its
-    own in it; a store of rank 0 may be the one that is just closing, so the others try again.
+    A process may open one group after another. torchrun's store outlives them all, so each opening has a prefix of its
+    own in it. A store of rank 0 may be the previous one, about to close, so the other ranks try again.
 
     Args:
-        env: this process's place and the master's address.
+        env: this process's rank and the master's address.
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
-        PeerError: a rank did not come in time, by its number; or the address cannot be served or reached.
-        EnvError: two processes have one rank, or ranks were told different things; it names the hosts.
+        PeerError: a rank did not come in time; or the address cannot be served or reached.
+        EnvError: two processes have one rank, or settings differ between ranks; names the hosts.
     """
     if env.rank:
         _await_server(env, timeout_s)
@@ -91,7 +91,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
 
 
 def _join(env: LaunchEnv, timeout: timedelta) -> Store:
-    """Serve the address where ranks meet, on all interfaces, or reach whoever serves it: as torch finds it."""
+    """Serve the master's address on all interfaces, or connect to its server, by torch's rendezvous."""
     address = f"tcp://{env.master_addr}:{env.master_port}"
     found = cast(Any, dist).rendezvous(address, env.rank, env.world_size, timeout=timeout)
     return cast(Store, next(iter(found))[0])
@@ -101,7 +101,7 @@ def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
     """Serve an address of the loopback interface on that interface only; torch would listen on all of them.
 
     Returns:
-        None where ranks meet elsewhere, and where somebody serves already: torchrun, or an earlier opening.
+        None for another address, and for one that torchrun or an earlier opening serves.
     """
     if env.rank or env.master_addr not in _LOOPBACK or env.master_port is None:
         return None
@@ -112,7 +112,7 @@ def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((env.master_addr, env.master_port))
-        except OSError:  # torch says why
+        except OSError:  # torch reports the reason
             return None
         listener.listen(_BACKLOG)
         return TCPStore(
@@ -121,15 +121,15 @@ def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
             is_master=True,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=True,  # a next opening, before this one has ended, finds it
+            multi_tenant=True,  # the next opening may begin before this one has ended
             master_listen_fd=listener.detach(),
         )
 
 
 def _await_server(env: LaunchEnv, timeout_s: float) -> None:
-    """Wait until somebody serves the address where ranks meet. torch's own wait would print, and hide the cause.
+    """Wait until the master's address is served. torch's own wait would print, and hide the cause.
 
-    Where a scheduler starts the ranks, the name of the address may become known with rank 0.
+    Under a scheduler the name of the address may become known only with rank 0.
     """
 
     def notice(error: OSError, waited_s: float) -> bool:
@@ -147,11 +147,11 @@ def _await_server(env: LaunchEnv, timeout_s: float) -> None:
 
 
 def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
-    """Take this rank's place in the store, and compare what it was told with what the first to come was told."""
-    mine = _Note(host=os.uname().nodename, pid=os.getpid(), rank=env.rank, told=_told(env, timeout_s))
+    """Register this rank in the store, and compare its settings with those of the first rank to come."""
+    mine = _Member(host=os.uname().nodename, pid=os.getpid(), rank=env.rank, settings=_settings(env, timeout_s))
     encoded = msgspec.json.encode(mine).decode()
     first, here = (_decode(store.compare_set(key, "", encoded)) for key in ("first", f"rank {env.rank}"))
-    differing = next((name for name, value in first.told.items() if value != mine.told[name]), None)
+    differing = next((name for name, value in first.settings.items() if value != mine.settings[name]), None)
     if here != mine:
         error = EnvError(
             f"two processes are rank {env.rank}",
@@ -162,7 +162,7 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
     elif differing:
         error = EnvError(
             f"ranks do not agree on {differing}",
-            got=f"{first.told[differing]} at {first}, {mine.told[differing]} at {mine}",
+            got=f"{first.settings[differing]} at {first}, {mine.settings[differing]} at {mine}",
             where="the environment",
             fix="Start all ranks alike.",
         )
@@ -172,8 +172,9 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
 
 
 def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
-    """Wait for all ranks, unless one of them finds that something is wrong. Waiting by torch's means would print."""
-    deadline, pause_s = time.monotonic() + timeout_s, 0.001
+    """Wait for all ranks, or raise the error that one of them reports. torch's own wait would print."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
     here = store.add("here", 1)
     while here < env.world_size and not store.check(["trouble"]):
         if time.monotonic() > deadline:
@@ -186,17 +187,17 @@ def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         _ = store.add("told", 1)
         ends = time.monotonic() + _LINGER_S
         while env.rank == 0 and store.add("told", 0) < env.world_size and time.monotonic() < ends:
-            time.sleep(0.05)  # the store may end with this process
+            time.sleep(0.05)  # the store ends with this process, and others must read the error first
         raise rebuild(trouble)
 
 
-def _told(env: LaunchEnv, timeout_s: float) -> dict[str, str]:
-    told = {name: str(getattr(env, name)) for name in env.__struct_fields__ if name not in _OWN}
-    return told | {"timeout_s": f"{timeout_s:g}"}
+def _settings(env: LaunchEnv, timeout_s: float) -> dict[str, str]:
+    settings = {name: str(getattr(env, name)) for name in env.__struct_fields__ if name not in _OWN}
+    return settings | {"timeout_s": f"{timeout_s:g}"}
 
 
-def _decode(note: bytes) -> _Note:
-    return msgspec.json.decode(note, type=_Note)
+def _decode(note: bytes) -> _Member:
+    return msgspec.json.decode(note, type=_Member)
 
 
 def _unreachable(env: LaunchEnv, error: Exception) -> PeerError:

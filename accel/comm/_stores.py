@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of process groups: the one inside of prefixes, and questions to one whose server may be stopped."""
+"""Stores of process groups: without their prefixes, and with a time limit for answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 T = TypeVar("T")
 
-SILENCE_S = 2.0  # after which a store is taken not to answer
+SILENCE_S = 2.0  # limit for the answer of a store
 
 
 def bare_store(store: Store) -> Store:
@@ -22,9 +22,9 @@ def bare_store(store: Store) -> Store:
 
 
 def answer_of(question: Callable[[], T], seconds: float = SILENCE_S) -> T | None:
-    """Return the answer to a question that asks a store; None if it takes longer.
+    """Return the answer of a store; None after the limit.
 
-    A thread asks, because a server that is stopped keeps its clients waiting for ever.
+    A thread asks, because a stopped server keeps its clients waiting for ever.
     """
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(question()), daemon=True)

@@ -17,18 +17,18 @@ from accel.errors import AccelError, PeerError
 
 ReduceOp = Literal["sum", "max", "min", "product"]
 
-# gloo's all-gather copies everything twice, through memory of its own; a broadcast from each rank copies nothing, and
-# lets lengths differ. It takes longer to begin, which costs more below so many bytes.
+# gloo's all-gather copies everything twice, through memory of its own. A broadcast from each rank copies nothing and
+# allows different lengths, but starts more slowly, which costs more below this size.
 _BROADCAST_BYTES = 128 * 1024
 
-# On the CPU all-gather goes round a ring, step by step; all-to-all goes to every rank at once, but wants a copy of what
-# is sent to each. That costs less up to so many bytes received.
+# On the CPU all-gather goes round a ring, step by step. All-to-all sends to every rank at once, but needs a copy for
+# each, which is faster up to this many bytes received.
 _AT_ONCE_BYTES = 128 * 1024
 
-# What XLA's all-reduce takes on TPUs, https://github.com/pytorch/xla/issues/1952 and 2609
+# Dtypes of XLA's all-reduce on TPUs, https://github.com/pytorch/xla/issues/1952 and 2609
 _XLA_REDUCES = (torch.float32, torch.bfloat16, torch.float16)
 
-_TAG = 0xACCE1  # so that these messages are never taken for a user's own sends
+_TAG = 0xACCE1  # keeps these messages apart from the user's own sends
 
 # torch 2.13 renamed the function and warns about the old name
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -44,7 +44,7 @@ _LOST = (
 
 
 def all_gather_flat(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
-    """Gather equally long 1-d tensors into one of shape [size, length]. A collective.
+    """Gather 1-d tensors of equal length into one of shape [size, length]. A collective.
 
     Args:
         comm: an open handle of more than one rank.
@@ -56,12 +56,12 @@ def all_gather_flat(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
 
 
 def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-    """Begin to gather equally long 1-d tensors into `out`, and return what waits for the end. A collective.
+    """Begin to gather 1-d tensors of equal length into `out`; return a function that waits. A collective.
 
     Args:
         comm: an open handle of more than one rank.
         out: shape [size * length], contiguous; overwritten.
-        mine: shape [length], contiguous; not to be touched until the wait.
+        mine: shape [length], contiguous; unchanged until the wait.
     """
     group = comm.carrier(mine)
     if mine.device.type == "cpu" and out.nbytes <= _AT_ONCE_BYTES:
@@ -71,16 +71,16 @@ def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Calla
 
 
 def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int | None = None) -> torch.Tensor | None:
-    """Gather the bytes of all ranks, one after another, without copying those that are many. A collective.
+    """Gather the bytes of all ranks, one after another, without a copy of large ones. A collective.
 
     Args:
         comm: an open handle of more than one rank.
         mine: this rank's bytes, uint8, shape [sizes[comm.rank]], contiguous.
         sizes: bytes of each rank, the same list on all ranks.
-        dst: the rank that gets them; None for all.
+        dst: the receiving rank; None for all.
 
     Returns:
-        All ranks' bytes, uint8, shape [sum of sizes]; None where they are not wanted.
+        All ranks' bytes, uint8, shape [sum of sizes]; None on ranks other than `dst`.
     """
     if _goes_by_control(comm, mine):
         gathered = gather_bytes(comm, mine.to(comm.control), sizes, dst)
@@ -90,7 +90,8 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
     out = mine.new_empty(sum(sizes))
     if not out.numel():
         return out
-    few, filled = max(sizes) < _BROADCAST_BYTES, [rank for rank, size in enumerate(sizes) if size]
+    few = max(sizes) < _BROADCAST_BYTES
+    filled = [rank for rank, size in enumerate(sizes) if size]
     if len(set(sizes)) == 1 and (few or mine.device.type != "cpu"):
         start_all_gather(comm, out, mine)()
     elif few and len(filled) > 2:
@@ -106,12 +107,12 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
 
 
 def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Reduce a tensor over all ranks, in place, and return it. A collective.
+    """Reduce a tensor over all ranks in place and return it. A collective.
 
     Args:
         comm: an open handle of more than one rank.
-        mine: this rank's tensor, the same shape and dtype on every rank; overwritten.
-        op: how to combine.
+        mine: this rank's tensor, of one shape and dtype on every rank; overwritten.
+        op: the reduction.
     """
     if mine.device.type == "xla" and mine.dtype not in _XLA_REDUCES:
         return mine.copy_(all_reduce_flat(comm, mine.to(comm.control), op))
@@ -120,10 +121,10 @@ def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tenso
 
 
 def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[], None]:
-    """Begin `all_reduce_flat`, and return what waits for its end. A collective.
+    """Begin `all_reduce_flat`; return a function that waits for its end. A collective.
 
     Args:
-        comm, mine, op: as there. `mine` is not to be touched until the wait.
+        comm, mine, op: as of `all_reduce_flat`; `mine` stays unchanged until the wait.
     """
     group = comm.carrier(mine)
     kinds = {
@@ -136,12 +137,12 @@ def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[
 
 
 def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
-    """Overwrite a tensor by that of one rank. A collective.
+    """Broadcast a tensor from one rank, in place. A collective.
 
     Args:
         comm: an open handle of more than one rank.
-        tensor: the same shape and dtype on every rank; overwritten on all but `source`.
-        source: whose tensor all get.
+        tensor: of one shape and dtype on every rank; overwritten on all but `source`.
+        source: the sending rank.
     """
     plain = tensor.contiguous()
     if _goes_by_control(comm, plain):
@@ -152,11 +153,11 @@ def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
 
 
 def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-    """Send 1-d tensors to other ranks, each of which calls `receive_flat`; return when all have been taken over.
+    """Send 1-d tensors to ranks that call `receive_flat`; return when all have received theirs.
 
     Args:
         comm: an open handle of more than one rank.
-        tensors: by receiving rank, contiguous.
+        tensors: contiguous, by receiving rank.
     """
     pairs = [(rank, tensor.to(comm.control)) for rank, several in tensors.items() for tensor in several]
     works = _guarded(lambda: [(rank, _send(comm, tensor, rank)) for rank, tensor in pairs], tensors)
@@ -165,11 +166,11 @@ def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None
 
 
 def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-    """Overwrite 1-d tensors by what another rank sends with `send_flat`, which their order alone matches.
+    """Receive 1-d tensors from another rank; sends and receives match by order.
 
     Args:
         comm: an open handle of more than one rank.
-        tensors: of the lengths and dtypes that are sent, in that order, contiguous; overwritten.
+        tensors: contiguous, of the lengths and dtypes sent; overwritten.
         source: the sending rank.
     """
     buffers = [tensor.to(comm.control) for tensor in tensors]
@@ -181,10 +182,10 @@ def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) ->
 
 
 def peer_error(error: BaseException, name: str) -> PeerError | None:
-    """Make a `PeerError` of an error that says that another rank was lost; None for any other error.
+    """Convert the error of a lost connection to a `PeerError`; return None for any other error.
 
     Args:
-        error: what a backward or forward raised whose collectives torch runs by itself.
+        error: raised by a forward or backward in which torch runs collectives.
         name: the call, for the message.
     """
     text = str(error)
@@ -198,7 +199,7 @@ def peer_error(error: BaseException, name: str) -> PeerError | None:
 
 
 def _goes_by_control(comm: Comm, tensor: torch.Tensor) -> bool:
-    """Whether to send a tensor from where control messages lie; XLA sends only what is the same graph on all ranks."""
+    """Whether a tensor travels by the control device. XLA sends only what is the same graph on all ranks."""
     return tensor.device.type == "xla" or tensor.device.type == "cpu" != comm.control.type
 
 
@@ -231,10 +232,10 @@ def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
 
 
 def _guarded(action: Callable[[], Any], others: Iterable[int]) -> Any:
-    """Do something that only a pair of ranks takes part in."""
+    """Run a transfer between this rank and others; a lost connection becomes a `PeerError`."""
     try:
         return action()
-    except AccelError:  # a simulated group's
+    except AccelError:  # from a simulated group
         raise
     except RuntimeError as error:
         raise PeerError(
@@ -247,14 +248,15 @@ def _guarded(action: Callable[[], Any], others: Iterable[int]) -> Any:
 
 
 def _start(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
-    """Begin transfers that all ranks take part in, and return what waits for their end."""
-    number, began = comm.next_number(), time.monotonic()
+    """Begin transfers of all ranks; return a function that waits for their end."""
+    number = comm.next_number()
+    began = time.monotonic()
     works: list[Any] = []
 
     def run(action: Callable[[], object]) -> None:
         try:
             _ = action()
-        except AccelError:  # a simulated group's
+        except AccelError:  # from a simulated group
             raise
         except RuntimeError as error:
             if comm.alarm is not None and comm.alarm.rung():

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each launcher's variables as a place in the job. Every function is pure, and returns None for another's variables."""
+"""Each launcher's variables as a place in the job. Every function is pure, and returns None for another's variables.
+
+A place is a `LaunchEnv` without settings.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,24 @@ import zlib
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, cast
 
+from accel.env._record import LaunchEnv
 from accel.env._slurm import first_host, tasks_per_node
-from accel.env._tpu import read_process
+from accel.env._tpu import process_hosts
 from accel.env._values import below, integer
 from accel.errors import EnvError
 
 _PORT = 29500
 _LOCALHOST = "127.0.0.1"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-
-
-class Place(NamedTuple):
-    """A process's place, in the words of `LaunchEnv`."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    master_addr: str | None
-    master_port: int | None
-    launcher: Literal["torchrun", "slurm", "openmpi", "mpich", "mvapich", "kubernetes", "sagemaker", "torch_xla"]
+_SET_ADDRESS = "Set MASTER_ADDR to the host of rank 0."
 
 
 class _Names(NamedTuple):
-    """What an MPI calls a process's place; `job` is a variable that is alike on all ranks of a job, and no other's."""
+    """An MPI's names of a process's place.
+
+    Attributes:
+        job: a variable that all ranks of a job share, and no other job has.
+    """
 
     launcher: Literal["openmpi", "mpich", "mvapich"]
     rank: str
@@ -62,7 +57,7 @@ _MVAPICH = _Names(
 _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID")
 
 
-def find_place(environ: Mapping[str, str]) -> Place | None:
+def find_place(environ: Mapping[str, str]) -> LaunchEnv | None:
     """Return this process's place by the first launcher that left its variables; None if none did.
 
     An MPI inside of Slurm's allocation comes first, for Slurm sees its daemons and not its ranks.
@@ -102,7 +97,7 @@ def check_unplaced(environ: Mapping[str, str]) -> None:
             )
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place | None:
+def _torchrun(environ: Mapping[str, str]) -> LaunchEnv | None:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
     rank = integer(environ, "RANK", beside=_TORCHRUN)
@@ -114,7 +109,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place | None:
     below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
     node_rank = integer(environ, "GROUP_RANK", default=rank // local_world_size)
     below("GROUP_RANK", node_rank, "the number of nodes", num_nodes)
-    return Place(
+    return LaunchEnv(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -127,7 +122,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place | None:
     )
 
 
-def _mpi(environ: Mapping[str, str], names: _Names) -> Place | None:
+def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
     # Slurm speaks PMI, too, but says more by itself.
     if names.rank not in environ or names.local_rank not in environ:
         return None
@@ -148,7 +143,7 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> Place | None:
             fix="Let mpirun place them so, with `--map-by slot` or `-ppn`.",
         )
     fix = "Tell all ranks the host of rank 0, such as by `mpirun -x MASTER_ADDR=node0` or `-env MASTER_ADDR node0`."
-    return Place(
+    return LaunchEnv(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -161,7 +156,7 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> Place | None:
     )
 
 
-def _slurm(environ: Mapping[str, str]) -> Place | None:
+def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
     # A batch script has all of them but the step's: it is no rank, whatever SLURM_PROCID says.
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
@@ -185,20 +180,20 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     below("SLURM_LOCALID", local_rank, "the tasks of a node", counts[0])
     first = first_host(environ.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else _LOCALHOST
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    return Place(
+    return LaunchEnv(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=counts[0],
         node_rank=node_rank,
         num_nodes=num_nodes,
-        master_addr=_master_addr(environ, world_size, "Set MASTER_ADDR to the host of rank 0.", found=first),
+        master_addr=_master_addr(environ, world_size, _SET_ADDRESS, found=first),
         master_port=_master_port(environ, world_size, job=job),
         launcher="slurm",
     )
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Place | None:
+def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
     # Kubeflow's operator counts pods where torchrun counts processes.
     if "PET_NNODES" not in environ or "RANK" not in environ or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
         return None
@@ -216,7 +211,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Place | None:
     return _one_a_host(environ, rank, world_size, "", "kubernetes")
 
 
-def _sagemaker(environ: Mapping[str, str]) -> Place | None:
+def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
     if "SM_HOSTS" not in environ or "SM_CURRENT_HOST" not in environ:
         return None
     try:
@@ -234,35 +229,37 @@ def _sagemaker(environ: Mapping[str, str]) -> Place | None:
     return _one_a_host(environ, named.index(environ["SM_CURRENT_HOST"]), len(named), named[0], "sagemaker")
 
 
-def _torch_xla(environ: Mapping[str, str]) -> Place | None:
-    process = read_process(environ)
-    if process is None:
+def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
+    hosts = process_hosts(environ)
+    if not hosts:
         return None
-    rank, world_size, local_rank, local_world_size, first = process
-    return Place(
+    rank = integer(environ, "CLOUD_TPU_TASK_ID")
+    below("CLOUD_TPU_TASK_ID", rank, "the processes in TPU_PROCESS_ADDRESSES", len(hosts))
+    local_world_size = hosts.count(hosts[rank])
+    return LaunchEnv(
         rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
+        world_size=len(hosts),
+        local_rank=rank % local_world_size,
         local_world_size=local_world_size,
         node_rank=rank // local_world_size,
-        num_nodes=world_size // local_world_size,
-        master_addr=_master_addr(environ, world_size, "Set MASTER_ADDR to the host of rank 0.", found=first),
-        master_port=_master_port(environ, world_size),
+        num_nodes=len(hosts) // local_world_size,
+        master_addr=_master_addr(environ, len(hosts), _SET_ADDRESS, found=hosts[0]),
+        master_port=_master_port(environ, len(hosts)),
         launcher="torch_xla",
     )
 
 
 def _one_a_host(
     environ: Mapping[str, str], rank: int, count: int, first: str, launcher: Literal["kubernetes", "sagemaker"]
-) -> Place:
-    return Place(
+) -> LaunchEnv:
+    return LaunchEnv(
         rank=rank,
         world_size=count,
         local_rank=0,
         local_world_size=1,
         node_rank=rank,
         num_nodes=count,
-        master_addr=_master_addr(environ, count, "Set MASTER_ADDR to the host of rank 0.", found=first),
+        master_addr=_master_addr(environ, count, _SET_ADDRESS, found=first),
         master_port=_master_port(environ, count),
         launcher=launcher,
     )

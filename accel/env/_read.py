@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a mapping to the record: who this process is, by the launcher that left its variables, and the settings."""
+"""From a mapping to the record: the place by the launcher that left its variables, and the settings."""
 
 from __future__ import annotations
 
@@ -27,48 +27,54 @@ def read_env(environ: Mapping[str, str]) -> LaunchEnv:
         environ: variable names to values, `os.environ` or any other mapping.
 
     Returns:
-        The record; a process that no launcher started is rank 0 of 1.
+        The record; rank 0 of 1 for a process that no launcher started.
 
     Raises:
         EnvError: variables contradict each other, are missing beside others, or hold what they cannot mean.
     """
-    env = _with_place(environ, _settings(environ))
-    _ = fit_mesh(env.mesh, env.world_size, where=env.sources.get("mesh", ""), error=EnvError)
+    values, sources = _settings(environ)
+    place = find_place(environ) or _alone(environ)
+    by_slurm = integer(environ, "SLURM_RESTART_COUNT", default=0) if place.launcher == "slurm" else 0
+    restarts = integer(environ, "TORCHELASTIC_RESTART_COUNT", default=by_slurm) if place.launcher != "none" else 0
+    hosts = max(1, len(pod_hosts(environ)))
+    env = msgspec.structs.replace(place, **values, sources=sources, restarts=restarts, tpu_hosts=hosts)
+    _ = fit_mesh(env.mesh, env.world_size, where=sources.get("mesh", ""), error=EnvError)
     return env
 
 
-def _with_place(environ: Mapping[str, str], settings: LaunchEnv) -> LaunchEnv:
-    place = find_place(environ)
-    if place is None:
-        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            if name in environ:
-                raise EnvError(
-                    "the launcher's variables are incomplete",
-                    expected=f"RANK and WORLD_SIZE beside {name}",
-                    got=f"{name} without them",
-                    where="the environment",
-                    fix=f"Start the script with `accel launch` or `torchrun`, or unset {name}.",
-                )
-        check_unplaced(environ)
-        return settings
-    slurms = integer(environ, "SLURM_RESTART_COUNT", default=0) if place.launcher == "slurm" else 0
-    restarts = integer(environ, "TORCHELASTIC_RESTART_COUNT", default=slurms)
-    return msgspec.structs.replace(settings, restarts=restarts, **place._asdict())
+def _alone(environ: Mapping[str, str]) -> LaunchEnv:
+    """Return the place of a process that no launcher started.
+
+    Raises:
+        EnvError: variables of a launcher are there all the same.
+    """
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name in environ:
+            raise EnvError(
+                "the launcher's variables are incomplete",
+                expected=f"RANK and WORLD_SIZE beside {name}",
+                got=f"{name} without them",
+                where="the environment",
+                fix=f"Start the script with `accel launch` or `torchrun`, or unset {name}.",
+            )
+    check_unplaced(environ)
+    return LaunchEnv()
 
 
-def _settings(environ: Mapping[str, str]) -> LaunchEnv:
+def _settings(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings that variables hold, and the place where the user wrote each."""
     check_spelling(environ, [SOURCES_VARIABLE, *(field.variable for field in SETTINGS)])
     told = _told_sources(environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for field in SETTINGS:
-        if text := environ.get(field.variable):
-            place = told.get(f"{field.variable}={text}", field.variable)
-            value = from_text(field, text, where=place, error=EnvError)
-            if value != field.default:
-                values[field.name] = value
-                sources[field.name] = place
-    return LaunchEnv(**values, sources=sources, tpu_hosts=max(1, len(pod_hosts(environ))))
+        text = environ.get(field.variable, "")
+        place = told.get(f"{field.variable}={text}", field.variable)
+        value = from_text(field, text, where=place, error=EnvError) if text else field.default
+        if value != field.default:
+            values[field.name] = value
+            sources[field.name] = place
+    return values, sources
 
 
 def _told_sources(environ: Mapping[str, str]) -> dict[str, str]:

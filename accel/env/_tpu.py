@@ -17,28 +17,12 @@ class TpuPod(NamedTuple):
     """This host among those of a slice of TPUs.
 
     Attributes:
-        worker: its number.
-        hosts: their names, in order of their numbers.
+        worker: number of this host.
+        hosts: names of all hosts, in order of their numbers.
     """
 
     worker: int
     hosts: tuple[str, ...]
-
-
-class TpuProcess(NamedTuple):
-    """This process among those that torch_xla has started on all hosts.
-
-    Attributes:
-        rank, world_size: its number, and how many there are.
-        local_rank, local_world_size: its place among those of its host.
-        first: the host of process 0.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    first: str
 
 
 def pod_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -60,31 +44,28 @@ def read_pod(environ: Mapping[str, str]) -> TpuPod | None:
     return TpuPod(worker, hosts)
 
 
-def read_process(environ: Mapping[str, str]) -> TpuProcess | None:
-    """Return a process's place by what `torch_xla.launch` sets in each; None for a process of somebody else's.
+def process_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Return the host of each process that `torch_xla.launch` has started; none for a process of somebody else's.
 
     Raises:
-        EnvError: a process that is not among the others, or hosts with different numbers of them.
+        EnvError: processes do not fill one host after another, or hosts have different numbers of them.
     """
-    addresses = [each for each in environ.get("TPU_PROCESS_ADDRESSES", "").split(",") if each.strip()]
-    if not addresses or "CLOUD_TPU_TASK_ID" not in environ:
-        return None
-    rank, count = integer(environ, "CLOUD_TPU_TASK_ID"), len(addresses)
-    below("CLOUD_TPU_TASK_ID", rank, "the processes in TPU_PROCESS_ADDRESSES", count)
-    hosts = [_host(each) for each in addresses]
-    local = hosts.count(hosts[rank])
-    if count % local or hosts != [hosts[at] for at in range(0, count, local) for _ in range(local)]:
+    if "CLOUD_TPU_TASK_ID" not in environ:
+        return []
+    hosts = [_host(each) for each in environ.get("TPU_PROCESS_ADDRESSES", "").split(",") if each.strip()]
+    local = hosts.count(hosts[0]) if hosts else 1
+    if len(hosts) % local or hosts != [hosts[at] for at in range(0, len(hosts), local) for _ in range(local)]:
         raise EnvError(
             "the processes do not fill one host after another, as many on each",
             got=f"TPU_PROCESS_ADDRESSES={environ['TPU_PROCESS_ADDRESSES']}",
             where="the environment",
             fix="Let `accel launch --device xla` or torch_xla.launch start them, on every host.",
         )
-    return TpuProcess(rank, count, rank % local, local, hosts[0])
+    return hosts
 
 
 def _host(address: str) -> str:
-    """The name or number of a host without a port behind it."""
+    """Return a host's name or number without the port behind it."""
     host, separator, port = address.strip().rpartition(":")
     if not separator or not port.isdecimal() or (":" in host and not host.startswith("[")):  # or IPv6 without a port
         return address.strip()

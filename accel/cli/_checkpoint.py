@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accel.checkpoint import (
     RANKS,
@@ -34,42 +35,48 @@ _ONE_CHECKPOINT = "CHECKPOINT is the folder of one step; of a run's folder, the 
 
 
 class Verb(NamedTuple):
-    """What can be done: its name, its usage, what it does, and the function that does it."""
+    """One verb of `accel checkpoint`.
 
-    name: str
+    Attributes:
+        run: function of the parsed words; it returns the exit status.
+        words: its own words, as the overview shows them.
+        summary: line of the overview.
+        about: description in its help.
+        paths: positional arguments, by name.
+        flags: its flags, with argparse's options for each.
+        usage: its flags in the usage line.
+    """
+
+    run: Callable[[argparse.Namespace], int]
     words: str
     summary: str
-    run: Callable[[Sequence[str]], int]
+    about: str
+    paths: tuple[str, ...]
+    flags: Mapping[str, dict[str, Any]] = {}
+    usage: str = ""
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Do what the first word says; return the exit status: 1 for damage and differences that were found."""
-    verbs = _verbs()
     if not words or words[0] in ("-h", "--help"):
-        print(_help(verbs))
+        print(_help())
         return 0 if words else 2
-    for verb in verbs:
-        if verb.name == words[0]:
-            return verb.run(words[1:])
-    fix = did_you_mean(words[0], [verb.name for verb in verbs])
-    raise ConfigError("unknown command", got=repr(words[0]), where="accel checkpoint", fix=fix)
+    name = words[0]
+    if name not in _VERBS:
+        fix = did_you_mean(name, _VERBS)
+        raise ConfigError("unknown command", got=repr(name), where="accel checkpoint", fix=fix)
+    verb = _VERBS[name]
+    usage = " ".join(["accel checkpoint", name, verb.words, verb.usage]).rstrip()
+    parser = Parser(f"accel checkpoint {name}", usage=usage, description=verb.about)
+    for path in verb.paths:
+        _ = parser.add_argument(path, type=Path if path == "folder" else as_place, metavar=path.upper())
+    for flag, options in verb.flags.items():
+        _ = parser.add_argument(flag, **options)
+    return verb.run(parser.read(words[1:]))
 
 
-def _verbs() -> tuple[Verb, ...]:
-    return (
-        Verb("ls", "RUN", "list a run's checkpoints: size, age, ranks, items", _ls),
-        Verb("show", "CHECKPOINT", "tell what one holds", _show),
-        Verb("verify", "CHECKPOINT|RUN", "compare every byte with the digests", _verify),
-        Verb("diff", "CHECKPOINT CHECKPOINT", "tell in what two differ", _diff),
-        Verb("merge", "CHECKPOINT FOLDER", "write a model for Hugging Face's libraries", _merge),
-        Verb("import", "FOLDER RUN --step N", "make a checkpoint of a folder of torch's or Accelerate's", _import),
-        Verb("export", "CHECKPOINT FOLDER", "write a folder of torch.distributed.checkpoint", _export),
-        Verb("prune", "RUN --keep N", "delete older checkpoints", _prune),
-    )
-
-
-def _help(verbs: Sequence[Verb]) -> str:
-    listing = show_table([(f"  {verb.name}", verb.words, verb.summary) for verb in verbs])
+def _help() -> str:
+    listing = show_table([(f"  {name}", verb.words, verb.summary) for name, verb in _VERBS.items()])
     return f"""usage: accel checkpoint COMMAND ...
 
 commands:
@@ -80,16 +87,7 @@ commands:
 `accel checkpoint COMMAND --help` tells more."""
 
 
-def parser(name: str, usage: str, description: str, *places: str) -> Parser:
-    """Make the parser of one command, with the paths that it takes."""
-    made = Parser(f"accel checkpoint {name}", usage=f"accel checkpoint {name} {usage}", description=description)
-    for place in places:
-        _ = made.add_argument(place, type=Path if place == "folder" else as_place, metavar=place.upper())
-    return made
-
-
-def _ls(words: Sequence[str]) -> int:
-    args = parser("ls", "RUN", f"List a run's checkpoints. {_ONE_RUN}", "run").read(words)
+def _ls(args: argparse.Namespace) -> int:
     found = survey(args.run)
     if not found:
         print(f"no checkpoints in {args.run}")
@@ -104,10 +102,7 @@ def _ls(words: Sequence[str]) -> int:
     return 0
 
 
-def _show(words: Sequence[str]) -> int:
-    reader = parser("show", "CHECKPOINT [--tensors]", f"Tell what a checkpoint holds. {_ONE_CHECKPOINT}", "checkpoint")
-    _ = reader.add_argument("--tensors", action="store_true", help="list every tensor")
-    args = reader.read(words)
+def _show(args: argparse.Namespace) -> int:
     path = find_checkpoint(args.checkpoint)
     manifest = manifest_of(path)
     size = manifest.nbytes
@@ -133,9 +128,7 @@ def _show(words: Sequence[str]) -> int:
     return 0
 
 
-def _verify(words: Sequence[str]) -> int:
-    text = "Compare every byte with the digests of the manifest; of a run, those of all checkpoints."
-    args = parser("verify", "CHECKPOINT|RUN", text, "path").read(words)
+def _verify(args: argparse.Namespace) -> int:
     steps = [each for each in survey(args.path) if "." not in each.path.name]  # what has one is being written
     found = [each.path for each in steps] or [find_checkpoint(args.path)]
     total = sum(each.size for each in steps) or manifest_of(found[0]).nbytes
@@ -146,11 +139,7 @@ def _verify(words: Sequence[str]) -> int:
     return _DIFFERENT if any(told.values()) else 0
 
 
-def _diff(words: Sequence[str]) -> int:
-    text = f"Tell in what two checkpoints differ. {_ONE_CHECKPOINT}"
-    reader = parser("diff", "CHECKPOINT CHECKPOINT [--values]", text, "first", "second")
-    _ = reader.add_argument("--values", action="store_true", help="read the tensors and compare their values, too")
-    args = reader.read(words)
+def _diff(args: argparse.Namespace) -> int:
     paths = [find_checkpoint(args.first), find_checkpoint(args.second)]
     one, other = map(manifest_of, paths)
     lines = compare(one, other)
@@ -166,14 +155,7 @@ def _diff(words: Sequence[str]) -> int:
     return _DIFFERENT if lines else 0
 
 
-def _merge(words: Sequence[str]) -> int:
-    text = f"Write a model as safetensors that Hugging Face's libraries load. {_ONE_CHECKPOINT}"
-    usage = "CHECKPOINT FOLDER [--item NAME] [--max-shard-size SIZE]"
-    reader = parser("merge", usage, text, "checkpoint", "folder")
-    _ = reader.add_argument("--item", default="model", metavar="NAME", help="what it was saved as (default: model)")
-    help_size = "most bytes in a file, such as 5GB or 512MiB (default: 5GB)"
-    _ = reader.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=help_size)
-    args = reader.read(words)
+def _merge(args: argparse.Namespace) -> int:
     path = find_checkpoint(args.checkpoint)
     total = manifest_of(path).nbytes
     from accel.checkpoint import merge
@@ -184,14 +166,7 @@ def _merge(words: Sequence[str]) -> int:
     return 0
 
 
-def _import(words: Sequence[str]) -> int:
-    text = (
-        "Make a checkpoint of what torch.distributed.checkpoint wrote, or Accelerate's save_state (all but optimizers, "
-        f"which load_accelerate_state takes); no code of it is run. {_ONE_RUN}"
-    )
-    reader = parser("import", "FOLDER RUN --step N", text, "folder", "run")
-    _ = reader.add_argument("--step", type=int, required=True, metavar="N", help="names the checkpoint, 0 or above")
-    args = reader.read(words)
+def _import(args: argparse.Namespace) -> int:
     if args.step < 0:
         raise ConfigError("not a step", expected="an integer from 0", got=str(args.step), where="--step")
     from accel.items import import_accelerate, import_dcp
@@ -202,9 +177,7 @@ def _import(words: Sequence[str]) -> int:
     return 0
 
 
-def _export(words: Sequence[str]) -> int:
-    text = f"Write a checkpoint as a folder of torch.distributed.checkpoint. {_ONE_CHECKPOINT}"
-    args = parser("export", "CHECKPOINT FOLDER", text, "checkpoint", "folder").read(words)
+def _export(args: argparse.Namespace) -> int:
     path = find_checkpoint(args.checkpoint)
     total = manifest_of(path).nbytes
     from accel.items import export_dcp
@@ -215,16 +188,7 @@ def _export(words: Sequence[str]) -> int:
     return 0
 
 
-def _prune(words: Sequence[str]) -> int:
-    text = f"Delete older checkpoints by the rule of save_state's keep=; never what accel did not write. {_ONE_RUN}"
-    reader = parser("prune", "RUN --keep N [--every N] [--best N --by METRIC [--max]] [--dry-run]", text, "run")
-    _ = reader.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest stay")
-    _ = reader.add_argument("--every", type=int, metavar="N", help="steps that are multiples of N stay, too")
-    _ = reader.add_argument("--best", type=int, default=0, metavar="N", help="how many with the best metric stay, too")
-    _ = reader.add_argument("--by", default="", metavar="METRIC", help="the metric's name")
-    _ = reader.add_argument("--max", action="store_true", help="the highest metric is best, and not the lowest")
-    _ = reader.add_argument("--dry-run", action="store_true", help="tell what would be deleted, and delete nothing")
-    args = reader.read(words)
+def _prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise ConfigError("no checkpoint would stay", expected="1 or above", got=str(args.keep), where="--keep")
     mode = "max" if args.max else "min"
@@ -242,3 +206,89 @@ def _count(count: int, what: str) -> str:
 
 def _metrics(manifest: Manifest) -> list[str]:
     return [f"{name}={value:g}" for name, value in manifest.metrics.items()]
+
+
+def _option(meaning: str, **options: Any) -> dict[str, Any]:
+    return {"help": meaning, **options}
+
+
+_VERBS = {
+    "ls": Verb(
+        _ls,
+        "RUN",
+        "list a run's checkpoints: size, age, ranks, items",
+        f"List a run's checkpoints. {_ONE_RUN}",
+        ("run",),
+    ),
+    "show": Verb(
+        _show,
+        "CHECKPOINT",
+        "print what one holds",
+        f"Print what a checkpoint holds. {_ONE_CHECKPOINT}",
+        ("checkpoint",),
+        {"--tensors": _option("list every tensor", action="store_true")},
+        "[--tensors]",
+    ),
+    "verify": Verb(
+        _verify,
+        "CHECKPOINT|RUN",
+        "compare every byte with the digests",
+        "Compare every byte with the digests of the manifest; of a run, those of all checkpoints.",
+        ("path",),
+    ),
+    "diff": Verb(
+        _diff,
+        "CHECKPOINT CHECKPOINT",
+        "list the differences of two",
+        f"List the differences of two checkpoints. {_ONE_CHECKPOINT}",
+        ("first", "second"),
+        {"--values": _option("read the tensors and compare their values, too", action="store_true")},
+        "[--values]",
+    ),
+    "merge": Verb(
+        _merge,
+        "CHECKPOINT FOLDER",
+        "write a model for Hugging Face's libraries",
+        f"Write a model as safetensors that Hugging Face's libraries load. {_ONE_CHECKPOINT}",
+        ("checkpoint", "folder"),
+        {
+            "--item": _option("name that it was saved under (default: model)", default="model", metavar="NAME"),
+            "--max-shard-size": _option(
+                "most bytes in a file, such as 5GB or 512MiB (default: 5GB)", default="5GB", metavar="SIZE"
+            ),
+        },
+        "[--item NAME] [--max-shard-size SIZE]",
+    ),
+    "import": Verb(
+        _import,
+        "FOLDER RUN --step N",
+        "make a checkpoint of a folder of torch's or Accelerate's",
+        "Make a checkpoint of a folder of torch.distributed.checkpoint, or of Accelerate's save_state (all but "
+        f"optimizers, which load_accelerate_state takes); none of its code is run. {_ONE_RUN}",
+        ("folder", "run"),
+        {"--step": _option("number that names the checkpoint, 0 or above", type=int, required=True, metavar="N")},
+    ),
+    "export": Verb(
+        _export,
+        "CHECKPOINT FOLDER",
+        "write a folder of torch.distributed.checkpoint",
+        f"Write a checkpoint as a folder of torch.distributed.checkpoint. {_ONE_CHECKPOINT}",
+        ("checkpoint", "folder"),
+    ),
+    "prune": Verb(
+        _prune,
+        "RUN --keep N",
+        "delete older checkpoints",
+        f"Delete older checkpoints by the rule of save_state's keep=; never what accel did not write. {_ONE_RUN}",
+        ("run",),
+        {
+            "--keep": _option("number of the newest that stay", type=int, required=True, metavar="N"),
+            "--every": _option("steps that are multiples of N stay, too", type=int, metavar="N"),
+            "--best": _option("number with the best metric that stay, too", type=int, default=0, metavar="N"),
+            "--by": _option("the metric's name", default="", metavar="METRIC"),
+            "--max": _option("the highest metric is best, and not the lowest", action="store_true"),
+            "--dry-run": _option("print what would be deleted, and delete nothing", action="store_true"),
+        },
+        "[--every N] [--best N --by METRIC [--max]] [--dry-run]",
+    ),
+}

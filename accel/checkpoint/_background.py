@@ -24,10 +24,9 @@ import torch
 from accel.checkpoint._manifest import step_name
 from accel.checkpoint._notes import Note, collect_notes, leave_note, show_life
 from accel.checkpoint._retention import Keep, retain
-from accel.checkpoint._save import Share, Stage, commit_stage, open_stage, write_share
-from accel.checkpoint._settle import settle
-from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
-from accel.comm import Call, call_site
+from accel.checkpoint._save import Share, Stage, begin, commit_stage, write_share
+from accel.checkpoint._snapshot import Content, Snapshot
+from accel.comm import Call, agreed, call_site
 from accel.context import DistContext
 from accel.errors import CheckpointError, describe, rebuild
 from accel.storage import Place, RemotePath
@@ -103,17 +102,15 @@ class Saving:
     def _settle(self) -> Path | RemotePath:
         site = call_site()
         try:
-            # first what needs no other rank: simulated ranks run one at a time
-            error = self._written.exception()
-            call = Call("Saving.result", self.path.name, site)
-            settle(self._ctx, call, _as_exception(error), b"", bytes)
+            with agreed(self._ctx.comm, Call("Saving.result", self.path.name, site)):
+                self._written.result()
         except BaseException:
             self._given_up.set()
             self._thread.join()
             raise
         self._thread.join()
-        error = self._committed.exception()
-        settle(self._ctx, Call("Saving.result: committing", site=site), _as_exception(error), b"", bytes)
+        with agreed(self._ctx.comm, Call("Saving.result: committing", site=site)):
+            self._committed.result()
         return self.path
 
     def _work(self, snapshot: Snapshot) -> None:
@@ -175,16 +172,14 @@ def save_async(
         CheckpointError: another writer is saving, or the disk failed; the same on every rank, nothing has changed.
         CollectiveMismatch: ranks hold different tensors.
     """
-    target, site = out / step_name(step), call_site()
-    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=target.new_mark())
-    error = None
+    target = out / step_name(step)
+    site = call_site()
+    detail = f"step {step}\nkeep {keep}\nmode async"
+    stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
-        snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))
-    except (RuntimeError, MemoryError) as failure:
-        error = failure
-    stage = open_stage(ctx, target, snapshot.mark, site, error)
-    look = partial(check, _written(content, snapshot.tensors)) if check is not None else None
-    try:
+        with agreed(ctx.comm, Call("save_state: copying", site=site)):
+            snapshot = replace(snapshot, tensors=copy_to_host(snapshot.tensors, ctx.comm.spare))
+        look = partial(check, _written(content, snapshot.tensors)) if check is not None else None
         return Saving(ctx, stage, target, snapshot, keep, look)
     except BaseException:  # such as no more threads
         stage.abandon()
@@ -236,7 +231,3 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Ten
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     return copies
-
-
-def _as_exception(error: BaseException | None) -> Exception | None:
-    return error if isinstance(error, Exception) else None

@@ -12,8 +12,7 @@ import msgspec
 
 from accel.checkpoint._manifest import MANIFEST, candidates, step_of
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.checkpoint._settle import settle
-from accel.comm import Call
+from accel.comm import Call, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place
@@ -101,12 +100,12 @@ def hold_newest(
     """
     with contextlib.ExitStack() as stack:
         opened, pick = None, _Pick()
-        if ctx.is_main_process and error is None:
-            try:
+        with shared_failure(ctx.comm, call):
+            if error is not None:
+                raise error
+            if ctx.is_main_process:
                 opened, pick = _pick(stack, path, skipped)
-            except Exception as failure:
-                error = failure
-        pick = settle(ctx, call, error, pick, _Pick)[0]
+        pick = exchange_values(ctx.comm, call, pick, _Pick)[0]
         if pick.damaged:
             raise _all_damaged(path, pick.damaged)
         if not pick.digest:

@@ -13,9 +13,8 @@ import msgspec
 
 from accel.checkpoint._manifest import MANIFEST, encode_manifest, step_name
 from accel.checkpoint._retention import Keep, discard, retain, sweep, sweep_objects, sweep_step
-from accel.checkpoint._settle import settle
-from accel.checkpoint._snapshot import Content, Snapshot, take_snapshot
-from accel.comm import Call, call_site
+from accel.checkpoint._snapshot import Content, Snapshot, Statement, join_items, make_offer, take_snapshot
+from accel.comm import Call, agreed, agreed_values, barrier, call_site, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import FileEntry, Lock, Place, RemotePath, encode_tensors
@@ -36,11 +35,13 @@ class Stage:
         path: the folder, the same on every rank; in a store, the checkpoint's own.
         lock: on the folder of all checkpoints; rank 0's to release.
         mark: in the names of the files that are written.
+        is_first: whether rank 0 made the folder of all checkpoints for this stage.
     """
 
     path: Place
     lock: Lock | None
     mark: str
+    is_first: bool = False
 
     def abandon(self) -> None:
         """Remove what was written and let the next writer in, if this is rank 0."""
@@ -52,6 +53,8 @@ class Stage:
                 self.path.remove_stage()
         finally:
             self.lock.release()
+        if self.is_first:
+            self.path.parent.unmake()
 
     def close(self) -> None:
         """Let the next writer in, if this is rank 0."""
@@ -79,12 +82,16 @@ def save(
         CheckpointError: another writer is saving, or the disk failed; the same on every rank, nothing else has changed.
         CollectiveMismatch: ranks hold different tensors.
     """
-    target, site = out / step_name(step), call_site()
-    snapshot = take_snapshot(ctx, content, step=step, metrics=metrics, site=site, mark=target.new_mark())
-    stage = open_stage(ctx, target, snapshot.mark, site)
+    target = out / step_name(step)
+    site = call_site()
+    detail = f"step {step}\nkeep {keep}\nmode sync"
+    stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
-        shares = _write(ctx, stage, snapshot, site)
-        _commit(ctx, stage, target, snapshot, shares, site)
+        call = Call("save_state: writing", site=site)
+        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.path, snapshot), Share)
+        with agreed(ctx.comm, Call("save_state: committing", site=site)):
+            if ctx.is_main_process:
+                commit_stage(stage, target, snapshot, shares)
         if ctx.is_main_process and keep is not None:
             retain(target, keep)
     except BaseException:
@@ -94,33 +101,46 @@ def save(
     return target.path
 
 
-def open_stage(ctx: DistContext, target: Place, mark: str, site: str, error: Exception | None = None) -> Stage:
-    """Let rank 0 take the lock, clear up after dead writers and make the stage. A collective.
+def begin(
+    ctx: DistContext,
+    target: Place,
+    content: Content,
+    *,
+    step: int,
+    metrics: Mapping[str, float],
+    call: Call,
+) -> tuple[Stage, Snapshot]:
+    """Agree on what each rank writes, into the stage that rank 0 opens under the lock. A collective.
 
     Args:
-        ctx: the context.
+        ctx, content, step, metrics: as of `save`.
         target: the checkpoint's folder.
-        mark: in the names of the files that will be written.
-        site: the call of the user's that this is part of.
-        error: this rank's failure so far; None without one.
+        call: the expected call of all ranks.
 
     Raises:
-        CheckpointError: another writer is saving, or the disk failed; on every rank.
+        CheckpointError: another writer is saving, the disk failed, or the parts of a sharded tensor are not the whole;
+            the same on every rank.
+        CollectiveMismatch: ranks hold different tensors.
     """
     stage = None
-    if ctx.is_main_process and error is None:
-        try:
-            stage = _make(target, mark)
-        except CheckpointError as failure:
-            error = failure
-    call = Call("save_state: opening the stage", site=site)
     try:
-        names = settle(ctx, call, error, stage.path.name if stage is not None else "", str)
+        with shared_failure(ctx.comm, call):
+            offer = make_offer(content, ctx.world_size)
+            if ctx.is_main_process:
+                stage = _open_stage(target)
+        mine = offer.statement
+        if stage is not None:
+            mine = msgspec.structs.replace(mine, stage=stage.path.name, mark=stage.mark)
+        ranks = exchange_values(ctx.comm, call, mine, Statement)
+        items = join_items(content, ranks)
+        if len({each.facts for each in ranks}) > 1:  # this message shows the difference
+            barrier(ctx.comm, Call(call.name, offer.facts, call.site))
+        snapshot = take_snapshot(offer, items, ranks, ctx.rank, step=step, metrics=metrics)
     except BaseException:
         if stage is not None:
             stage.abandon()
         raise
-    return stage or Stage(target.parent / names[0], None, mark)
+    return stage or Stage(target.parent / ranks[0].stage, None, ranks[0].mark), snapshot
 
 
 def write_share(stage: Place, snapshot: Snapshot) -> Share:
@@ -151,32 +171,14 @@ def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     logging.getLogger("accel.checkpoint").info("wrote %s, %d bytes", target, sum(each.size for each in files.values()))
 
 
-def _write(ctx: DistContext, stage: Stage, snapshot: Snapshot, site: str) -> list[Share]:
-    """Write this rank's share; return what every rank wrote, once all have."""
-    error, share = None, Share(snapshot.file, None)
-    try:
-        share = write_share(stage.path, snapshot)
-    except (CheckpointError, RuntimeError) as failure:
-        error = failure
-    return settle(ctx, Call("save_state: writing", site=site), error, share, Share)
-
-
-def _commit(ctx: DistContext, stage: Stage, target: Place, snapshot: Snapshot, shares: list[Share], site: str) -> None:
-    error = None
-    if ctx.is_main_process:
-        try:
-            commit_stage(stage, target, snapshot, shares)
-        except CheckpointError as failure:
-            error = failure
-    settle(ctx, Call("save_state: committing", site=site), error, b"", bytes)
-
-
-def _make(target: Place, mark: str) -> Stage:
+def _open_stage(target: Place) -> Stage:
+    """Take the lock, clear up after dead writers, and make the stage."""
+    is_first = not target.parent.exists()
     target.parent.make()
     lock = target.parent.lock()
     try:
         sweep(target.parent)
-        return Stage(target.make_stage(), lock, mark)
+        return Stage(target.make_stage(), lock, target.new_mark(), is_first)
     except BaseException:
         lock.release()
         raise

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks bring to a checkpoint, agreed on by all of them before anything is written."""
+"""What ranks bring to a checkpoint: each states what it holds, and all derive from the statements who writes what."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -14,13 +15,10 @@ from accel import __version__
 from accel.checkpoint._held import checksum, checksums, held_box, is_sharded, local_part, tied
 from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
 from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
-from accel.checkpoint._settle import settle
-from accel.comm import Call
-from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
 
-Part = tuple[str, Box]  # a tensor's name, and which of its elements
+NamedBox = tuple[str, Box]  # a tensor's name, and which of its elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +32,8 @@ class Content:
         loose: such tensors of which copies may differ; the lowest rank's counts.
         items: everything else by item; rank 0's count.
         row: bytes of this rank's own, kept for it.
+        divided: bytes of items that ranks divide, for `join`.
+        join: makes the items of the checkpoint of this rank's and the `divided` of all ranks; None for rank 0's items.
     """
 
     shared: Mapping[str, torch.Tensor]
@@ -42,6 +42,8 @@ class Content:
     loose: Mapping[str, torch.Tensor]
     items: Mapping[str, Item]
     row: bytes
+    divided: bytes = b""
+    join: Callable[[Mapping[str, Item], Sequence[bytes]], Mapping[str, Item]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,123 +51,186 @@ class Snapshot:
     """What this rank writes of a checkpoint on which all ranks have agreed.
 
     Attributes:
-        file: the name of this rank's file.
-        mark: in the names of all files of this save.
+        file: name of this rank's file.
         tensors: its contents by name, empty if this rank writes none; the live tensors, nothing is copied.
         manifest: the whole checkpoint's, without the files, which have yet to be written.
     """
 
     file: str
-    mark: str
     tensors: Mapping[str, torch.Tensor]
     manifest: Manifest
 
 
-class _Held(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's part of a sharded tensor, and what it sums up to."""
+class _HeldBox(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's part of a sharded tensor, and the sum of its bits."""
 
     box: Box
     checksum: int
 
 
 class _Own(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that a rank has and others need not, its part of it, if any, and whether copies must be equal."""
+    """A tensor that other ranks need not have, the part of it here, if any, and whether copies must be equal."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    held: _Held | None
+    held: _HeldBox | None
     exact: bool
 
 
-class _Rank(msgspec.Struct, frozen=True):
-    """What every rank says before a save.
+class Statement(msgspec.Struct, frozen=True):
+    """What a rank tells all others before a save.
 
     Attributes:
-        row: its own bytes.
-        checksum: what the tensors that are equal on all ranks sum up to.
+        row, divided: as of its `Content`.
+        checksum: sum of the tensors that are equal on all ranks.
         held: its parts of the sharded tensors, in order of their names; None where it has none.
-        own: what it has and others need not.
-        mark: for the names of files; rank 0's counts.
+        own: tensors that other ranks need not have.
+        stage: name of the folder that is written into; rank 0's counts.
+        mark: part of the names of all files of this save; rank 0's counts.
+        facts: digest of what must be the same on every rank.
     """
 
     row: bytes
+    divided: bytes
+    facts: bytes
     checksum: int
-    held: list[_Held | None]
+    held: list[_HeldBox | None]
     own: list[_Own]
-    mark: str
+    stage: str = ""
+    mark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What this rank can write, before it knows what others can.
+
+    Attributes:
+        content: what it was made of.
+        tensors: those that all ranks have, without other names of the same memory.
+        aliases: these names.
+        shared: names of tensors that are equal on all ranks.
+        sharded: names of tensors of which ranks hold parts, sorted.
+        facts: lines that are the same on every rank.
+        statement: for the other ranks.
+    """
+
+    content: Content
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    shared: Set[str]
+    sharded: Sequence[str]
+    facts: str
+    statement: Statement
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """Which parts there are, in bytes, and who holds those that not every rank holds."""
+class _Writers:
+    """The boxes to write, in bytes, and who can write those that not every rank can."""
 
-    sizes: dict[Part, int]
-    holders: dict[Part, list[int]]
+    sizes: dict[NamedBox, int]
+    holders: dict[NamedBox, list[int]]
 
 
-def take_snapshot(
-    ctx: DistContext, content: Content, *, step: int, metrics: Mapping[str, float], site: str, mark: str = ""
-) -> Snapshot:
-    """Compare what the ranks hold, and divide the writing among them. A collective; nothing is written.
-
-    Args:
-        ctx: the context.
-        content: what this rank holds.
-        step: names the checkpoint.
-        metrics: what it is rated by; rank 0's count.
-        site: the call of the user's that this is part of.
-        mark: to put into the names of files; rank 0's counts.
+def make_offer(content: Content, world_size: int) -> Offer:
+    """Look at what this rank holds. No communication.
 
     Raises:
-        CheckpointError: the parts of a sharded tensor that ranks hold are not the whole; the same on every rank.
-        CollectiveMismatch: ranks hold different tensors.
+        CheckpointError: a DTensor lies in a way that cannot be stored.
     """
     everything = {**content.shared, **content.main}
     aliases = tied(everything)
     tensors = {name: tensor for name, tensor in everything.items() if name not in aliases}
     sharded = {name: tensor for name, tensor in sorted(tensors.items()) if is_sharded(tensor)}
     shared = {name: tensors[name] for name in content.shared if name in tensors and name not in sharded}
-    facts = _facts(shared | sharded)
-    detail = "\n".join([f"step {step}", *facts, *sorted(f"{a} is {b}" for a, b in aliases.items())])
-    bits = checksum(shared) if ctx.world_size > 1 else 0
-    mine = _Rank(content.row, bits, list(_held(sharded).values()), _own(content), mark)
-    ranks = settle(ctx, Call("save_state", detail, site), None, mine, _Rank)
-    tensors |= {**_stubs(ranks), **content.own, **content.loose, RANKS: _stack([rank.row for rank in ranks])}
-    held = _held_by_name(list(sharded), ranks)
+    facts = "\n".join([*_facts(shared | sharded), *sorted(f"{a} is {b}" for a, b in aliases.items())])
+    return Offer(
+        content=content,
+        tensors=tensors,
+        aliases=aliases,
+        shared=shared.keys(),
+        sharded=list(sharded),
+        facts=facts,
+        statement=Statement(
+            row=content.row,
+            divided=content.divided,
+            facts=hashlib.sha256(facts.encode()).digest(),
+            checksum=checksum(shared) if world_size > 1 else 0,
+            held=list(_held(sharded).values()),
+            own=_own(content),
+        ),
+    )
+
+
+def join_items(content: Content, ranks: Sequence[Statement]) -> Mapping[str, Item]:
+    """Return the items of a checkpoint: rank 0's, and those that ranks divide joined.
+
+    Raises:
+        CheckpointError: the parts do not go together; the same on every rank.
+    """
+    if content.join is None or not any(each.divided for each in ranks):
+        return content.items
+    return content.join(content.items, [each.divided for each in ranks])
+
+
+def take_snapshot(
+    offer: Offer,
+    items: Mapping[str, Item],
+    ranks: Sequence[Statement],
+    rank: int,
+    *,
+    step: int,
+    metrics: Mapping[str, float],
+) -> Snapshot:
+    """Compare what the ranks hold, and divide the writing among them. No communication.
+
+    Args:
+        offer: this rank's.
+        items: from `join_items`.
+        ranks: the statements of all ranks.
+        rank: this rank.
+        step: names the checkpoint.
+        metrics: values that it is rated by; rank 0's count.
+
+    Raises:
+        CheckpointError: the parts of a sharded tensor that ranks hold are not the whole; the same on every rank.
+    """
+    content = offer.content
+    tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}
+    tensors[RANKS] = _stack([each.row for each in ranks])
+    held = _held_by_name(offer.sharded, ranks)
     differing = [name for name, parts in held.items() if not _copies_agree(parts)]
-    if len({rank.checksum for rank in ranks}) > 1:
-        differing += sorted(shared)
-    if differing and ctx.is_main_process:
+    if len({each.checksum for each in ranks}) > 1:
+        differing += sorted(offer.shared)
+    if differing and not rank:
         text = "ranks hold different parameters or optimizer states (%s%s); step %s gets the lowest rank's"
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
-    layout = _layout(tensors, held, shared.keys() - set(differing))
-    plan = plan_writes(layout.sizes, layout.holders, ctx.world_size)
+    writers = _writers(tensors, held, offer.shared - set(differing))
+    plan = plan_writes(writers.sizes, writers.holders, len(ranks))
     mark = ranks[0].mark
     return Snapshot(
-        file=_file_name(ctx.rank, ctx.world_size, mark),
-        mark=mark,
-        tensors={name: _part(tensors[name], box) for name, box in plan[ctx.rank]},
+        file=_file_name(rank, len(ranks), mark),
+        tensors={name: _part(tensors[name], box) for name, box in plan[rank]},
         manifest=Manifest(
             format=FORMAT,
             accel=__version__,
             torch=str(torch.__version__),
             step=step,
-            world_size=ctx.world_size,
+            world_size=len(ranks),
             files={},
             tensors=_entries(tensors, plan, mark),
-            aliases=aliases,
-            items=dict(content.items),
+            aliases=dict(offer.aliases),
+            items=dict(items),
             metrics=dict(metrics),
         ),
     )
 
 
-def _held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Held | None]:
+def _held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _HeldBox | None]:
     sums = checksums({name: local_part(tensor) for name, tensor in tensors.items()})
     boxes = {name: held_box(tensor, name) for name, tensor in tensors.items()}
-    return {name: _Held(box, sums[name]) if box is not None else None for name, box in boxes.items()}
+    return {name: _HeldBox(box, sums[name]) if box is not None else None for name, box in boxes.items()}
 
 
 def _own(content: Content) -> list[_Own]:
@@ -177,7 +242,7 @@ def _own(content: Content) -> list[_Own]:
     ]
 
 
-def _stubs(ranks: Sequence[_Rank]) -> dict[str, torch.Tensor]:
+def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
     """Tensors without contents for those that only some ranks have.
 
     Raises:
@@ -201,9 +266,9 @@ def _stubs(ranks: Sequence[_Rank]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="meta") for name, o in found.items()}
 
 
-def _held_by_name(sharded: Sequence[str], ranks: Sequence[_Rank]) -> dict[str, list[_Held | None]]:
+def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[str, list[_HeldBox | None]]:
     """What each rank holds of every tensor that not all ranks hold alike."""
-    own, first = list[dict[str, _Held | None]](), set[tuple[str, Box | None]]()
+    own, first = list[dict[str, _HeldBox | None]](), set[tuple[str, Box | None]]()
     for rank in ranks:
         places = {each.name: (each.name, each.held.box if each.held is not None else None) for each in rank.own}
         own.append({each.name: each.held for each in rank.own if each.exact or places[each.name] not in first})
@@ -212,38 +277,38 @@ def _held_by_name(sharded: Sequence[str], ranks: Sequence[_Rank]) -> dict[str, l
     return found | {name: [held.get(name) for held in own] for name in sorted({name for held in own for name in held})}
 
 
-def _copies_agree(parts: Sequence[_Held | None]) -> bool:
+def _copies_agree(parts: Sequence[_HeldBox | None]) -> bool:
     """Whether ranks that hold the same part of a tensor hold the same bits."""
     held = {part for part in parts if part is not None}
     return len(held) == len({part.box for part in held})
 
 
-def _layout(
-    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[_Held | None]], shared: Set[str]
-) -> _Layout:
-    """List the parts of all tensors: of those that ranks hold parts of, one for each that any rank may write."""
-    layout = _Layout({}, {})
+def _writers(
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[_HeldBox | None]], shared: Set[str]
+) -> _Writers:
+    """List the boxes of all tensors, and which ranks can write them."""
+    writers = _Writers({}, {})
     for name in tensors.keys() - held.keys():
         part = name, whole(tensors[name].shape)
-        layout.sizes[part] = tensors[name].nbytes
+        writers.sizes[part] = tensors[name].nbytes
         if name not in shared:
-            layout.holders[part] = [0]
+            writers.holders[part] = [0]
     for name, parts in held.items():
         first: dict[Box, int] = {}
         for rank, mine in enumerate(parts):
             if mine is None:
                 continue
             part = name, mine.box
-            layout.sizes[part] = mine.box.size * tensors[name].element_size()
+            writers.sizes[part] = mine.box.size * tensors[name].element_size()
             if first.setdefault(mine.box, mine.checksum) == mine.checksum:
-                layout.holders.setdefault(part, []).append(rank)
+                writers.holders.setdefault(part, []).append(rank)
         if problem := tiling_problem(tensors[name].shape, list(first)):
             raise CheckpointError(
                 f"a sharded tensor {problem}",
                 where=name,
                 fix="Shard it over a mesh of ranks of this context only, each of which calls save_state.",
             )
-    return layout
+    return writers
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -251,7 +316,9 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return local_part(tensor) if box.size else local_part(tensor).new_empty(tuple(tensor.shape))
 
 
-def _entries(tensors: Mapping[str, torch.Tensor], plan: Sequence[Sequence[Part]], mark: str) -> dict[str, TensorEntry]:
+def _entries(
+    tensors: Mapping[str, torch.Tensor], plan: Sequence[Sequence[NamedBox]], mark: str
+) -> dict[str, TensorEntry]:
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(tensors)}
     for rank, parts in enumerate(plan):
         for name, box in parts:

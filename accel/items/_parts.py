@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from accel.checkpoint import Content
+from accel.checkpoint import Content, Item
 from accel.errors import CheckpointError
 from accel.items._optimizer_state import Group, OptimizerValue, ParamFacts
 
@@ -19,18 +18,18 @@ def own_values(content: Content, divided: Iterable[str]) -> bytes:
     return msgspec.msgpack.encode({name: content.items[name].value for name in sorted(divided)})
 
 
-def join_values(content: Content, said: Sequence[bytes]) -> Content:
-    """Return what a rank brings to a checkpoint, with the values that all ranks make together.
+def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str, Item]:
+    """Return a checkpoint's items, with the values that all ranks make together.
 
     Args:
-        content: this rank's.
-        said: what each rank gave by `own_values`.
+        mine: items of this rank.
+        said: results of `own_values`, by rank.
 
     Raises:
         CheckpointError: the parts do not go together; alike on every rank.
     """
     ranks = [msgspec.msgpack.decode(each, type=dict[str, Any]) if each else {} for each in said]
-    items = dict(content.items)
+    items = dict(mine)
     for name in sorted(set[str]().union(*ranks)):
         if missing := [rank for rank, own in enumerate(ranks) if name not in own]:
             raise CheckpointError(
@@ -41,7 +40,7 @@ def join_values(content: Content, said: Sequence[bytes]) -> Content:
             )
         values = [own[name] for own in ranks]
         items[name] = msgspec.structs.replace(items[name], value=_join(name, items[name].kind, values))
-    return dataclasses.replace(content, items=items)
+    return items
 
 
 def _join(name: str, kind: str, values: list[Any]) -> Any:

@@ -23,9 +23,8 @@ from accel.checkpoint import (
     local_part,
     save,
     save_async,
-    settle,
 )
-from accel.comm import Call, call_site
+from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, NonFiniteError, check_choice
 from accel.items._bases import BASE, without_base
@@ -157,8 +156,7 @@ def save_state(
         'step-00000003'
     """
     ctx.comm.finish()
-    error, place, content, rule, rated, own = None, None, None, None, {}, b""
-    try:
+    with shared_failure(ctx.comm, Call("save_state", site=call_site())):
         place = as_place(out)
         _check_step(step)
         check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
@@ -168,15 +166,9 @@ def save_state(
         content = capture(ctx, items, transform)
         if mode == "sync" and not allow_non_finite:
             check_finite(content)
-        if divided := divided_names(items):
-            own = own_values(content, divided)
-    except Exception as failure:
-        error = failure
-    said = settle(ctx, Call("save_state", f"step {step}\nkeep {keep}\nmode {mode}", call_site()), error, own, bytes)
-    assert place is not None  # settle raised otherwise
-    assert content is not None
-    if any(said):
-        content = join_values(content, said)
+        divided = divided_names(items)
+        own = own_values(content, divided) if divided else b""
+        content = dataclasses.replace(content, divided=own, join=join_values)
     if mode == "sync":
         return save(ctx, place, content, step=step, keep=rule, metrics=rated)
     check = None if allow_non_finite else check_finite

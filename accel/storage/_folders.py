@@ -224,6 +224,10 @@ class LocalPlace:
     def make(self) -> None:
         make_folder(self.path)
 
+    def unmake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
     def lock(self) -> FolderLock:
         return take_lock(self.path)
 

@@ -84,6 +84,10 @@ class Place(Protocol):
         """Make the folder and its missing parents."""
         ...
 
+    def unmake(self) -> None:
+        """Delete the folder if nothing is in it. Never raises."""
+        ...
+
     def lock(self) -> Lock:
         """Take the lock of the folder; the error names the writer that holds it, by host and process."""
         ...

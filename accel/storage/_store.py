@@ -176,6 +176,9 @@ class RemotePlace:
     def make(self) -> None:
         """Do nothing: a store has no folders without objects."""
 
+    def unmake(self) -> None:
+        """Do nothing, as `make`."""
+
     def lock(self) -> RemoteLock:
         return take_remote_lock(self.path)
 

@@ -17,7 +17,7 @@ import torch
 from ckpt_helpers import CPU, Run, equal
 from processes import free_port, run_ranks
 
-from accel import load_state, save_state
+from accel import load_state, save_state, wait_for_everyone
 from accel.checkpoint import latest_checkpoint
 from accel.checkpoint._notes import Note, collect_notes, leave_note
 from accel.checkpoint._save import Share, Stage
@@ -67,6 +67,7 @@ def test_what_is_saved_is_of_the_moment_of_the_call(
         table["rows"][0].zero_()
         table["rows"].clear()
         assert latest_checkpoint(tmp_path) is None
+        wait_for_everyone(ctx)
         gate.open.set()
         assert saving.result() == saving.path == latest_checkpoint(tmp_path, verify=True)
         assert saving.done()

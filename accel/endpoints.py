@@ -33,33 +33,41 @@ def probe(host: str | None, port: int, timeout_s: float) -> OSError | UnicodeErr
     return None
 
 
-def await_listener(
-    host: str | None,
-    port: int,
+def unresolved(host: str | None, port: int) -> OSError | UnicodeError | None:
+    """Resolve an endpoint's host; return the error, None if it has an address."""
+    try:
+        _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return error
+    return None
+
+
+def retry(
+    attempt: Callable[[float], OSError | UnicodeError | None],
     timeout_s: float,
     *,
     notice: Callable[[OSError, float], bool],
     pause: Callable[[float], int | None] = time.sleep,
 ) -> int:
-    """Wait until something listens at an endpoint; a name that does not resolve yet is waited for, too.
+    """Repeat an attempt, such as `probe`, until it succeeds; a name that does not resolve yet is waited for, too.
 
     Args:
-        host, port: the endpoint.
+        attempt: returns its error, None if it succeeded; given the seconds that it may take.
         timeout_s: seconds to wait.
-        notice: prints that nothing listens, given the error and the seconds waited; returns whether it did so.
-        pause: waits between two probes, given seconds; another result than 0 or None ends the wait.
+        notice: prints that the attempt fails, given the error and the seconds waited; returns whether it did so.
+        pause: waits between two attempts, given seconds; another result than 0 or None ends the wait.
 
     Returns:
-        0 once something listens; else the result of `pause` that ended the wait.
+        0 once the attempt succeeds; else the result of `pause` that ended the wait.
 
     Raises:
-        OSError: there is no route, or nothing listened in time.
+        OSError: there is no route, or no success in time.
         UnicodeError: the host cannot be a name.
     """
     began_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S
     noticed = False
-    while error := probe(host, port, min(timeout_s, _PROBE_S if noticed else _FIRST_PROBE_S)):
+    while error := attempt(min(timeout_s, _PROBE_S if noticed else _FIRST_PROBE_S)):
         waited_s = time.monotonic() - began_s
         if not isinstance(error, OSError) or error.errno in NO_ROUTE or waited_s >= timeout_s:
             raise error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -168,6 +169,7 @@ def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     if (aside := stage.path.commit(target.name, MANIFEST, manifest, files)) is not None:
         discard(aside)
     sweep_step(target)
+    sys.audit("accel.checkpoint", str(target))  # for the launcher's last line
     logging.getLogger("accel.checkpoint").info("wrote %s, %d bytes", target, sum(each.size for each in files.values()))
 
 

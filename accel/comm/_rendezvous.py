@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from accel.endpoints import await_listener, probe
+from accel.endpoints import probe, retry
 from accel.env import LaunchEnv
 from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
 
@@ -141,7 +141,7 @@ def _await_server(env: LaunchEnv, timeout_s: float) -> None:
         return True
 
     try:
-        _ = await_listener(env.master_addr, env.master_port or 0, timeout_s, notice=notice)
+        _ = retry(lambda limit_s: probe(env.master_addr, env.master_port or 0, limit_s), timeout_s, notice=notice)
     except (OSError, UnicodeError) as error:
         raise _unreachable(env, error) from error
 

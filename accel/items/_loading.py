@@ -298,6 +298,8 @@ def _report(verb: str, loaded: Loaded) -> None:
         lines = "".join(f"\n  {line}" for line in loaded.skipped)
         logger.warning("%s was not loaded in full, as strict=False:%s", loaded.path, lines)
     logger.info("%s: loaded %s", verb, loaded.path)
+    if verb == "resume":
+        sys.audit("accel.checkpoint", str(loaded.path))  # for the launcher's last line
     if verb == "resume" and not logger.hasHandlers():
         print(f"accel: resumes from {loaded.path}", file=sys.stderr, flush=True)
 

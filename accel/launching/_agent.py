@@ -19,11 +19,11 @@ import msgspec
 
 from accel.errors import AccelError
 from accel.launching._attempts import run_attempts
-from accel.launching._hosts import Order
+from accel.launching._host_terms import describe_hosts
+from accel.launching._hosts import AgentOrder
 from accel.launching._launch import plan_here, record_dir
-from accel.launching._meeting import describe_hosts
 from accel.launching._plan import LaunchPlan, Place
-from accel.launching._rendezvous import NotMetError, meet
+from accel.launching._rendezvous import NotMetError, Rendezvous
 from accel.launching._report import tell
 from accel.launching._signals import listening
 from accel.launching._supervisor import Attempt, Ending
@@ -33,7 +33,7 @@ from accel.launching._worker import die_with
 _CLOSE_S = 2.0
 
 
-def run(order: Order) -> int:
+def run(order: AgentOrder) -> int:
     """Run this host's part of a launch; return the exit status.
 
     Raises:
@@ -49,11 +49,11 @@ def run(order: Order) -> int:
             return plan_here(order.target, config, environ, record_dir=records, place=place, port=port)
 
         processes = len(plan(Place(num_nodes=config.hosts[0]), 1).processes)
-        meeting = meet(config, processes, _contents(order.target))
+        rendezvous = Rendezvous(config, processes, _contents(order.target))
 
         def start(failed: int, last: Ending) -> Attempt | Ending:
             try:
-                joined = meeting.join(signals)
+                joined = rendezvous.join(signals)
             except NotMetError as error:
                 if not failed:
                     raise
@@ -61,15 +61,15 @@ def run(order: Order) -> int:
             if isinstance(joined, Ending):
                 return joined
             peers, address, port = joined
-            place = Place(node_rank=peers.place, num_nodes=len(peers.hosts), master_addr=address, restarts=failed)
-            if failed or last.changed or peers.place == 0:
+            place = Place(node_rank=peers.node_rank, num_nodes=len(peers.hosts), master_addr=address, restarts=failed)
+            if failed or last.changed or peers.node_rank == 0:
                 again = f", restart {failed} of {config.max_restarts}" if failed else ""
                 tell(f"accel: {describe_hosts(peers.hosts, processes)}{again}\n")
             return Attempt(plan(place, port), peers)
 
         ending = run_attempts(start, signals, max_restarts=config.max_restarts, summary=order.summary)
         if not ending.stopped:
-            meeting.leave(_CLOSE_S)
+            rendezvous.leave(_CLOSE_S)
         return ending.status
 
 
@@ -83,7 +83,7 @@ def _contents(target: Target) -> str:
 
 def main(words: list[str]) -> NoReturn:
     """Run the agent that an order describes, and end the process: a thread may still wait for a host that is gone."""
-    order = msgspec.json.decode(words[0], type=Order)
+    order = msgspec.json.decode(words[0], type=AgentOrder)
     die_with(order.parent)
     if "LOGLEVEL" not in os.environ:  # torch's own switch
         logging.disable(logging.CRITICAL)

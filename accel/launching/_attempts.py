@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from accel.launching._plan import LaunchPlan
-from accel.launching._record import exit_code
+from accel.launching._record import exit_code, newest_checkpoint
 from accel.launching._report import last_line, stop_report, tell
 from accel.launching._signals import Signals, listening
 from accel.launching._supervisor import Attempt, Ending, Supervisor
@@ -56,13 +56,15 @@ def run_attempts(
         signals: signals of this process.
         max_restarts: number of failures after which all ranks start again. A host that comes or goes is none.
         summary: whether the last line on stderr reports the end of the run. Without log files, one rank gets none, as
-            its streams are this process's own, nor does a stop, whose report says it; nor a good end with `quiet`.
+            its streams are this process's own, nor does a stop without a checkpoint, whose report is the last line;
+            nor a good end with `quiet`.
 
     Raises:
         LaunchError: a process cannot be started.
     """
     began_s = time.monotonic()
     attempt = None
+    checkpoint = ""
     ending = Ending(0)
     failed = 0
     while True:
@@ -74,11 +76,12 @@ def run_attempts(
         attempt = made
         ending = Supervisor(attempt, signals).run()
         tell(ending.report)
+        checkpoint = newest_checkpoint(process.record for process in attempt.plan.processes) or checkpoint
         failed += ending.first is not None
         if not ending.changed and (ending.first is None or failed > max_restarts):
             break
     if summary and attempt is not None:
-        tell(_summary(attempt, ending, time.monotonic() - began_s))
+        tell(_summary(attempt, ending, checkpoint, time.monotonic() - began_s))
     return ending
 
 
@@ -87,11 +90,12 @@ def stopped_by(number: int) -> Ending:
     return Ending(exit_code(-number), stop_report(number, [], []), stopped=number)
 
 
-def _summary(attempt: Attempt, ending: Ending, seconds: float) -> str:
+def _summary(attempt: Attempt, ending: Ending, checkpoint: str, seconds: float) -> str:
     plan, peers = attempt
     ranks = len(plan.processes) * max(1, len(peers.hosts))
-    told = ranks == 1 or ending.stopped  # one rank has this process's own streams; a stop's report is one line
-    if (told and not plan.log_dir) or (plan.quiet and not ending.status):
+    # One rank has this process's own streams; the report of a stop is one line.
+    is_told = ranks == 1 or (ending.stopped and not checkpoint)
+    if (is_told and not plan.log_dir) or (plan.quiet and not ending.status):
         return ""
     return last_line(
         ending.status,
@@ -100,5 +104,6 @@ def _summary(attempt: Attempt, ending: Ending, seconds: float) -> str:
         restarts=plan.restarts,
         stopped=ending.stopped,
         culprit=None if ending.first is None else ending.first.rank,
+        checkpoint=checkpoint,
         log_dir=plan.log_dir,
     )

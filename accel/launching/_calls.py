@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from accel.launching._frames import DECORATOR, is_users
-from accel.launching._record import calls_path
+from accel.launching._record import file_beside, write_file
 
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and that of the other backends
 
@@ -91,7 +91,7 @@ def answer_calls(record: str, ask: str) -> None:
         while os.read(source, 1):
             # of another torch, a record may look otherwise; the launcher does without
             with contextlib.suppress(msgspec.MsgspecError, TypeError, RuntimeError, OSError):
-                _write(calls_path(record), [each for trace in _traces() for each in last_calls(trace)])
+                write_file(file_beside(record, "calls"), [each for trace in _traces() for each in last_calls(trace)])
 
     threading.Thread(target=answer, name="accel-launch-calls", daemon=True).start()
 
@@ -148,10 +148,3 @@ def _entered(entry: _Entry) -> Entered:
         place=place,
         waiting=not entry.retired,
     )
-
-
-def _write(path: str, calls: list[Entered]) -> None:
-    partial = f"{path}.partial"
-    with open(partial, "wb") as file:
-        _ = file.write(msgspec.json.encode(calls))
-    os.replace(partial, path)

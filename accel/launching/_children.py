@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from accel.errors import LaunchError
 from accel.launching._plan import LaunchPlan, ProcessPlan
-from accel.launching._record import Failure, ask_path, read_failure
+from accel.launching._record import Failure, file_beside, read_failure
 from accel.launching._relay import Log, Pipe, Relay, Sink
 
 
@@ -37,7 +37,7 @@ class Children:
             stdin = None if process.rank == 0 else subprocess.DEVNULL
             try:
                 if plan.hang_timeout_s is not None:
-                    os.mkfifo(ask_path(process.record))
+                    os.mkfifo(file_beside(process.record, "ask"))
                 popen = subprocess.Popen(
                     process.command,
                     env=process.environ,

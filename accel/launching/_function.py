@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Literal, TypeVar
@@ -22,6 +21,7 @@ from accel.formats import PrecisionName
 from accel.launching._attempts import run_to_end
 from accel.launching._launch import make_log_dir, plan_here, record_dir
 from accel.launching._parcel import pack, receive_error, receive_value, send_call, unpack
+from accel.launching._report import tell
 from accel.launching._supervisor import Ending
 from accel.launching._target import Target
 
@@ -155,8 +155,7 @@ def _value(folder: str, rank: int) -> Any:
 
 def _stopped(ending: Ending) -> BaseException:
     """Let the signal do here what it would have done without a launch; return what to raise if that is nothing."""
-    _ = sys.stderr.write(ending.report)
-    sys.stderr.flush()
+    tell(ending.report)
     signal.raise_signal(ending.stopped)
     return LaunchError(f"the launch was stopped by {signal.Signals(ending.stopped).name}")
 

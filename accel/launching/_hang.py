@@ -18,7 +18,7 @@ import msgspec
 from accel.launching._calls import Entered
 from accel.launching._children import Children
 from accel.launching._frames import DECORATOR, WORKER, is_users
-from accel.launching._record import STACK_SIGNAL, ask_path, calls_path, stack_path
+from accel.launching._record import STACK_SIGNAL, file_beside
 from accel.launching._relay import Relay
 
 _ANSWER_S = 1.0
@@ -104,9 +104,9 @@ class Watch:
     def ask(self) -> dict[int, Heard]:
         """Ask each rank that has got so far where it is; return what they answer in time."""
         records = self._children.records()
-        stacks = {rank: stack_path(record) for rank, record in records.items()}
+        stacks = {rank: file_beside(record, "stack") for rank, record in records.items()}
         sizes = {rank: os.path.getsize(file) for rank, file in stacks.items() if os.path.exists(file)}
-        calls = {rank: calls_path(record) for rank, record in records.items() if _request(record)}
+        calls = {rank: file_beside(record, "calls") for rank, record in records.items() if _request(record)}
         for rank in sizes:
             self._children.signal_rank(rank, STACK_SIGNAL)
 
@@ -249,8 +249,8 @@ def _subject(ranks: Sequence[int], hosts: Mapping[int, str] = MappingProxyType({
 def _request(record: str) -> bool:
     """Ask a rank for its collectives; return whether it listens."""
     with contextlib.suppress(OSError):  # it does not
-        Path(calls_path(record)).unlink(missing_ok=True)
-        pipe = os.open(ask_path(record), os.O_WRONLY | os.O_NONBLOCK)
+        Path(file_beside(record, "calls")).unlink(missing_ok=True)
+        pipe = os.open(file_beside(record, "ask"), os.O_WRONLY | os.O_NONBLOCK)
         with open(pipe, "wb", buffering=0) as opened:
             return opened.write(b"?") == 1
     return False

@@ -3,23 +3,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from accel.config import LaunchConfig
-from accel.endpoints import await_listener, split_endpoint
+from accel.endpoints import probe, retry, split_endpoint, unresolved
 from accel.errors import LaunchError
 from accel.launching._report import tell
-from accel.launching._signals import NOTICES, STOPPING, Signals, listening
+from accel.launching._signals import NOTICES, STOPPING, Signals
 from accel.launching._target import Target
 
 _AGENT = str(Path(__file__).with_name("_agent.py"))
@@ -30,13 +31,14 @@ _KILL_AFTER_S = 10.0  # an agent may be waiting for a host that is cut off
 _AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent is to do.
+class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of an agent.
 
     Attributes:
-        target, config: what to run, and how.
-        parent: the process that it ends with.
-        added: variables of the agent's own, which its ranks do not get.
+        target: what every process runs.
+        config: settings of the launch.
+        parent: process whose end ends the agent.
+        added: variables of the agent alone, which its ranks do not get.
         summary: whether the last line reports the end of the run.
     """
 
@@ -68,23 +70,13 @@ def check_endpoint(config: LaunchConfig) -> str:
 
 
 def await_name(config: LaunchConfig, environ: Mapping[str, str], signals: Signals) -> int:
-    """Wait in a pod until the first one's name is known, which may be later; return a signal that cut in, else 0."""
+    """Wait in a pod until the name of the first one is known; return a signal that cut in, else 0."""
     if "KUBERNETES_SERVICE_HOST" not in environ or not config.rdzv_endpoint:
         return 0
-    (host, port), patience_s = split_endpoint(config.rdzv_endpoint), config.rdzv_timeout_s
-    began, told = time.monotonic(), False
-    while (waited_s := time.monotonic() - began) < patience_s:
-        try:
-            _ = _addresses(host, port)
-        except LaunchError:
-            if not told and waited_s >= _SILENT_S:
-                tell(f"accel: waiting for the name {host} to be known, up to {patience_s:g} s (--rdzv-timeout-s)\n")
-                told = True
-            if (number := signals.wait(min(_RETRY_S, patience_s - waited_s))) in STOPPING:
-                return number
-        else:
-            break
-    return number if (number := signals.wait(0)) in STOPPING else 0  # it may have come during the look-up
+    host, port = split_endpoint(config.rdzv_endpoint)
+    with contextlib.suppress(OSError, UnicodeError):  # `check_endpoint` refuses a name that stays unknown
+        return _await(f"the name {host} to be known", lambda _: unresolved(host, port), config, signals)
+    return 0
 
 
 def is_here(host: str, port: int) -> bool:
@@ -99,20 +91,40 @@ def is_here(host: str, port: int) -> bool:
     return False
 
 
-def run_agent(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, summary: bool) -> int:
-    """Run this host's part of a job, in a process that may import torch; return the exit status.
+def await_first_host(config: LaunchConfig, signals: Signals) -> int:
+    """Wait until something listens at the rendezvous endpoint, unless this host is to serve it.
+
+    Returns:
+        A signal that cut in, else 0.
 
     Raises:
-        LaunchError: nobody answers at the meeting point, or this is not the main thread.
+        LaunchError: there is no route, or nothing listened in time.
     """
-    with listening() as signals:
-        if stopped := _reach(config, signals):
-            return 128 + stopped
-        added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
-        order = Order(target=target, config=config, parent=os.getpid(), added=tuple(added), summary=summary)
-        command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
-        agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
-        return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
+    host, port = split_endpoint(config.rdzv_endpoint)
+    if config.node_rank == 0 or is_here(host, port):
+        return 0
+    first = f"the first host at {config.rdzv_endpoint}"
+    try:
+        return _await(first, lambda limit_s: probe(host, port, limit_s), config, signals)
+    except OSError as error:
+        raise LaunchError(
+            "nobody answers where the hosts meet",
+            expected=f"the first host's launcher at {config.rdzv_endpoint}",
+            got=str(error),
+            where="--rdzv-endpoint",
+            fix="Start the launch there, and check name, port and firewall.",
+        ) from error
+
+
+def run_agent(
+    target: Target, config: LaunchConfig, environ: Mapping[str, str], signals: Signals, *, summary: bool
+) -> int:
+    """Run this host's part of a launch, in a process that may import torch; return the exit status."""
+    added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
+    order = AgentOrder(target=target, config=config, parent=os.getpid(), added=tuple(added), summary=summary)
+    command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
+    agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
+    return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
 
 
 def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -> int:
@@ -131,29 +143,19 @@ def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -
     return status if status >= 0 else 128 - status
 
 
-def _reach(config: LaunchConfig, signals: Signals) -> int:
-    """Wait until somebody listens at the meeting point, unless that is for us to do; return a signal that cut in."""
-    host, port = split_endpoint(config.rdzv_endpoint)
-    if config.node_rank == 0 or is_here(host, port):
-        return 0
-
+def _await(
+    awaited: str,
+    attempt: Callable[[float], OSError | UnicodeError | None],
+    config: LaunchConfig,
+    signals: Signals,
+) -> int:
     def notice(error: OSError, waited_s: float) -> bool:
-        if waited_s < _SILENT_S:
-            return False
-        patience = f"up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
-        tell(f"accel: waiting for the first host at {config.rdzv_endpoint}, {patience}: {error}\n")
-        return True
+        is_due = waited_s >= _SILENT_S
+        if is_due:
+            tell(f"accel: waiting for {awaited}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s): {error}\n")
+        return is_due
 
-    try:
-        return await_listener(host, port, config.rdzv_timeout_s, notice=notice, pause=signals.stop)
-    except OSError as error:
-        raise LaunchError(
-            "nobody answers where the hosts meet",
-            expected=f"the first host's launcher at {config.rdzv_endpoint}",
-            got=str(error),
-            where="--rdzv-endpoint",
-            fix="Start the launch there, and check name, port and firewall.",
-        ) from error
+    return retry(attempt, config.rdzv_timeout_s, notice=notice, pause=lambda _: signals.stop(_RETRY_S))
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]:

@@ -14,7 +14,7 @@ from typing import Literal
 from accel.config import LaunchConfig, resolve
 from accel.errors import LaunchError
 from accel.launching._attempts import run_attempts
-from accel.launching._hosts import await_name, check_endpoint, run_agent
+from accel.launching._hosts import await_first_host, await_name, check_endpoint, run_agent
 from accel.launching._machine import read_machine
 from accel.launching._plan import LaunchPlan, Place, check_mesh, plan_launch
 from accel.launching._report import tell
@@ -79,9 +79,11 @@ def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str,
     with listening() as signals:
         if stopped := await_name(config, environ, signals):
             return 128 + stopped
-    _ = check_endpoint(config)
-    make_log_dir(config.log_dir)
-    return run_agent(target, config, environ, summary=summary)
+        _ = check_endpoint(config)
+        make_log_dir(config.log_dir)
+        if stopped := await_first_host(config, signals):
+            return 128 + stopped
+        return run_agent(target, config, environ, signals, summary=summary)
 
 
 def plan_here(

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -52,32 +55,35 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     crash: str = ""
 
 
-def crash_path(record: str) -> str:
-    """Return the file for the fault handler's dump that belongs to a failure record."""
-    return f"{record}.crash"
+def file_beside(record: str, kind: Literal["ask", "calls", "checkpoint", "crash", "stack"]) -> str:
+    """Return the path of another file of a rank.
+
+    Args:
+        record: path of the rank's failure record.
+        kind: "crash" for the fault handler's dump; "stack" and "calls" for the stacks and collectives that a rank is
+            asked for, "ask" for the named pipe that asks; "checkpoint" for the name of its newest checkpoint.
+    """
+    return f"{record}.{kind}"
 
 
-def stack_path(record: str) -> str:
-    """Return the file for stacks that a rank is asked for, which belongs to a failure record."""
-    return f"{record}.stack"
-
-
-def ask_path(record: str) -> str:
-    """Return the named pipe by which a rank is asked for its collectives, which belongs to a failure record."""
-    return f"{record}.ask"
-
-
-def calls_path(record: str) -> str:
-    """Return the file for the collectives that a rank is asked for, which belongs to a failure record."""
-    return f"{record}.calls"
-
-
-def write_record(path: str, record: FailureRecord) -> None:
-    """Write a record so that a reader finds all of it or nothing."""
+def write_file(path: str, value: object) -> None:
+    """Write a value as JSON so that a reader finds all of it or nothing."""
     partial = f"{path}.partial"
     with open(partial, "wb") as file:
-        _ = file.write(msgspec.json.encode(record))
+        _ = file.write(msgspec.json.encode(value))
     os.replace(partial, path)
+
+
+def newest_checkpoint(records: Iterable[str]) -> str:
+    """Return the checkpoint that ranks have written or resumed from last; empty if there is none.
+
+    Args:
+        records: paths of the ranks' failure records.
+    """
+    paths = [Path(file_beside(record, "checkpoint")) for record in records]
+    found = [path for path in paths if path.exists()]
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return "" if newest is None else msgspec.json.decode(newest.read_bytes(), type=str)
 
 
 def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure:
@@ -95,7 +101,7 @@ def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         record = None
     try:
-        with open(crash_path(path), encoding="utf-8", errors="replace") as file:
+        with open(file_beside(path, "crash"), encoding="utf-8", errors="replace") as file:
             crash = file.read()
     except OSError:
         crash = ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where hosts meet: torch's rendezvous, in which they also compare notes. Only the agent of a host imports this."""
+"""torch's rendezvous, in which hosts also compare their terms. Only the agent of a host imports this."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from ipaddress import ip_address
 
 import msgspec
 import torch
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
@@ -30,19 +29,19 @@ from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
 from accel.launching._attempts import stopped_by
 from accel.launching._background import in_background, until, within
+from accel.launching._host_terms import HostTerms, assign_node_ranks, compare, terms_of
 from accel.launching._hosts import is_here
-from accel.launching._meeting import Note, compare, note_of, seats
 from accel.launching._report import tell
 from accel.launching._round import Round
 from accel.launching._signals import Signals
 from accel.launching._supervisor import Ending
 
 _JOB = "accel"
-_RUNNING = "accel/running"  # the notes of the hosts that run; who comes later must fit them, or they would all end
+_RUNNING = "accel/running"  # terms of the hosts that run; a later host must fit them, or all would end
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_CALL_S = 30.0  # torch's, for more hosts than there must be
 _SILENT_S = 1.0  # until the user is told that others are waited for
-_READ_S = 1.5  # for others to read the notes in the store of this process
+_READ_S = 1.5  # for others to read the terms in the store of this process
 _ANSWER_S = 10.0
 _POLL_S = 0.1
 
@@ -51,37 +50,38 @@ class NotMetError(LaunchError):
     """The hosts did not come together."""
 
 
-class Meeting:
-    """torch's rendezvous, in which hosts also compare notes, one round after another.
+class Rendezvous:
+    """torch's rendezvous, in which hosts also compare their terms, one round after another.
 
     Args:
-        inner: the rendezvous.
-        shared: store of all rounds.
-        note: facts about this host.
-        address: address at which the others reach this host.
-        serves: whether this process serves the store.
-        config: settings of the launch.
-        processes: number of ranks on each host.
+        config: settings of the launch on this host.
+        processes: number of ranks on this host.
+        script: text that differs for another script.
+
+    Raises:
+        LaunchError: something else listens at the endpoint, or nobody answers there.
     """
 
-    def __init__(
-        self,
-        inner: RendezvousHandler,
-        shared: Store,
-        note: Note,
-        address: str,
-        *,
-        serves: bool,
-        config: LaunchConfig,
-        processes: int,
-    ) -> None:
-        self._inner = inner
-        self._shared = shared
-        self._note = note
-        self._address = address
-        self._serves = serves
+    def __init__(self, config: LaunchConfig, processes: int, script: str) -> None:
+        host, port = split_endpoint(config.rdzv_endpoint)
         self._config = config
         self._processes = processes
+        self._shared, self._serves = _open_store(host, port, config.node_rank == 0 or is_here(host, port))
+        with socket.create_connection((host, port)) as connection:
+            self._address = connection.getsockname()[0]  # at which the others reach this host
+        fewest, most = config.hosts
+        last_call_s = _LAST_CALL_S if fewest < most else 0.0
+        self._inner = DynamicRendezvousHandler.from_backend(
+            _JOB,
+            self._shared,
+            C10dRendezvousBackend(self._shared, _JOB),
+            fewest,
+            most,
+            local_addr=self._address,
+            timeout=RendezvousTimeout(join=timedelta(seconds=config.rdzv_timeout_s + last_call_s)),
+        )
+        contents = {"torch": torch.__version__.partition("+")[0], "the script": script}
+        self._terms = terms_of(os.uname().nodename, config, processes=processes, contents=contents)
         self._lock = threading.Lock()
         self._round: Round | None = None
 
@@ -137,25 +137,25 @@ class Meeting:
 
     def _join(self, *, is_first: bool) -> tuple[Round, str, int]:
         if is_first and self._shared.check([_RUNNING]):
-            running = msgspec.json.decode(self._shared.get(_RUNNING), type=list[Note])
-            compare([*running, self._note], "The job goes on without this host; launch alike here.")
+            running = msgspec.json.decode(self._shared.get(_RUNNING), type=list[HostTerms])
+            compare([*running, self._terms], "The job goes on without this host; launch alike here.")
         with self._lock:
             info = self._inner.next_rendezvous()
         store = PrefixStore(_JOB, info.store)
-        store.set(f"note/{info.rank}", msgspec.json.encode(self._note).decode())
-        notes = [msgspec.json.decode(store.get(f"note/{at}"), type=Note) for at in range(info.world_size)]
+        store.set(f"terms/{info.rank}", msgspec.json.encode(self._terms).decode())
+        terms = [msgspec.json.decode(store.get(f"terms/{at}"), type=HostTerms) for at in range(info.world_size)]
         _ = store.add("read", 1)
         try:
-            places = seats(notes)
+            node_ranks = assign_node_ranks(terms)
         except LaunchError:
-            until(lambda: store.add("read", 0) == len(notes), _READ_S)
+            until(lambda: store.add("read", 0) == len(terms), _READ_S)
             raise
-        place = places[info.rank]
-        if place == 0:
-            self._shared.set(_RUNNING, msgspec.json.encode(notes).decode())
-        hosts = [notes[places.index(at)].host for at in range(len(places))]
-        first = RendezvousStoreInfo.build(place, store, local_addr=self._address)
-        current = Round(store, place, hosts, self._processes, self._count_waiting)
+        node_rank = node_ranks[info.rank]
+        if node_rank == 0:
+            self._shared.set(_RUNNING, msgspec.json.encode(terms).decode())
+        hosts = [terms[node_ranks.index(at)].host for at in range(len(node_ranks))]
+        first = RendezvousStoreInfo.build(node_rank, store, local_addr=self._address)
+        current = Round(store, node_rank, hosts, self._processes, self._count_waiting)
         return current, first.master_addr, first.master_port
 
     def _count_waiting(self) -> int:
@@ -168,33 +168,7 @@ class Meeting:
         return f"at {config.rdzv_endpoint}{alone}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
 
 
-def meet(config: LaunchConfig, processes: int, script: str) -> Meeting:
-    """Open or find the store where the hosts meet.
-
-    Args:
-        config: how this host was told to launch.
-        processes: how many it will start.
-        script: what tells its script from others.
-
-    Raises:
-        LaunchError: its port is taken by something else, or nobody answers.
-    """
-    host, port = split_endpoint(config.rdzv_endpoint)
-    serves = config.node_rank == 0 or is_here(host, port)
-    store, serves = _store(host, port, serves)
-    fewest, most = config.hosts
-    with socket.create_connection((host, port)) as probe:
-        address = probe.getsockname()[0]  # where the others reach this host
-    backend = C10dRendezvousBackend(store, _JOB)
-    last_call_s = _LAST_CALL_S if fewest < most else 0.0
-    join = RendezvousTimeout(join=timedelta(seconds=config.rdzv_timeout_s + last_call_s))
-    inner = DynamicRendezvousHandler.from_backend(_JOB, store, backend, fewest, most, local_addr=address, timeout=join)
-    contents = {"torch": torch.__version__.partition("+")[0], "the script": script}
-    note = note_of(os.uname().nodename, config, processes=processes, contents=contents)
-    return Meeting(inner, store, note, address, serves=serves, config=config, processes=processes)
-
-
-def _store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
+def _open_store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
     """Return the store, and whether this process serves it: another launcher on this machine may do so already."""
     if may_serve:
         with contextlib.suppress(DistError):

@@ -75,6 +75,7 @@ def last_line(
     restarts: int = 0,
     stopped: int = 0,
     culprit: int | None = None,
+    checkpoint: str = "",
     log_dir: str = "",
 ) -> str:
     """Return the last line of a launch: its end, its time, the folder of its files.
@@ -86,6 +87,7 @@ def last_line(
         restarts: times that all ranks have started again.
         stopped: number of the signal that stopped it, or 0.
         culprit: the rank that failed first, None if none did.
+        checkpoint: folder of the newest checkpoint; empty if there is none.
         log_dir: folder of the ranks' output; empty if there is none.
     """
     if stopped:
@@ -97,7 +99,9 @@ def last_line(
     text = f"accel: {end} after {show_clock(seconds)}"
     text += f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     text += f", exit status {status}" if status else ""
-    return f"{text}; output of each rank in {log_dir}\n" if log_dir else f"{text}\n"
+    text += f"; newest checkpoint {checkpoint}" if checkpoint else ""
+    text += f"; output of each rank in {log_dir}" if log_dir else ""
+    return f"{text}\n"
 
 
 def stop_report(signum: int, failures: Iterable[Failure], killed: Sequence[int]) -> str:

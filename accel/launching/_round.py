@@ -32,7 +32,7 @@ class Round(Peers):
 
     Args:
         store: store of this round alone.
-        place: position of this host.
+        node_rank: position of this host.
         hosts: their names, in order of their ranks.
         processes: number of ranks on each host.
         count_waiting: returns the number of hosts that wait for all ranks to start again.
@@ -44,15 +44,15 @@ class Round(Peers):
     tick_s = 0.1
 
     def __init__(
-        self, store: Store, place: int, hosts: Sequence[str], processes: int, count_waiting: Callable[[], int]
+        self, store: Store, node_rank: int, hosts: Sequence[str], processes: int, count_waiting: Callable[[], int]
     ) -> None:
-        self.place = place
+        self.node_rank = node_rank
         self.hosts = hosts
         self.noted_s: float | None = time.monotonic()
         self._store = store
         self._processes = processes
         self._count_waiting = count_waiting
-        self._others = [at for at in range(len(hosts)) if at != place]
+        self._others = [at for at in range(len(hosts)) if at != node_rank]
         self._reported: int | None = None  # the rank whose failure the other hosts can read
         self._own_reports = 0
         self._done = False
@@ -147,11 +147,11 @@ class Round(Peers):
             except (DistError, RendezvousError) as error:
                 self._lost = error
 
-    def _ranks(self, place: int) -> Iterable[int]:
-        return range(place * self._processes, (place + 1) * self._processes)
+    def _ranks(self, node_rank: int) -> Iterable[int]:
+        return range(node_rank * self._processes, (node_rank + 1) * self._processes)
 
     def _write(self, kind: str, record: msgspec.Struct) -> None:
-        self._store.set(f"{kind}/{self.place}", msgspec.json.encode(record).decode())
+        self._store.set(f"{kind}/{self.node_rank}", msgspec.json.encode(record).decode())
 
     def _read(self, kind: str, type_: type[T], into: dict[int, T]) -> None:
         """Read what other hosts have written since the last call."""

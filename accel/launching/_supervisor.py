@@ -11,7 +11,7 @@ from typing import NamedTuple
 from accel.errors import AccelError
 from accel.launching._children import Children
 from accel.launching._hang import Watch, Whereabouts, absent_report, locate
-from accel.launching._meeting import describe_hosts
+from accel.launching._host_terms import describe_hosts
 from accel.launching._plan import LaunchPlan
 from accel.launching._record import Failure, culprit, exit_code, repeats, stop_number
 from accel.launching._relay import log_path

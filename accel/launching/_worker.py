@@ -22,7 +22,7 @@ from importlib.util import find_spec, module_from_spec
 from types import FrameType, ModuleType, TracebackType
 
 from accel.launching._frames import is_users
-from accel.launching._record import STACK_SIGNAL, FailureRecord, ask_path, crash_path, stack_path, write_record
+from accel.launching._record import STACK_SIGNAL, FailureRecord, file_beside, write_file
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,9 +44,10 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
     if kind == "program":
         os.execvp(name, [name, *args])
     if not faulthandler.is_enabled():
-        faulthandler.enable(open(crash_path(record), "wb"), all_threads=False)  # noqa: SIM115 - open until the end
+        faulthandler.enable(open(file_beside(record, "crash"), "wb"), all_threads=False)  # noqa: SIM115 - open until the end
     show_stacks(record)
-    if os.path.exists(ask := ask_path(record)):
+    note_checkpoints(record)
+    if os.path.exists(ask := file_beside(record, "ask")):
         from accel.launching._calls import answer_calls  # a thread, and imports, for those alone who ask for them
 
         answer_calls(record, ask)
@@ -68,18 +69,33 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
         harmless = isinstance(error, SystemExit) and error.code in (None, 0)
         if os.getpid() == started and not harmless:
             with contextlib.suppress(OSError):  # without a record, the hook above shows the error
-                write_record(record, describe_failure(rank, error))
+                write_file(record, describe_failure(rank, error))
         raise
 
 
 def show_stacks(record: str) -> None:
     """Let a signal of the launcher's write this process's stack; the file is there once the signal may be sent."""
-    partial = f"{stack_path(record)}.partial"
+    path = file_beside(record, "stack")
+    partial = f"{path}.partial"
     # The fault handler gives a signal back as it was when the interpreter ends; by default this one would kill.
     _ = signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         faulthandler.register(STACK_SIGNAL, open(partial, "ab"), all_threads=False)  # noqa: SIM115 - open until the end
-        os.replace(partial, stack_path(record))
+        os.replace(partial, path)
+
+
+def note_checkpoints(record: str) -> None:
+    """Write down the newest checkpoint of this process, for the launcher's last line.
+
+    The library announces it as an audit event: https://docs.python.org/3/library/audit_events.html.
+    """
+
+    def note(event: str, args: tuple[object, ...]) -> None:
+        if event == "accel.checkpoint":
+            with contextlib.suppress(OSError):
+                write_file(file_beside(record, "checkpoint"), args[0])
+
+    sys.addaudithook(note)
 
 
 def die_with(parent: int) -> None:
@@ -128,20 +144,17 @@ def describe_failure(rank: int, error: BaseException) -> FailureRecord:
     """Turn an exception of the script into a record; its traceback begins at the script's first frame."""
     trace = _users(error.__traceback__)
     kind = type(error)
+    name = kind.__qualname__
     told = traceback.TracebackException(kind, error, trace, compact=True)
     return FailureRecord(
         rank=rank,
         host=os.uname().nodename,
-        exception=kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else _full_name(kind),
+        exception=name if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{name}",
         message=_encodable(str(told)),
         location=_encodable(_location(error, trace)),
         traceback=_encodable("".join(told.format())),
         time_s=time.time(),
     )
-
-
-def _full_name(kind: type[BaseException]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:

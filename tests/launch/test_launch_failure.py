@@ -173,6 +173,25 @@ def test_a_clean_end_is_one_line_where_there_is_something_to_say(
     assert re.sub(r"\d:\d\d:\d\d", "TIME", done.stderr) == last
 
 
+def test_the_last_line_names_the_newest_checkpoint_that_was_written_or_resumed(workspace: Workspace) -> None:
+    script = workspace.write("""
+        import sys, accel
+        with accel.session(device="cpu") as ctx:
+            state = accel.resume(ctx, "out", {}, accel.train_state(ctx, seed=0))
+            for step in range(int(sys.argv[1])):
+                accel.save_state(ctx, "out", {"state": state}, step=step)
+        sys.exit(int(sys.argv[2]))
+    """)
+    for saves, status, end in (
+        (3, 0, "2 ranks finished after TIME"),
+        (0, 4, "rank 0 failed after TIME, exit status 4"),
+    ):
+        done = workspace.accel("launch", "--cpu", "--nproc-per-node", "2", script, str(saves), str(status))
+        assert done.returncode == status, done.stderr
+        last = re.sub(r"\d:\d\d:\d\d", "TIME", done.stderr.splitlines()[-1])
+        assert re.sub("rank 1", "rank 0", last) == f"accel: {end}; newest checkpoint out/step-00000002"
+
+
 def test_what_a_successful_rank_leaves_running_is_its_own_business(workspace: Workspace) -> None:
     script = workspace.write(f"""{HERE}
 import subprocess

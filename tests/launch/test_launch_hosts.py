@@ -19,7 +19,7 @@ from processes import free_port, patience, wait_for
 from simulated_hosts import Hosts, require_hosts
 
 from accel.config import LaunchConfig
-from accel.launching._hosts import Order
+from accel.launching._hosts import AgentOrder
 from accel.launching._target import Target
 
 pytestmark = pytest.mark.multiprocess
@@ -212,18 +212,18 @@ EARLY = """
 import signal, sys
 from accel.launching import _agent
 
-def stopped_before(*words, meet=_agent.meet):
+def stopped_before(*words, meet=_agent.Rendezvous):
     signal.raise_signal(signal.SIGTERM)
     return meet(*words)
 
-_agent.meet = stopped_before
+_agent.Rendezvous = stopped_before
 _agent.main(sys.argv[1:])
 """
 
 
 def test_a_signal_that_comes_before_the_agent_waits_for_hosts_is_not_lost(workspace: Workspace) -> None:
     config = LaunchConfig(nproc_per_node=1, nnodes=2, device="cpu", rdzv_endpoint=here())
-    order = Order(target=Target(name=str(workspace.write(""))), config=config, parent=os.getpid(), added=())
+    order = AgentOrder(target=Target(name=str(workspace.write(""))), config=config, parent=os.getpid(), added=())
     command = [sys.executable, "-c", EARLY, msgspec.json.encode(order).decode()]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=patience(60), check=False)
     assert (done.returncode, done.stderr) == (143, "accel: stopped by SIGTERM\n")

@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from accel.config import LaunchConfig
 from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
+from accel.launching._host_terms import HostTerms, assign_node_ranks, describe_hosts, terms_of
 from accel.launching._hosts import check_endpoint, is_here
-from accel.launching._meeting import Note, describe_hosts, note_of, seats
 from accel.launching._plan import Place
 from accel.launching._record import Failure
 from accel.launching._report import failure_report
 
 
-def note(host: str, node_rank: int | None = None, **settings: str) -> Note:
-    return Note(host=host, node_rank=node_rank, settings=settings)
+def note(host: str, node_rank: int | None = None, **settings: str) -> HostTerms:
+    return HostTerms(host=host, node_rank=node_rank, settings=settings)
 
 
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
 def test_every_host_gets_a_place_of_its_own_and_the_one_it_asks_for(order: list[int], free: set[int]) -> None:
     asked = [None if place in free else place for place in order]
-    given_ = seats([note(f"h{at}", place) for at, place in enumerate(asked)])
+    given_ = assign_node_ranks([note(f"h{at}", place) for at, place in enumerate(asked)])
     assert sorted(given_) == list(range(6))
     assert all(place is None or place == got for place, got in zip(asked, given_, strict=True))
     unasked = [got for place, got in zip(asked, given_, strict=True) if place is None]
@@ -32,23 +32,23 @@ def test_every_host_gets_a_place_of_its_own_and_the_one_it_asks_for(order: list[
 
 
 @given(st.permutations([note("h0", 1), note("h1", 1), note("h2", 0)]))
-def test_two_hosts_that_want_one_place_are_named_whatever_the_order(notes: list[Note]) -> None:
+def test_two_hosts_that_want_one_place_are_named_whatever_the_order(notes: list[HostTerms]) -> None:
     with pytest.raises(LaunchError, match=r"node_rank=1 on h[01] and h[01]"):
-        seats(notes)
+        assign_node_ranks(notes)
 
 
 def test_what_hosts_were_told_differently_is_named_with_the_hosts() -> None:
     notes = [note("h0", precision="bf16", torch="2.13"), note("h1", precision="auto", torch="2.13")]
     with pytest.raises(LaunchError, match=r"agree on precision: got bf16 on h0; auto on h1"):
-        seats(notes)
+        assign_node_ranks(notes)
     many = [note(f"h{at}", torch="2.6" if at else "2.7") for at in range(9)]
     with pytest.raises(LaunchError, match=r"2\.7 on h0; 2\.6 on h1, h2, h3, h4 and 4 more"):
-        seats(many)
+        assign_node_ranks(many)
 
 
 def test_a_note_holds_what_all_hosts_must_share_and_not_what_is_their_own() -> None:
-    def of(**fields: object) -> Note:
-        return note_of("h0", LaunchConfig(**fields), processes=2, contents={"torch": "2.13"})  # type: ignore[arg-type]
+    def of(**fields: object) -> HostTerms:
+        return terms_of("h0", LaunchConfig(**fields), processes=2, contents={"torch": "2.13"})  # type: ignore[arg-type]
 
     assert of() == of(log_dir="logs", quiet=True, nnodes=1)
     assert of() != of(max_restarts=1)

@@ -42,8 +42,8 @@ class Clock:
             raise socket.gaierror(-2, "Name or service not known")
         return []
 
-    def wait(self, timeout_s: float | None) -> int:
-        self.now_s += timeout_s or 0.0
+    def stop(self, timeout_s: float) -> int:
+        self.now_s += timeout_s
         return signal.SIGTERM if self.now_s >= self.stop_s else 0
 
 
@@ -69,7 +69,10 @@ def test_the_name_of_the_first_pod_may_be_known_later(
     clock = Clock(monkeypatch, known_s=known_s, stop_s=stop_s)
     assert await_name(config, pod, cast(Any, clock)) == returned
     assert clock.now_s == waited_s
-    waiting = "accel: waiting for the name train-master-0 to be known, up to 7 s (--rdzv-timeout-s)\n"
+    waiting = (
+        "accel: waiting for the name train-master-0 to be known, up to 7 s (--rdzv-timeout-s): "
+        "[Errno -2] Name or service not known\n"
+    )
     assert capsys.readouterr().err == (waiting if pod else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -79,7 +80,13 @@ def stop_at(
     assert launcher.returncode == 128 + number
     line = 1 + TRAINING[: TRAINING.index(STOPPED)].count("\n")
     places = ", ".join(f"rank {rank} was at {script}:{line}" for rank in range(n))
-    assert err == f"accel: stopped by {signal.Signals(number).name}; {places}\n"
+    told, _, last = err.partition("\n")
+    name = signal.Signals(number).name
+    assert told == f"accel: stopped by {name}; {places}"
+    ending = (
+        rf"accel: stopped by {name} after 0:\d\d:\d\d, exit status {128 + number}; newest checkpoint runs/step-\d+\n"
+    )
+    assert re.fullmatch(ending, last) if n > 1 else last == ""
     assert steps(workspace) == [saved_step(workspace.folder)] * n
     assert not any(map(alive, pids))
 

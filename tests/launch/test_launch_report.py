@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.launching import FailureRecord
-from accel.launching._record import Failure, crash_path, culprit, exit_code, read_failure, write_record
+from accel.launching._record import Failure, culprit, exit_code, file_beside, read_failure, write_file
 from accel.launching._report import failure_report, last_line, stop_report
 
 
@@ -91,7 +91,7 @@ def test_a_signal_is_named_even_without_a_name() -> None:
 
 def test_a_crash_points_at_the_users_innermost_frame(tmp_path: Path) -> None:
     path = str(tmp_path / "rank-0.json")
-    Path(crash_path(path)).write_text(
+    Path(file_beside(path, "crash")).write_text(
         "Fatal Python error: Segmentation fault\n\nStack (most recent call first):\n"
         '  File "/x/site-packages/lib.py", line 3 in call\n  File "/home/train.py", line 9 in step\n'
         '  File "/x/accel/launching/_worker.py", line 1 in main\n\nExtension modules: a, b (total: 2)\n'
@@ -106,7 +106,7 @@ def test_a_record_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) 
     path = tmp_path / "rank-0.json"
     failure = raised(0, 1.5, message='quotes " and \\ and ü')
     assert failure.record is not None
-    write_record(str(path), failure.record)
+    write_file(str(path), failure.record)
     assert read_failure(0, 1, str(path), 9.0) == failure
     path.write_bytes(path.read_bytes()[:-5])
     assert read_failure(0, 1, str(path), 9.0) == died(0, 9.0, 1)
@@ -120,6 +120,10 @@ def test_a_record_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) 
         (
             {"status": 3, "culprit": 5, "log_dir": "logs"},
             "rank 5 failed after 1:01:05, exit status 3; output of each rank in logs",
+        ),
+        (
+            {"ranks": 2, "checkpoint": "out/step-00000003", "log_dir": "logs"},
+            "2 ranks finished after 1:01:05; newest checkpoint out/step-00000003; output of each rank in logs",
         ),
         ({"status": 143, "stopped": signal.SIGTERM}, "stopped by SIGTERM after 1:01:05, exit status 143"),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory: the largest batch size that fits on every rank, and giving back what is cached."""
+"""Memory: the largest batch size that fits on every rank, and the release of cached memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel.random import capture_rng, restore_rng
 R = TypeVar("R")
 
 _NAME = "find_executable_batch_size"
-_SIGNS = (  # what back-ends say that have no exception of their own for it
+_SIGNS = (  # texts of backends without an exception of their own
     "out of memory",
     "can't allocate memory",
     "MemoryError",
@@ -31,12 +31,12 @@ _SIGNS = (  # what back-ends say that have no exception of their own for it
 )
 
 
-class _Note(msgspec.Struct, frozen=True, kw_only=True):
+class _Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's failure in an attempt.
 
     Attributes:
-        rank: that failed.
-        search: mark of the search and its batch size.
+        rank: the failed rank.
+        search: call and batch size of the search.
         text: the error in one line.
         memory: whether memory ran out.
     """
@@ -56,32 +56,32 @@ def find_executable_batch_size(
     shrink: Callable[[int], int] = lambda size: size // 2,
     least: int = 1,
 ) -> R:
-    """Call a function with a batch size, and with smaller ones until no rank runs out of memory. A collective.
+    """Call a function with smaller and smaller batch sizes until no rank runs out of memory. A collective.
 
-    When one rank runs out, all try the next size together. Every attempt begins with the same random streams and with
-    the memory of the one before given back; build model, optimizer and loader inside of the function, so that it begins
-    with fresh ones too. Nothing is remembered from call to call.
+    When one rank runs out, all try the next size together. Every attempt begins with the same random streams, and the
+    memory of the attempt before is free. Build model, optimizer and loader inside the function, so that they are fresh
+    too. Nothing is kept between calls.
 
-    A rank may run out anywhere, in the backward of a prepared model too: the others see it within a second, and all
-    ranks open the process group again. A model of several ranks that was prepared before the call refers to the former
-    group and cannot go on, neither in the function nor after it. Where it cannot be opened again (a group that was
-    adopted, a mesh of several dimensions, XLA), others see it in the next call of accel that they make.
+    A rank may run out anywhere, also in the backward of a prepared model. The other ranks notice within a second, and
+    all ranks open the process group again. A model of several ranks that was prepared before the call refers to the
+    former group and cannot be used again. Where the group cannot be opened again (an adopted group, a mesh of several
+    dimensions, XLA), the other ranks notice in their next call of accel.
 
     Args:
         ctx: the context.
-        function: called on every rank with the batch size of this attempt.
-        starting_batch_size: the first to try, the same on every rank.
-        shrink: the next smaller size; half by default.
-        least: the smallest to try.
+        function: called on every rank with the batch size of the attempt.
+        starting_batch_size: the first size, equal on every rank.
+        shrink: maps a size to the next smaller one; half of it by default.
+        least: the smallest size.
 
     Returns:
-        What the function returned on this rank; let it return the batch size too where that is wanted.
+        The function's result on this rank. Let it return the batch size, too, where you need it.
 
     Raises:
         OutOfMemoryError: the smallest size does not fit; on every rank.
         CollectiveMismatch: ranks start with different sizes, or shrink to different ones.
-        ConfigError: a size below 1 or `least`, or a `shrink` that does not make sizes smaller; on every rank.
-        AccelError: the function failed on another rank, which raises its own error; or `shrink` did.
+        ConfigError: a size below 1 or `least`, or a `shrink` that returns no smaller size; on every rank.
+        AccelError: the function failed on another rank, which raises its own error; or `shrink` failed.
     """
     site = call_site()
     size = _agreed(ctx, site, partial(_first, starting_batch_size, least))
@@ -97,7 +97,7 @@ def find_executable_batch_size(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, says that memory ran out."""
+    """Return whether an error, or one of its causes, reports that memory ran out."""
     return any(
         isinstance(each, torch.OutOfMemoryError | MemoryError)
         or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _SIGNS))
@@ -107,7 +107,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @context_first
 def free_memory(ctx: DistContext) -> None:
-    """Collect what nothing refers to, and give the device's cached memory back to it. No communication.
+    """Collect garbage and release the device's cached memory. No communication.
 
     Delete your own references first: `del model, optimizer`.
     """
@@ -120,7 +120,7 @@ def free_memory(ctx: DistContext) -> None:
 
 
 def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: str, results: list[R]) -> str:
-    """Append the function's result if every rank has one, else return who ran out; keeps no traceback alive."""
+    """Append the function's result if every rank has one, else return the failure; keeps no traceback alive."""
     alarm = ctx.comm.alarm
     if alarm is not None:
         return _watched_attempt(ctx, alarm, function, size, site, results)
@@ -128,11 +128,11 @@ def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: st
     try:
         result = _run(ctx, function, size, call)
         barrier(ctx.comm, call)
-    except OutOfMemoryError as told:  # every rank has got this one
-        return told.problem
-    except PeerError as told:
-        if told.where == _where(call):
-            told.where += f", {site}"  # so that a search around this one, which all ranks leave, tells it in its turn
+    except OutOfMemoryError as sent:  # raised on every rank
+        return sent.problem
+    except PeerError as sent:
+        if sent.where == _where(call):
+            sent.where += f", {site}"  # for a search around this one, which all ranks leave
         raise
     results.append(result)
     return ""
@@ -141,7 +141,7 @@ def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: st
 def _watched_attempt(
     ctx: DistContext, alarm: Alarm, function: Callable[[int], R], size: int, site: str, results: list[R]
 ) -> str:
-    """Do what `_attempt` does where an alarm reaches ranks that wait in collectives which torch runs."""
+    """Do as `_attempt`, with an alarm for ranks that wait in collectives of torch."""
     call = _call(size, site)
     search = f"{_where(call)}, {site}"
     own: Exception | None = None
@@ -150,21 +150,21 @@ def _watched_attempt(
             result = function(size)
             barrier(ctx.comm, call)
         except Exception as error:
-            told = _told(error, search)
-            if isinstance(told, OutOfMemoryError):
-                return told.problem
-            if told is not None:
-                raise told from None
-            mine = _Note(rank=ctx.rank, search=search, text=_headline(error), memory=is_out_of_memory(error))
-            note = msgspec.json.decode(alarm.ring(msgspec.json.encode(mine)), type=_Note)
+            sent = _sent_error(error, search)
+            if isinstance(sent, OutOfMemoryError):
+                return sent.problem
+            if sent is not None:
+                raise sent from None
+            mine = _Failure(rank=ctx.rank, search=search, text=_headline(error), memory=is_out_of_memory(error))
+            note = msgspec.json.decode(alarm.ring(msgspec.json.encode(mine)), type=_Failure)
             if not note.memory and not _is_lost_peer(error):
-                own = error  # not kept otherwise, because its frames hold the memory of this attempt
+                own = error  # only here: its frames hold the memory of the attempt
         else:
             results.append(result)
             return ""
     alarm.renew()
     problem = f"rank {note.rank}: {note.text}"
-    if note.search != search:  # of a search around this one, which all ranks are in
+    if note.search != search:  # of a search around this one, of all ranks
         raise (OutOfMemoryError if note.memory else PeerError)(problem, where=note.search) from own
     if note.memory:
         return problem
@@ -172,13 +172,13 @@ def _watched_attempt(
 
 
 def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) -> R:
-    """Call the function; whatever it fails with here is told to the other ranks."""
+    """Call the function; the other ranks receive its failure."""
     where = _where(call)
     try:
         return function(size)
     except Exception as error:
-        if (told := _told(error, where)) is not None:
-            raise told from None  # not what the function put around it
+        if (sent := _sent_error(error, where)) is not None:
+            raise sent from None  # without the errors around it
         text = _headline(error)
         if is_out_of_memory(error):
             with shared_failure(ctx.comm, call):
@@ -188,8 +188,8 @@ def _run(ctx: DistContext, function: Callable[[int], R], size: int, call: Call) 
         raise
 
 
-def _told(error: BaseException, where: str) -> AccelError | None:
-    """Return the error of a rank that failed, if that is what a function raised or put another around."""
+def _sent_error(error: BaseException, where: str) -> AccelError | None:
+    """Return the error that a failed rank sent, if the function raised it, as it is or as the cause of another."""
     return next((each for each in _causes(error) if isinstance(each, AccelError) and each.where == where), None)
 
 
@@ -203,19 +203,19 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _where(call: Call) -> str:
-    """What errors bear that a rank tells the others in an attempt."""
+    """Return the `where` of errors that ranks send during an attempt."""
     return f"{call.name}, {call.detail}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it was raised from."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _agreed(ctx: DistContext, site: str, choose: Callable[[], int]) -> int:
-    """Choose a size on every rank: the same, or the error of one is raised on all."""
+    """Choose a size on every rank; raise on all if one fails, or if sizes differ."""
     with shared_failure(ctx.comm, Call(_NAME, site=site)):
         size = choose()
     barrier(ctx.comm, _call(size, site))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop requests: a signal on any rank ends the run at a step that all ranks agree on, with everything saved.
+"""Stop requests: a signal on any rank ends the run at one step on all ranks, with everything saved.
 
-Schedulers announce the end of a job by a signal and kill what is left some seconds later. A handler runs between any
-two instructions, where nothing can be saved; so it only remembers the signal, and the loop asks at the end of a step.
+Schedulers announce the end of a job by a signal and kill its processes some seconds later. A handler runs between any
+two instructions, where nothing can be saved. So it only records the signal, and the loop asks at the end of a step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from accel.comm import Call, agreed, call_site, exchange
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
-_SAME_REQUEST_S = 0.3  # a scheduler may signal the launcher, which hands on, and the ranks as well
+_SAME_REQUEST_S = 0.3  # a scheduler may signal the ranks and the launcher, which forwards the signal
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Stop(SystemExit):
-    """Ends the script with the exit status that its scheduler expects; what `stop_agreed` returns, to be raised.
+    """Exits the script with the status that schedulers expect; returned by `stop_agreed`, for the loop to raise.
 
     Args:
-        number: the signal.
-        rank: the lowest rank that it reached.
+        number: of the signal.
+        rank: the lowest rank that received it.
 
     Attributes:
         signal: the signal.
-        rank: as above.
-        code: the exit status, 128 plus the signal's number: 143 for SIGTERM.
+        rank: the lowest rank that received it.
+        code: exit status, 128 plus the signal's number: 143 for SIGTERM.
     """
 
     def __init__(self, number: int, rank: int) -> None:
@@ -49,10 +49,10 @@ class Stop(SystemExit):
 
 
 class StopRequests:
-    """The stop request that has reached this rank, if any; from `stop_requests`.
+    """The stop request of this rank, if any; from `stop_requests`.
 
     Attributes:
-        received: the number of the signal that asks this rank to stop; 0 so far.
+        received: number of the signal received; 0 before.
     """
 
     def __init__(self) -> None:
@@ -79,18 +79,19 @@ class StopRequests:
             ) from error
 
     def give_back(self) -> None:
-        """Let every signal do again what it did before."""
+        """Restore the former handlers."""
         for number, former in self._former.items():
-            _ = signal.signal(number, signal.SIG_DFL if former is None else former)  # None: set by no python code
+            _ = signal.signal(number, signal.SIG_DFL if former is None else former)  # None: not set from python
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process or (self.received and time.monotonic() - self._at_s > _SAME_REQUEST_S):
             self._end(number)
         elif not self.received:
-            self.received, self._at_s = number, time.monotonic()
+            self.received = number
+            self._at_s = time.monotonic()
 
     def _end(self, number: int) -> None:
-        """Do what the signal did before this scope; for a second request, and in processes forked from this one."""
+        """Run the former handler: for a second request, and in processes forked from this one."""
         former = self._former[number]
         _ = signal.signal(number, former if callable(former) else signal.SIG_DFL)
         signal.raise_signal(number)
@@ -101,21 +102,20 @@ class StopRequests:
 def stop_requests(
     ctx: DistContext, signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
 ) -> Generator[StopRequests]:
-    """Turn signals in this block into a request that `stop_agreed` tells all ranks of. A collective at the start.
+    """Record signals in this block as a stop request for `stop_agreed`. A collective at the start.
 
-    The first signal is only remembered. A second one, more than 0.3 s later, does at once what it would do without
-    this block: it ends the process. Afterwards all handlers are as they were; no rank waits for another at the end.
+    The first signal is only recorded. A second one, more than 0.3 s later, runs the former handler, which ends the
+    process. The block restores the former handlers at its end, without communication.
 
     Args:
         ctx: the context.
-        signals: which signals ask for a stop.
+        signals: signals that request a stop.
 
     Returns:
         A context manager that gives the requests.
 
     Raises:
-        ConfigError: not the main thread, the only one that may change what signals do; or no signals, or one that
-            cannot be handled. On every rank.
+        ConfigError: not the main thread, no signals, or one that cannot be handled; on every rank.
     """
     requests = StopRequests()
     try:
@@ -128,16 +128,16 @@ def stop_requests(
 
 @context_first
 def stop_agreed(ctx: DistContext, requests: StopRequests) -> Stop | None:
-    """Tell whether any rank was asked to stop; the same answer on every rank. A collective, of one small message.
+    """Return the stop request of any rank, the same on every rank. A collective of one small message.
 
-    Call it where a checkpoint can be taken, such as after each optimizer step: `save_state`, then raise what came.
+    Call it where a checkpoint can be saved, such as after each optimizer step: `save_state`, then raise the result.
 
     Args:
         ctx: the context.
         requests: from `stop_requests`.
 
     Returns:
-        None, or the exception that ends the script with the status that its scheduler expects.
+        None, or the exception to raise, which ends the script with the status that schedulers expect.
 
     Raises:
         CollectiveMismatch: another rank called something else; on every rank.

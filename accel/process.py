@@ -46,7 +46,7 @@ def any_rank(ctx: DistContext, flag: bool, *, tag: str | None = None) -> bool:
 
     Args:
         ctx: the context.
-        flag: this rank's, such as "my loss is below the target" or "my clock says stop".
+        flag: this rank's, such as a loss below the target or a time limit reached.
         tag: name of the call, compared between ranks if any rank gives one; see `gather`.
 
     Raises:
@@ -64,10 +64,10 @@ def any_rank(ctx: DistContext, flag: bool, *, tag: str | None = None) -> bool:
 @context_first
 @contextlib.contextmanager
 def main_process_first(ctx: DistContext) -> Generator[None]:
-    """Run the block on rank 0 first, on the others when it has finished. A collective.
+    """Run the block on rank 0, then on the other ranks. A collective.
 
     Raises:
-        AccelError: on the other ranks, if the block failed on rank 0, which raises its own error as it was.
+        AccelError: the block failed on rank 0; on the other ranks. Rank 0 raises its own error unchanged.
     """
     with _first(ctx, ctx.is_main_process, "main_process_first"):
         yield
@@ -79,7 +79,7 @@ def local_main_process_first(ctx: DistContext) -> Generator[None]:
     """Run the block on the first rank of each node, then on the others. A collective of all ranks.
 
     Raises:
-        AccelError: on the other ranks, if the block failed on a node's first rank.
+        AccelError: the block failed on the first rank of a node; on the other ranks.
     """
     with _first(ctx, ctx.is_local_main_process, "local_main_process_first"):
         yield
@@ -87,30 +87,30 @@ def local_main_process_first(ctx: DistContext) -> Generator[None]:
 
 @context_first
 def on_main_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return the function as one that runs on rank 0 and gives None elsewhere. No communication.
+    """Wrap a function to run on rank 0 and return None elsewhere. No communication.
 
     Args:
         ctx: the context.
-        function: what to run; its name and documentation are kept.
+        function: the function to wrap; name and documentation stay.
     """
     return _only(ctx.is_main_process, function)
 
 
 @context_first
 def on_local_main_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return the function as one that runs on the first rank of each node and gives None elsewhere."""
+    """Wrap a function to run on the first rank of each node and return None elsewhere. No communication."""
     return _only(ctx.is_local_main_process, function)
 
 
 @context_first
 def on_last_process(ctx: DistContext, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return the function as one that runs on the highest rank and gives None elsewhere."""
+    """Wrap a function to run on the last rank and return None elsewhere. No communication."""
     return _only(ctx.is_last_process, function)
 
 
 @context_first
 def on_process(ctx: DistContext, function: Callable[P, R], rank: int) -> Callable[P, R | None]:
-    """Return the function as one that runs on one rank and gives None elsewhere.
+    """Wrap a function to run on one rank and return None elsewhere. No communication.
 
     Raises:
         ConfigError: there is no such rank.
@@ -121,7 +121,7 @@ def on_process(ctx: DistContext, function: Callable[P, R], rank: int) -> Callabl
 
 @context_first
 def on_local_process(ctx: DistContext, function: Callable[P, R], local_rank: int) -> Callable[P, R | None]:
-    """Return the function as one that runs on one local rank of each node and gives None elsewhere.
+    """Wrap a function to run on one local rank of each node and return None elsewhere. No communication.
 
     Raises:
         ConfigError: there is no such local rank.
@@ -132,29 +132,29 @@ def on_local_process(ctx: DistContext, function: Callable[P, R], local_rank: int
 
 @context_first
 def print(ctx: DistContext, *values: object, **options: Any) -> None:
-    """Print on rank 0 only; arguments are the built-in's. No communication."""
+    """Print on rank 0 only, with the arguments of the built-in. No communication."""
     if ctx.is_main_process:
         builtins.print(*values, **options)
 
 
 @context_first
 def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -> T:
-    """Return this rank's part of the inputs: contiguous, in order, lengths differing by at most one.
+    """Return this rank's part of the inputs. Parts are contiguous, in rank order, and differ in length by at most one.
 
     Args:
         ctx: the context.
-        inputs: a list, tuple, tensor or anything whose slice is of its own type (an array); a dataset of torch or of
-            Hugging Face with positions; or a dict, namedtuple, dataclass, Struct or kind of `ctx.containers` of equally
-            long ones, nested if need be; and None. The caller's object is left as it is.
-        pad: repeat the last element so that every rank's part is equally long; drop the surplus after gathering.
+        inputs: a list, tuple, tensor, or other object whose slices are of its own type (an array); a dataset of torch
+            or Hugging Face with positions; None; or a nested dict, namedtuple, dataclass, Struct or kind of
+            `ctx.containers` of these, of equal length. It stays unchanged.
+        pad: repeat the last element until all parts have one length; drop the surplus after gathering.
 
     Returns:
-        A part of the same type; of a torch dataset other than TensorDataset a `Subset`. No communication.
+        A part of the same type; for a torch dataset other than TensorDataset, a `Subset`. No communication.
 
     Raises:
-        ConfigError: parts of different lengths, an object that has no positions, one whose slice is of another type, or
-            one that cannot be padded; by its path, on every rank.
-        TreeError: a container that cannot be taken apart, by its path; on every rank.
+        ConfigError: inputs of different lengths, without positions, with slices of another type, or without padding;
+            with the path, on every rank.
+        TreeError: a container of an unknown kind, with its path; on every rank.
     """
     sliced = functools.partial(_is_sliced, tuple(container.kind for container in ctx.containers))
     found = leaves(inputs, ctx.containers, is_leaf=sliced)
@@ -179,7 +179,8 @@ def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
     missing = each + (extra > 0) - (stop - start) if pad else 0
     if _is_dataset(inputs):
         return _rows(inputs, [*range(start, stop), *[length - 1] * missing])
-    part, last = inputs[start:stop], [inputs[-1:]] * missing
+    part = inputs[start:stop]
+    last = [inputs[-1:]] * missing
     if isinstance(inputs, torch.Tensor):
         return torch.cat([part, *last]) if missing else part
     if isinstance(inputs, list | tuple):
@@ -190,7 +191,7 @@ def _part(ctx: DistContext, inputs: Any, length: int, pad: bool) -> Any:
 
 
 def _rows(dataset: Any, positions: list[int]) -> Any:
-    """Some samples of a dataset, as a dataset."""
+    """Select samples of a dataset, as a dataset."""
     if callable(getattr(dataset, "select", None)):  # Hugging Face's
         return dataset.select(positions)
     if type(dataset) is TensorDataset:
@@ -199,7 +200,7 @@ def _rows(dataset: Any, positions: list[int]) -> Any:
 
 
 def _is_dataset(inputs: object) -> bool:
-    """Whether something is a dataset with positions, of torch or of Hugging Face, whose own slice has another type."""
+    """Whether an object is a dataset with positions, of torch or Hugging Face; its own slices have another type."""
     if isinstance(inputs, Dataset):
         return hasattr(cast(object, inputs), "__len__") and not isinstance(inputs, IterableDataset)
     return callable(getattr(inputs, "select", None)) and hasattr(inputs, "features") and hasattr(inputs, "__len__")
@@ -215,22 +216,22 @@ def _unpadded(inputs: object) -> ConfigError:
 
 
 def _is_sliced(others: tuple[type, ...], inputs: object) -> bool:
-    """Whether something is cut by position, and not taken apart."""
-    if isinstance(inputs, (str, bytes, Mapping, *others)) or hasattr(inputs, "_fields"):  # a namedtuple has no slices
+    """Whether an object is split by position, and not traversed."""
+    if isinstance(inputs, (str, bytes, Mapping, *others)) or hasattr(inputs, "_fields"):  # no slice is a namedtuple
         return False
     if _is_dataset(inputs):
         return True
-    if isinstance(inputs, Dataset):  # a stream, whose class has a way to be indexed all the same
+    if isinstance(inputs, Dataset):  # a stream; torch's class defines indexing all the same
         return False
     if isinstance(inputs, _Sliceable):
-        with contextlib.suppress(TypeError):  # a 0-d tensor or array has no length, a deque no slices
+        with contextlib.suppress(TypeError):  # 0-d tensors have no length, deques no slices
             _ = len(inputs), inputs[:0]
             return True
     return False
 
 
 def _check_slice(inputs: Any, where: str) -> None:
-    """Raise for an object whose slice is another kind of thing, such as a table's columns."""
+    """Raise for an object whose slices have another type, such as the columns of a table."""
     if isinstance(inputs, Sequence | torch.Tensor) or _is_dataset(inputs):
         return
     part = inputs[:0]
@@ -275,7 +276,7 @@ def _first(ctx: DistContext, goes_first: bool, name: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        # what `shared_failure` raises is for the other ranks
+        # this rank raises its own error, unchanged
         with contextlib.suppress(AccelError), shared_failure(ctx.comm, call):
             raise error
         raise

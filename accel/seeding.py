@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks draw the same random numbers and which draw their own.
+"""Random numbers of ranks: equal, or different for each.
 
-Ranks that work on different samples (data parallel) need different dropout and augmentation, ranks that share the work
-on one sample (tensor parallel) the same; first weights are to be equal everywhere.
+Ranks with different samples (data parallel) need different dropout and augmentation. Ranks that share the work on one
+sample (tensor parallel) need the same. Initial weights must be equal everywhere.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rn
 
 @context_first
 def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key:
-    """Return the key of this rank's own draws: equal on ranks that share samples, unrelated on others.
+    """Return the key of this rank: equal on ranks that share samples, unrelated on others. No communication.
 
     Args:
         ctx: the context.
-        key: the same on every rank.
-        data_rank: which share of the samples this rank works on, from 0; by default what the context's mesh says,
-            `ctx.data_parallel`: without a mesh each rank has a share of its own.
+        key: equal on every rank.
+        data_rank: index of this rank's share of the samples, from 0; by default that of `ctx.data_parallel`, which
+            gives each rank a share of its own without a mesh.
 
     Raises:
         ConfigError: an index outside of the world.
@@ -49,18 +49,17 @@ def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key
 def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: int | None = None) -> Key:
     """Seed the global streams of python, numpy, torch and this rank's device. Mutates them. No communication.
 
-    Data order does not hang on these streams but on the cursor's seed, so ranks that draw differently still share out
+    Data order depends on the cursor's seed and not on these streams, so ranks with different streams still shard
     each epoch exactly.
 
     Args:
         ctx: the context.
         seed: 0 to 2**63 - 1.
-        per_rank: whether ranks with samples of their own draw differently, as dropout and augmentation should; False
-            for the same on all.
-        data_rank: as for `rank_key`.
+        per_rank: whether ranks with different samples get different streams, for dropout and augmentation.
+        data_rank: as of `rank_key`.
 
     Returns:
-        The key that the streams were seeded from; fold names into it for streams of one's own.
+        The key of the streams; fold names into it for streams of your own.
 
     Raises:
         ConfigError: not a seed, or an index outside of the world.
@@ -76,13 +75,13 @@ def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: i
 
 @context_first
 def seeded(ctx: DistContext, key: Key | int) -> AbstractContextManager[None]:
-    """Let the block draw from a key, the same on every rank: for the first weights of a model. No communication.
+    """Seed the streams from a key during a block, such as for the initial weights of a model. No communication.
 
-    After the block all streams go on as if it had not been.
+    After the block all streams continue as if it had not run.
 
     Args:
         ctx: the context.
-        key: a key or a seed; `rank_key(ctx, key)` for draws that differ between ranks.
+        key: a key or a seed, equal on every rank; `rank_key(ctx, key)` for numbers that differ between ranks.
     """
     start = key if isinstance(key, Key) else Key(check_seed(key, where="seeded(key=)")).fold_in("seeded")
     return rng_scope(start, ctx.device)
@@ -90,10 +89,10 @@ def seeded(ctx: DistContext, key: Key | int) -> AbstractContextManager[None]:
 
 @context_first
 def synchronize_rng(ctx: DistContext) -> None:
-    """Let every rank's global streams go on from rank 0's state. A collective. Mutates the streams.
+    """Copy the state of rank 0's global streams to every rank. A collective. Mutates the streams.
 
     Raises:
-        CollectiveMismatch: another rank called something else, or computes on another kind of device.
+        CollectiveMismatch: another rank called something else, or has another type of device.
     """
     call = Call("synchronize_rng", f"device {ctx.device.type}", call_site())
     with shared_failure(ctx.comm, call):
@@ -106,19 +105,20 @@ def synchronize_rng(ctx: DistContext) -> None:
 
 @contextlib.contextmanager
 def deterministic(*, warn_only: bool = False) -> Generator[None]:
-    """Let torch use only algorithms that give the same bits in every run, within the block. Slower.
+    """Restrict torch to deterministic algorithms during a block. They are slower.
 
-    torch has these flags for the whole process, so blocks of several threads must not overlap. On CUDA, matrix products
-    also need CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment; torch says so where it is missing.
+    torch's flags are those of the process, so blocks of several threads must not overlap. On CUDA, matrix products
+    also need CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment; torch raises where it is missing.
 
     Args:
-        warn_only: whether an operation without such an algorithm warns instead of raising RuntimeError.
+        warn_only: whether an operation without a deterministic algorithm warns instead of raising RuntimeError.
     """
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     flags = cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    cudnn.deterministic, cudnn.benchmark = True, False
+    cudnn.deterministic = True
+    cudnn.benchmark = False
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from accel.items._stateful import StatefulLoad
 from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
 from accel.optim import Accumulation
-from accel.parallel import LocalSgd, clear_gradients, clear_parameters
+from accel.parallel import LocalSgd, clear_gradients, clear_parameters, engine_items
 from accel.precision import LossScale
 from accel.random import Key, RngState
 
@@ -97,7 +97,8 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         ConfigError: a `Part` or `TrainableOnly` of something else than it may be of.
     """
     passed, stored = without_parts(items), saved.manifest.items
-    live = without_wrappers(passed)
+    items = engine_items(ctx, items)
+    live = without_wrappers(without_parts(items))
     modules = module_states(live)
     source = Source(
         ctx=ctx,

@@ -45,6 +45,7 @@ from accel.items._stateful import capture_stateful
 from accel.items._transforms import SaveTransform, transformed_tensors
 from accel.items._value import capture_value, check_records
 from accel.optim import norms
+from accel.parallel import engine_items
 from accel.storage import RemotePath, as_place
 
 SaveMode = Literal["sync", "async"]
@@ -163,6 +164,7 @@ def save_state(
         rule = check_keep(keep)
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
+        items = engine_items(ctx, items)
         content = capture(ctx, items, transform)
         if mode == "sync" and not allow_non_finite:
             check_finite(content)

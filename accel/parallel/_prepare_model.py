@@ -14,6 +14,7 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._autocast_seen import watch_autocast
 from accel.parallel._composition import check_axes, composition, unspread
 from accel.parallel._ddp import Replica, replica_of
+from accel.parallel._engines import engine_of
 from accel.parallel._hooks import CommHook, ReplicateOptions
 from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._move import move_model
@@ -86,6 +87,10 @@ def prepare_model(
         comm_hook=comm_hook,
     )
     keywords.check()
+    engine = engine_of(ctx)
+    if engine is not None:
+        _check_used(ctx, keywords, ())
+        return engine.prepare(ctx, [model])[0]
     spreads = composition(ctx)
     options = [_own_options(each, keywords) for each in spreads]
     _check_used(ctx, keywords, spreads)
@@ -168,8 +173,8 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
     unused = [name for name in keywords.__struct_fields__ if name not in used]
     if ignored := [name for name in unused if getattr(keywords, name) != getattr(defaults, name)]:
         raise ConfigError(
-            "options of DistributedDataParallel have no effect on a sharded model",
-            expected=f"none but {' and '.join(used)}",
+            f"options of DistributedDataParallel have no effect {'on a sharded model' if used else 'on an engine'}",
+            expected=f"none but {' and '.join(used)}" if used else "none",
             got=", ".join(ignored),
             where=f"prepare_model, strategy {ctx.strategy}",
             fix="Leave them out, or use the strategy ddp.",

@@ -18,6 +18,7 @@ from accel.comm import peer_error
 from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.parallel._ddp import Replica, replica_of
+from accel.parallel._engines import engine_of
 from accel.parallel._labels import unused_parameters
 from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots
@@ -40,6 +41,9 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
         PrepareError: a trainable model that is not prepared, or one with a static graph, on more ranks than one.
         PeerError: out of the block, where another rank was lost in it.
     """
+    engine = engine_of(ctx)
+    if engine is not None:
+        return engine.hold(ctx, models, False)
     if ctx.world_size == 1:
         return contextlib.nullcontext()
     replicas: list[DistributedDataParallel] = []
@@ -75,6 +79,9 @@ def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[N
         StepError: out of the block: a parameter took no part in it, so that nothing was exchanged.
         PeerError: out of the block, where another rank was lost in it.
     """
+    engine = engine_of(ctx)
+    if engine is not None:
+        return engine.hold(ctx, models, True)
     if ctx.world_size == 1:
         return contextlib.nullcontext()
     return _Exchanging(_exchangers(ctx, models), ctx.rank)
@@ -94,6 +101,11 @@ def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Ten
         PrepareError: a trainable model that is not prepared, or find_unused_parameters without `loss`.
         StepError: out of the block: a parameter took no part in it, so that nothing was exchanged.
     """
+    engine = engine_of(ctx)
+    if engine is not None:
+        with engine.hold(ctx, (model,), True):
+            yield
+        return
     exchangers: Sequence[Exchanger] = () if ctx.world_size == 1 else check_prepared(ctx, model)
     for each in exchangers:
         if isinstance(each, DistributedDataParallel) and each.find_unused_parameters and loss is None:

@@ -22,7 +22,7 @@ from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
-from accel.parallel import exchanging, no_sync, note_gradients, raise_lost_peer
+from accel.parallel import engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
 from accel.training._train_state import TrainState, after_backward, weight_of, window_of
 from accel.training._window import check_alone, check_records
@@ -255,9 +255,13 @@ def _run(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, ret
         loss = loss * factor.detach().reshape(()).to(loss.device, loss.dtype)
     elif factor != 1.0:
         loss = loss * factor  # torch takes three times as long to check a gradient that it is given
+    engine = engine_of(ctx)
     try:
         with matmul_precision(ctx):
-            torch.autograd.backward(loss, retain_graph=retain_graph)
+            if engine is None:
+                torch.autograd.backward(loss, retain_graph=retain_graph)
+            else:
+                engine.backward(ctx, loss, retain_graph)
     except RuntimeError as error:
         raise_lost_peer(error, "backward")
         _raise_marked_twice(error)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
+from accel.parallel import engine_of
 from accel.precision import LossScale
 from accel.tensors import local_parts
 from accel.training._train_state import TrainState, after_backward, ended_window
@@ -71,8 +72,12 @@ def clip_grad_norm_(
     check_norm_type(norm_type)
     scaler, accum = _parts(scaler, accum, "accel.clip_grad_norm_")
     window = checked_window(ctx, scaler, accum)
+    factor = division(ctx, scaler, window, total_weight(window))
+    engine = engine_of(ctx)
+    if engine is not None:
+        return engine.clip_norm(ctx, list(parameters), max_norm, norm_type, factor)
     [grads] = window_gradients(ctx, window, parameters)
-    norm = total_norm(grads, norm_type) * division(ctx, scaler, window, total_weight(window))
+    norm = total_norm(grads, norm_type) * factor
     if isinstance(norm, torch.Tensor):
         scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
     elif math.isfinite(norm):
@@ -106,9 +111,13 @@ def clip_grad_value_(
     check_limit(clip_value, "clip_value=")
     scaler, accum = _parts(scaler, accum, "accel.clip_grad_value_")
     window = checked_window(ctx, scaler, accum)
+    factor = division(ctx, scaler, window, total_weight(window))
+    engine = engine_of(ctx)
+    if engine is not None:
+        engine.clip_value(ctx, list(parameters), clip_value, factor)
+        return
     [grads] = window_gradients(ctx, window, parameters)
     check_real(grads, "clip_grad_value_")
-    factor = division(ctx, scaler, window, total_weight(window))
     if not isinstance(factor, torch.Tensor) and factor == 0.0:
         return  # the window is empty, and all gradients are zero
     norm, bound = total_norm(local_parts(grads)), clip_value / factor
@@ -164,6 +173,14 @@ def unscale_gradients(
             expected="a TrainState; or a LossScale, then an Accumulation",
             got="a LossScale alone",
             where="unscale_gradients",
+        )
+    if engine_of(ctx) is not None:
+        raise ConfigError(
+            "an engine divides its gradients within the step",
+            expected="a strategy of accel",
+            got=ctx.settings.strategy,
+            where="unscale_gradients",
+            fix="Leave the call out: clipping and the step divide what they need.",
         )
     window = checked_window(ctx, scaler, accum)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]

@@ -17,7 +17,7 @@ from accel.context import DistContext, context_first
 from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
 from accel.items import is_zero
-from accel.parallel import check_model, heir_of, prepare_model, replaces_parameters, unwrap_model
+from accel.parallel import check_model, engine_of, heir_of, prepare_model, replaces_parameters, unwrap_model
 from accel.precision import apply_precision
 
 O_ = TypeVar("O_", bound=Optimizer)
@@ -26,24 +26,18 @@ S = TypeVar("S", bound=LRScheduler)
 
 def prepare_objects(ctx: DistContext, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     """Carry out `prepare`, which documents it. A collective."""
-    with agreed(
-        ctx.comm, Call("prepare", ordered=False)
-    ):  # a rank that refuses must not leave the others waiting for its model
+    engine = engine_of(ctx)
+    with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
         _check_kinds(objects)
         _check_optimizers(objects)
         _check_schedulers(objects)
-        for each in objects:
-            if isinstance(each, nn.Module):
-                check_model(ctx, each)
-        _check_replaced(ctx, objects)
-        for each in objects:
-            if isinstance(each, nn.Module):
-                apply_precision(ctx, unwrap_model(each))
-        _check_optimizers(objects)  # fp8 may have put other parameters into a model
-    prepared = list(objects)
-    for kinds in ((DataLoader,), (nn.Module,), (Optimizer, LRScheduler)):  # what is refused before what mutates
-        prepared = [_prepare(ctx, each) if isinstance(each, kinds) else each for each in prepared]
-    return tuple(prepared)
+        if engine is None:
+            _convert_models(ctx, objects)
+    loaded = [prepare_loader(ctx, cast(Any, each)) if isinstance(each, DataLoader) else each for each in objects]
+    if engine is not None:
+        return tuple(engine.prepare(ctx, loaded))
+    models = [prepare_model(ctx, each) if isinstance(each, nn.Module) else each for each in loaded]
+    return tuple(_prepare_stepped(ctx, each) for each in models)
 
 
 @context_first
@@ -92,14 +86,23 @@ def prepare_scheduler(ctx: DistContext, scheduler: S) -> S:
     return scheduler
 
 
-def _prepare(ctx: DistContext, each: Any) -> Any:
-    if isinstance(each, nn.Module):
-        return prepare_model(ctx, each)
+def _convert_models(ctx: DistContext, objects: tuple[Any, ...]) -> None:
+    """Check that models can be prepared, then give them the context's precision."""
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    for each in models:
+        check_model(ctx, each)
+    _check_replaced(ctx, objects)
+    for each in models:
+        apply_precision(ctx, unwrap_model(each))
+    _check_optimizers(objects)  # fp8 may have put other parameters into a model
+
+
+def _prepare_stepped(ctx: DistContext, each: Any) -> Any:
     if isinstance(each, Optimizer):
         return prepare_optimizer(ctx, each)
     if isinstance(each, LRScheduler):
         return prepare_scheduler(ctx, each)
-    return prepare_loader(ctx, cast(DataLoader[Any], each))
+    return each
 
 
 def _check_kinds(objects: tuple[Any, ...]) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
 
@@ -15,27 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from accel import xla
 from accel.comm import all_reduce_flat
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
-from accel.optim import Accumulation, clamp_, first_nonfinite, parameters_of, scale_, total_norm
-from accel.parallel import name_of
+from accel.errors import ConfigError, NonFiniteError, check_choice
+from accel.optim import Accumulation, first_nonfinite, parameters_of
+from accel.parallel import StepRequest, engine_of, name_of
 from accel.precision import LossScale
 from accel.tensors import is_dtensor
 from accel.training._leftovers import refuse_leftovers
 from accel.training._schedulers import check_not_exhausted
 from accel.training._settings import check_settings
+from accel.training._step_effects import clear_here, step_by, step_here
 from accel.training._train_state import TrainState, after_step, ended_window
-from accel.training._window import (
-    as_tensor,
-    check_alone,
-    check_limit,
-    check_norm_type,
-    check_real,
-    checked_window,
-    division,
-    shortening,
-    total_weight,
-    window_gradients,
-)
+from accel.training._window import check_alone, check_limit, check_norm_type, checked_window, division, total_weight
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -182,32 +170,33 @@ def optimizer_step(
     limits = _check_limits(optimizers, max_norm, norm_type, max_value)
     window = checked_window(ctx, scaler, accum)
     _check_begin(ctx, optimizers, accum)
-    joint = not isinstance(max_norm, Sequence)
-    parts = _parts(ctx, optimizers, window, joint=joint)
-    if max_value is not None:
-        check_real(itertools.chain(*parts), "max_value=")
     weight = total_weight(window)
-    looks = nonfinite != "ignore" or scaler.dynamic
-    clips = any(limit is not None for limit in limits)
-    norms = [total_norm(part, norm_type) for part in parts] if looks or clips else []
-    finite, empty = _read(norms, weight) if looks else (True, False)
-    if not finite and (nonfinite == "raise" or scaler.dynamic):
+    request = StepRequest(
+        factor=division(ctx, scaler, window, weight),
+        max_norms=limits,
+        joint=not isinstance(max_norm, Sequence),
+        norm_type=norm_type,
+        max_value=max_value,
+        check_finite=nonfinite != "ignore" or scaler.dynamic,
+    )
+    engine = engine_of(ctx)
+    if engine is None:
+        outcome = step_here(ctx, optimizers, window, weight, request)
+    else:
+        outcome = step_by(engine, ctx, optimizers, weight, request)
+    if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
         _check_overflow(ctx, scaler, accum, optimizers)
-    if not finite or empty:
-        _clear(optimizers)
-        return _result(False, accum, scaler, None, finite=finite)
-    factor = division(ctx, scaler, window, weight)
-    norms = [norm * factor for norm in norms]
-    _apply(parts, factor, norms, limits, max_value)
-    told = _told(norms, parts, joint=joint)
-    for each in optimizers:
-        each.step()
-    _clear(optimizers)
+    if not outcome.stepped:
+        if engine is None:
+            clear_here(optimizers)
+        else:
+            engine.clear(ctx, optimizers)
+        return _result(False, accum, scaler, None, finite=outcome.finite)
     for each in schedulers:
         each.step()
     if ctx.device.type == "xla":
         xla.end_step()
-    return _result(True, accum, scaler, told, finite=True)
+    return _result(True, accum, scaler, outcome.grad_norm, finite=True)
 
 
 def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:
@@ -216,81 +205,6 @@ def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulat
         check_settings(ctx, accum, optimizers)
     if accum is not None:
         refuse_leftovers(ctx, optimizers)
-
-
-def _parts(
-    ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
-) -> list[list[torch.Tensor]]:
-    """The gradients that share a norm: all, or those of each optimizer; a parameter of two counts for the first."""
-    groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
-    parts = window_gradients(ctx, window, *groups)
-    if window.divided and window.divided != sum(map(len, parts)):
-        raise StepError(
-            "some of the gradients were divided by weight and loss scale, and others not",
-            expected="unscale_gradients of all optimizers that take the step",
-            got=f"{window.divided} gradients divided, {sum(map(len, parts))} in the step",
-            fix="Pass both the same optimizers: accum = accel.unscale_gradients(ctx, [first, second], scaler, accum).",
-        )
-    return parts
-
-
-def _disjoint(groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    seen: set[int] = set()
-    left: list[list[torch.Tensor]] = []
-    for group in groups:
-        left.append([each for each in group if id(each) not in seen])
-        seen.update(map(id, group))
-    return left
-
-
-def _apply(
-    parts: list[list[torch.Tensor]],
-    factor: float | torch.Tensor,
-    norms: list[float | torch.Tensor],
-    limits: list[float | None],
-    max_value: float | None,
-) -> None:
-    """Divide and clip, in one pass over the gradients that share a norm."""
-    for at, part in enumerate(parts):
-        limit, total = limits[at], factor
-        if not part:
-            continue  # an optimizer none of whose parameters took part
-        if limit is not None:
-            total = total * shortening(norms[at], limit)
-        if isinstance(total, torch.Tensor) or total != 1.0:
-            scale_(part, total)
-        if max_value is not None:
-            clamp_(part, max_value)
-
-
-def _told(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], *, joint: bool) -> torch.Tensor | None:
-    if not norms:
-        return None
-    if joint:
-        return as_tensor(norms[0], parts[0])
-    device = next((norm.device for norm in norms if isinstance(norm, torch.Tensor)), None)
-    return torch.stack([as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)])
-
-
-def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tuple[bool, bool]:
-    """Whether the gradients are finite and whether the window is empty, in one wait for the device."""
-    values = [*norms, weight]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if tensors:
-        first = tensors[0]
-        wide = torch.float32 if first.device.type in ("mps", "xla") else torch.float64
-        read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
-        values = [next(read) if isinstance(value, torch.Tensor) else value for value in values]
-    *lengths, total = map(float, values)
-    if not 0 <= total < math.inf:
-        raise ConfigError(
-            "a weight of this window is none",
-            expected="finite numbers, 0 or above",
-            got=f"a sum of {total}",
-            where="backward, weight=",
-            fix="The window's gradients are spoilt: give it up by accel.discard or accel.clear_gradients.",
-        )
-    return all(map(math.isfinite, lengths)), total == 0
 
 
 def _check_overflow(
@@ -338,16 +252,6 @@ def _result(
         return StepResult(stepped, None, after, norm)
     spent = scaler if after is not scaler else None
     return StepResult(stepped, accum.close(stepped=stepped, finite=finite, spent=spent), after, norm)
-
-
-def _clear(optimizers: list[Optimizer]) -> None:
-    """Do what `zero_grad` does. torch's own keeps books for the profiler too, which take most of its time."""
-    for optimizer in optimizers:
-        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:  # overridden, or wrapped
-            optimizer.zero_grad()
-            continue
-        for each in parameters_of([optimizer]):
-            each.grad = None
 
 
 def _listed(objects: T | Sequence[T], kind: type[T], where: str) -> list[T]:

@@ -219,9 +219,10 @@ def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, s
 def test_so_it_is_where_numbers_stay_on_the_device(ranks: Simulator, case: Case) -> None:
     """The way of accelerators, where norms and weights are tensors that are not read."""
     with pytest.MonkeyPatch.context() as patch:
+        for module in ("_step_effects", "_clip"):
+            patch.setattr(f"accel.training.{module}.total_norm", _on_device(total_norm))
         for module in ("_step", "_clip"):
-            for name in ("total_norm", "total_weight"):
-                patch.setattr(f"accel.training.{module}.{name}", _on_device(getattr(_window, name, total_norm)))
+            patch.setattr(f"accel.training.{module}.total_weight", _on_device(_window.total_weight))
         patch.setattr(_backward, "_own_weight", _on_device(_backward._own_weight))
         _check(ranks, case, 0)
 

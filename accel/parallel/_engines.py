@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines: libraries that prepare, run backward, step, clip and keep state as a whole, in place of what is here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+
+# Strategy: module and function, which takes the context and returns the `Engine`. Imported when asked for.
+ENGINES: Mapping[str, tuple[str, str]] = {}
+
+
+class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimizer step is to do.
+
+    Attributes:
+        factor: multiplies the gradients before anything else: it divides by the window's weight and the loss scale.
+        max_norms: longest norm for all optimizers together, or one for each; None does not clip.
+        joint: whether all optimizers share one norm.
+        norm_type: p of the p-norm.
+        max_value: largest absolute value of an element; None does not clip.
+        check_finite: whether gradients with inf or NaN leave the step out.
+    """
+
+    factor: float | torch.Tensor
+    max_norms: Sequence[float | None]
+    joint: bool
+    norm_type: float
+    max_value: float | None
+    check_finite: bool
+
+
+class StepOutcome(NamedTuple):
+    """Whether parameters were changed, whether gradients were finite, and their norm before clipping where known."""
+
+    stepped: bool
+    finite: bool
+    grad_norm: torch.Tensor | None
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """The functions of an engine. Records, weights and decisions of the loop stay accel's.
+
+    Each function takes the context first, is called on every rank, and may communicate. It finds what is live from the
+    objects that it gets, which `prepare` has returned.
+
+    Attributes:
+        prepare: models, optimizers, schedulers and prepared loaders, to what takes their places, in the same order.
+        hold: models, and whether gradients are exchanged: to the context manager of one forward and backward.
+        backward: scaled loss, and whether to keep its graph. Adds to the gradients.
+        step: optimizers and a request. Steps and clears the gradients; where they are not finite and that is checked,
+            leaves parameters and gradients as they are.
+        clear: optimizers. Clears their gradients without a step.
+        clip_norm: parameters, longest norm, its type and the factor of the step to come, under which the norm holds.
+            Returns the norm before.
+        clip_value: parameters, largest absolute value and that factor.
+        items: items of a checkpoint, to items by the same names in which each object of the engine is replaced by one
+            that gives and takes its state, such as a `Part` or an object with state_dict and load_state_dict.
+    """
+
+    prepare: Callable[[DistContext, Sequence[Any]], Sequence[Any]]
+    hold: Callable[[DistContext, Sequence[nn.Module], bool], AbstractContextManager[None]]
+    backward: Callable[[DistContext, torch.Tensor, bool], None]
+    step: Callable[[DistContext, Sequence[Optimizer], StepRequest], StepOutcome]
+    clear: Callable[[DistContext, Sequence[Optimizer]], None]
+    clip_norm: Callable[[DistContext, Sequence[torch.Tensor], float, float, float | torch.Tensor], torch.Tensor]
+    clip_value: Callable[[DistContext, Sequence[torch.Tensor], float, float | torch.Tensor], None]
+    items: Callable[[DistContext, Mapping[str, object]], Mapping[str, object]]
+
+
+def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) -> Engine | None:
+    """Return the engine that the context's strategy names; None where the model is spread by what is here.
+
+    Args:
+        ctx: the context.
+        table: module and function by the name of a strategy.
+    """
+    named = table.get(ctx.settings.strategy)
+    if named is None:
+        return None
+    module, function = named
+    return getattr(importlib.import_module(module), function)(ctx)
+
+
+def engine_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, object]:
+    """Return items of a checkpoint, each object of the context's engine replaced by one that gives its state."""
+    engine = engine_of(ctx)
+    return items if engine is None else engine.items(ctx, items)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
 from accel.items._kinds import check_items
 from accel.items._matching import Matching, apply_changes, match_items, undo_changes
+from accel.items._parts import check_taken
 from accel.items._source import Change, LoadOptions
 from accel.items._transforms import LoadTransform
 from accel.storage import RemotePath, Span, as_place
@@ -203,8 +204,8 @@ class _Loading:
 
         self._wishes = agreed_values(self._ctx.comm, self._call("comparing"), match, _Wish)
         damage = self._of_all([wish.damage for wish in self._wishes])
-        if self._options.strict and not damage:
-            _check_taken([wish.left for wish in self._wishes])
+        if self._options.strict and all(wish.left for wish in self._wishes):
+            check_taken([wish.left for wish in self._wishes])
         return damage
 
     def check_bytes(self) -> str:
@@ -276,19 +277,6 @@ class _Loading:
                 readers[name] = [rank for rank, wish in enumerate(self._wishes) if 2 * wish.bytes_of_files[at] >= most]
         mine = plan_checks({name: len(parts) for name, parts in spans.items()}, readers, self._ctx.rank)
         return [(name, span) for name, share in mine.items() for span in spans[name][share.start : share.stop]]
-
-
-def _check_taken(left: Sequence[Set[str]]) -> None:
-    """Raise unless some rank takes each of the tensors and parameters that a checkpoint holds of `Part`s.
-
-    Args:
-        left: by rank, what it does not take.
-    """
-    if lost := sorted(name for name in left[0] if all(name in other for other in left)):
-        raise CheckpointError(
-            "in the checkpoint, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
-            fix="Build the parts so that together they are the whole, or pass strict=False.",
-        )
 
 
 def _report(verb: str, loaded: Loaded) -> None:

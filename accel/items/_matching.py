@@ -18,7 +18,7 @@ from accel.items._kinds import Part, Stateful, are_numbers, kind_of, type_name, 
 from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
 from accel.items._optimizer import OptimizerLoad
 from accel.items._rng import apply_rng, compare_row, read_row, rehearse_rng
-from accel.items._source import Change, ItemLoad, LoadOptions, Problems, Source, Wanted
+from accel.items._source import MISSING, UNASKED, Change, ItemLoad, LoadOptions, Problems, Source, Wanted
 from accel.items._stateful import StatefulLoad
 from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
@@ -110,8 +110,8 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         classes=named_classes([*_OWN_RECORDS, *(type(item) for item in live.values() if is_record(item))]),
     )
     matching, found = Matching(source, passed), Problems()
-    found.missing += [f"item {name}" for name in items.keys() - stored.keys()]
-    found.unasked += stored.keys() - items.keys()
+    found.note(MISSING, (f"item {name}" for name in items.keys() - stored.keys()))
+    found.note(UNASKED, stored.keys() - items.keys())
     source.judge(found)
     for name in sorted(live.keys() & stored.keys()):
         load = _load_of(name, live[name], stored[name], source, passed[name], modules)

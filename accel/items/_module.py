@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -191,7 +192,8 @@ class ModuleLoad(ItemLoad):
             if has_records(stored):
                 encode(before, path, {}, kept)
             value = self.source.decode(path, stored, {}, kept)
-            changes.append(_ExtraChange(path, self.live.owners[key], value, before))
+            put = self.live.owners[key].set_extra_state
+            changes.append(Change(path, partial(put, value), partial(put, before)))
         return changes
 
     def _compare_tied(self, live: torch.Tensor, twin: str, key: str) -> None:
@@ -200,22 +202,6 @@ class ModuleLoad(ItemLoad):
         one, other = (local_part(self.source.read_like(each, {each: live})) for each in stored)
         if not torch.equal(one, other):
             self.source.problems.wrong_type(key, f"the same tensor as {twin}", "another one")
-
-
-@dataclass(frozen=True, slots=True)
-class _ExtraChange:
-    """The extra state of a submodule."""
-
-    where: str
-    owner: nn.Module
-    value: Any
-    before: Any
-
-    def apply(self) -> None:
-        self.owner.set_extra_state(self.value)
-
-    def undo(self) -> None:
-        self.owner.set_extra_state(self.before)
 
 
 def _unwritable(tensor: torch.Tensor) -> str:

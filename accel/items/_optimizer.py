@@ -26,8 +26,6 @@ from accel.items._source import Change, ItemLoad, facts, is_floating
 
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
-Contents = list[tuple[torch.optim.Optimizer, dict[str, Any]]]
-
 
 def capture_optimizer(
     name: str, live: torch.optim.Optimizer, names: Names, tensors: dict[str, torch.Tensor], kept: Kept
@@ -108,7 +106,8 @@ class OptimizerLoad(ItemLoad):
         if has_records(self._stored.encoded()):
             encode_optimizer(self.live, self.name, names, {}, kept)
         state = decode_optimizer(self.live, self._stored, self.name, names, tensors, self.source.making(kept))
-        return [OptimizerChange(f"item {self.name}", self.live, self.result, state, contents(self.live))]
+        wrapper = cast("torch.optim.Optimizer", self.result)
+        return [optimizer_change(f"item {self.name}", self.live, wrapper, state)]
 
     def _read_value(self) -> OptimizerValue:
         try:
@@ -148,50 +147,45 @@ class OptimizerLoad(ItemLoad):
         return owner.parameter.dtype if cast else self.source.saved.stub(key).dtype
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerChange:
-    """Another state of an optimizer.
+def optimizer_change(
+    where: str, live: torch.optim.Optimizer, wrapper: torch.optim.Optimizer, state: dict[str, Any]
+) -> Change:
+    """Return the change that puts another state into an optimizer.
 
-    Attributes:
+    Args:
         where: the item, for errors.
         live: the optimizer without wrappers.
         wrapper: the optimizer that was passed.
         state: in torch's form.
-        before: from `contents`.
     """
+    both = {id(each): each for each in (live, local_optimizer(live))}.values()
+    before = [(each, {"state": each.state, "param_groups": each.param_groups}) for each in both]
 
-    where: str
-    live: torch.optim.Optimizer
-    wrapper: object
-    state: dict[str, Any]
-    before: Contents
-
-    def apply(self) -> None:
-        """Load the new state, dtypes included."""
-        if is_zero(self.live):
-            _zero.load_state_dict(self.live, self.state)
+    def apply() -> None:
+        if is_zero(live):
+            _zero.load_state_dict(live, state)
         else:
-            self.live.load_state_dict(self.state)
-        params = [p for group in self.live.param_groups for p in group["params"]]
-        held = local_optimizer(self.live).state
-        for index, entries in self.state["state"].items():
-            live = held.get(params[index], {})  # nothing of what another rank holds
-            for key, value in entries.items():  # torch casts floating state to the parameter's dtype, which loses bits
-                if isinstance(value, torch.Tensor) and key in live and live[key].dtype != value.dtype:
-                    live[key] = value.to(live[key].device)
-        _follow(self.wrapper)
+            live.load_state_dict(state)
+        _restore_dtypes(live, state)
+        _follow(wrapper)
 
-    def undo(self) -> None:
-        """Put the former contents back."""
-        for optimizer, held in self.before:
+    def undo() -> None:
+        for optimizer, held in before:  # a load replaces these, and never changes them
             optimizer.__dict__.update(held)
-        _follow(self.wrapper)
+        _follow(wrapper)
+
+    return Change(where, apply, undo)
 
 
-def contents(optimizer: torch.optim.Optimizer) -> Contents:
-    """Return what a load replaces and never changes: of an optimizer and of the one inside."""
-    each = {id(one): one for one in (optimizer, local_optimizer(optimizer))}.values()
-    return [(one, {"state": one.state, "param_groups": one.param_groups}) for one in each]
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give loaded state its dtype: torch casts floating state to the parameter's, which loses bits."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    held = local_optimizer(optimizer).state
+    for index, entries in state["state"].items():
+        live = held.get(params[index], {})  # nothing of what another rank holds
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and key in live and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
 
 
 def _follow(wrapper: object) -> None:

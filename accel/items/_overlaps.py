@@ -3,30 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class OverlapChange:
-    """New contents for the memory under a tensor."""
-
-    where: str
-    memory: torch.Tensor
-    after: torch.Tensor
-    before: torch.Tensor
-
-    def apply(self) -> None:
-        """Copy the new contents."""
-        self.memory.copy_(self.after)
-
-    def undo(self) -> None:
-        """Copy the former contents."""
-        self.memory.copy_(self.before)
+from accel.items._source import Change
 
 
-def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> OverlapChange | None:
+def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Change | None:
     """Return the change that puts a value into a live tensor; None if elements that share memory would differ.
 
     Args:
@@ -41,4 +25,4 @@ def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Overl
     places = torch.arange(memory.numel(), device=memory.device).as_strided(live.shape, live.stride())
     after[places.reshape(-1)] = value.reshape(-1)
     same = torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (after[places], value)))
-    return OverlapChange(where, memory, after, before) if same else None
+    return Change(where, partial(memory.copy_, after), partial(memory.copy_, before)) if same else None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -41,6 +41,22 @@ def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str,
         values = [own[name] for own in ranks]
         items[name] = msgspec.structs.replace(items[name], value=_join(name, items[name].kind, values))
     return items
+
+
+def check_taken(left: Sequence[Set[str]]) -> None:
+    """Raise unless some rank takes each of the tensors and parameters that a checkpoint holds of `Part`s.
+
+    Args:
+        left: by rank, what it does not take.
+
+    Raises:
+        CheckpointError: no rank takes them; each is named.
+    """
+    if lost := sorted(name for name in left[0] if all(name in other for other in left)):
+        raise CheckpointError(
+            "in the checkpoint, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
+            fix="Build the parts so that together they are the whole, or pass strict=False.",
+        )
 
 
 def _join(name: str, kind: str, values: list[Any]) -> Any:

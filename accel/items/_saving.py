@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, get_args, overload
 
@@ -272,16 +272,13 @@ def _nonfinite(tensors: Mapping[str, torch.Tensor], *, masks: bool) -> Iterator[
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # nothing is computed in fp8
             kinds.setdefault((wide.device, wide.dtype), {})[name] = wide
-    for same in kinds.values():
-        for (name, tensor), finite in zip(same.items(), _surely_finite(list(same.values())), strict=True):
-            if not finite and not _allowed(tensor, masks=masks):
-                yield name
-
-
-def _surely_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether the norm of each is finite: one fast pass, which finds inf and NaN, and also what is merely huge."""
-    flags = torch.stack([norm.isfinite() for norm in norms(tensors)])
-    return [bool(flag) for flag in flags.cpu()]
+    for same in kinds.values():  # norms find inf and NaN in one fast pass, and also what is merely huge
+        flags = torch.stack([norm.isfinite() for norm in norms(list(same.values()))]).cpu()
+        yield from (
+            name
+            for (name, tensor), finite in zip(same.items(), flags, strict=True)
+            if not finite and not _allowed(tensor, masks=masks)
+        )
 
 
 def _allowed(tensor: torch.Tensor, *, masks: bool) -> bool:

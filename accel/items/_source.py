@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -36,6 +37,13 @@ Wanted = tuple[str, Box | None]  # a tensor's name, and the part that this rank 
 _NAMED_SINCE = 4  # the format whose values name the classes of the records in them
 _CPU = torch.device("cpu")
 
+MISSING = "missing in the checkpoint"
+UNEXPECTED = "in the checkpoint, but not in what was passed"
+SHAPES = "of another shape (expected: the live one)"
+TYPES = "of another type (expected: the live one)"
+UNASKED = "items of the checkpoint that were not asked for"
+_TITLES = (MISSING, UNEXPECTED, SHAPES, TYPES, UNASKED)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -46,23 +54,19 @@ class LoadOptions:
     transform: LoadTransform | None
 
 
-class Change(Protocol):
+@dataclass(frozen=True, slots=True)
+class Change:
     """A change of a live object that runs code of others, and so can fail.
 
     Attributes:
         where: the item, for errors.
+        apply: makes the change.
+        undo: puts the former state back.
     """
 
-    @property
-    def where(self) -> str: ...
-
-    def apply(self) -> object:
-        """Make the change."""
-        ...
-
-    def undo(self) -> object:
-        """Put the former state back."""
-        ...
+    where: str
+    apply: Callable[[], object]
+    undo: Callable[[], object]
 
 
 @dataclass(slots=True)
@@ -71,65 +75,56 @@ class Problems:
 
     Attributes:
         cast: whether another floating-point dtype fits, too.
+        found: differences, each under its title.
     """
 
     cast: bool = False
-    missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
-    shapes: list[str] = field(default_factory=list[str])
-    types: list[str] = field(default_factory=list[str])
-    unasked: list[str] = field(default_factory=list[str])
+    found: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.shapes or self.types or self.unasked)
+        return bool(self.found)
+
+    def note(self, title: str, lines: Iterable[str]) -> None:
+        """Note differences of one kind."""
+        self.found += [(title, line) for line in lines]
 
     def compare_names(self, live: Set[str], stored: Set[str], prefix: str) -> None:
         """Note the names that only one side has."""
-        self.missing += [prefix + name for name in live - stored]
-        self.unexpected += [prefix + name for name in stored - live]
+        self.note(MISSING, (prefix + name for name in live - stored))
+        self.note(UNEXPECTED, (prefix + name for name in stored - live))
 
     def compare_tensor(self, name: str, live: Facts, stored: Facts) -> bool:
         """Note a difference in shape or dtype; return whether there is none."""
         same = live[0] == stored[0] or (self.cast and is_floating(live[0]) and is_floating(stored[0]))
         if live[1] != stored[1]:
-            self.shapes.append(f"{name}: expected {list(live[1])}, got {list(stored[1])}")
+            self.note(SHAPES, [f"{name}: expected {list(live[1])}, got {list(stored[1])}"])
         if not same:
-            self.types.append(f"{name}: expected {live[0]}, got {stored[0]}")
+            self.wrong_type(name, live[0], stored[0])
         return same and live[1] == stored[1]
 
     def wrong_type(self, name: str, expected: str, got: str) -> None:
         """Note a difference in kind."""
-        self.types.append(f"{name}: expected {expected}, got {got}")
-
-    def add(self, other: Problems) -> None:
-        """Take over another list."""
-        for mine, theirs in zip(self._parts().values(), other._parts().values(), strict=True):
-            mine += theirs
+        self.note(TYPES, [f"{name}: expected {expected}, got {got}"])
 
     def lines(self) -> tuple[str, ...]:
         """Return each difference as a line of its own."""
-        return tuple(f"{title}: {line}" for title, part in self._parts().items() for line in sorted(part))
+        return tuple(f"{title}: {line}" for title, line in self._sorted())
 
     def error(self, path: object) -> CheckpointError:
         """Make the error that lists them all."""
-        parts = self._parts()
-        lines = [f"\n  {title}:" + "".join(f"\n    {line}" for line in sorted(p)) for title, p in parts.items() if p]
-        leave = ", ".join(f"{name}=None" for name in sorted(self.unasked))
+        text = ""
+        for title, same in itertools.groupby(self._sorted(), key=lambda each: each[0]):
+            text += f"\n  {title}:" + "".join(f"\n    {line}" for _, line in same)
+        leave = ", ".join(f"{name}=None" for title, name in self._sorted() if title == UNASKED)
         return CheckpointError(
-            "the checkpoint does not fit the objects passed; nothing has been changed" + "".join(lines) + "\n ",
+            "the checkpoint does not fit the objects passed; nothing has been changed" + text + "\n ",
             where=str(path),
             fix="Pass what was saved, built the same way, or strict=False to load what fits; cast=True converts dtypes."
             + (f" To leave an item in the file, pass None for it: dict(items, {leave})." if leave else ""),
         )
 
-    def _parts(self) -> dict[str, list[str]]:
-        return {
-            "missing in the checkpoint": self.missing,
-            "in the checkpoint, but not in what was passed": self.unexpected,
-            "of another shape (expected: the live one)": self.shapes,
-            "of another type (expected: the live one)": self.types,
-            "items of the checkpoint that were not asked for": self.unasked,
-        }
+    def _sorted(self) -> list[tuple[str, str]]:
+        return sorted(self.found, key=lambda each: (_TITLES.index(each[0]), each[1]))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,7 +157,7 @@ class Source:
 
     def judge(self, found: Problems) -> None:
         """Take differences as errors, or as skipped unless the load is strict."""
-        (self.problems if self.options.strict else self.skipped).add(found)
+        (self.problems if self.options.strict else self.skipped).found.extend(found.found)
 
     def facts(self, key: str) -> Facts:
         """Return a stored tensor's dtype and shape."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,22 +53,5 @@ class StatefulLoad(ItemLoad):
     def read(self) -> Sequence[Change]:
         """Make the state."""
         state = self.source.decode(self.name, self.item.value, self._tensors, self._kept)
-        return [StatefulChange(f"item {self.name}", self.live, state, copy.deepcopy(self._before))]
-
-
-@dataclass(frozen=True, slots=True)
-class StatefulChange:
-    """Another state of an object."""
-
-    where: str
-    live: Stateful
-    state: dict[str, Any]
-    before: dict[str, Any]
-
-    def apply(self) -> None:
-        """Load the new state."""
-        self.live.load_state_dict(self.state)
-
-    def undo(self) -> None:
-        """Load the former state."""
-        self.live.load_state_dict(self.before)
+        put = self.live.load_state_dict
+        return [Change(f"item {self.name}", partial(put, state), partial(put, copy.deepcopy(self._before)))]

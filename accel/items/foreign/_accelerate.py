@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +23,8 @@ from accel.errors import CheckpointError, ConfigError
 from accel.items._kinds import Stateful, bare_optimizer, check_items
 from accel.items._matching import apply_changes, drop_gradients, undo_changes
 from accel.items._module import ModuleState, module_states
-from accel.items._optimizer import OptimizerChange, contents
+from accel.items._optimizer import optimizer_change
 from accel.items._source import Change, Problems, facts
-from accel.items._stateful import StatefulChange
 from accel.precision import LossScale
 from accel.storage import open_directory, read_reference
 
@@ -122,7 +122,8 @@ def _read(source: Path, items: Mapping[str, object]) -> _Found:
             kind = "scheduler" if isinstance(item, LRScheduler) else "custom_checkpoint"
             ending, first = (".bin", "") if kind == "scheduler" else (".pkl", "_0")
             state = read_saved(source / next_name(kind, ending, first=first))
-            found.changes.append(StatefulChange(f"item {name}", item, state, item.state_dict()))
+            back = partial(item.load_state_dict, item.state_dict())
+            found.changes.append(Change(f"item {name}", partial(item.load_state_dict, state), back))
         else:
             fix = "Leave it out, and begin with a new one."
             got = type(item).__qualname__
@@ -167,7 +168,7 @@ def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: P
                 problems.compare_tensor(
                     f"{name}: {key} of parameter {index}", ("", tuple(params[index].shape)), ("", tuple(value.shape))
                 )
-    changes.append(OptimizerChange(f"item {name}", live, passed, state, contents(live)))
+    changes.append(optimizer_change(f"item {name}", live, passed, state))
 
 
 def _loss_scale(path: Path, live: LossScale) -> LossScale:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accel checkpoint`: look at checkpoints, check, compare, convert and delete them; torch is loaded only to convert."""
+"""`accel checkpoint`: show, check, compare, convert and delete checkpoints; only conversions load torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Verb(NamedTuple):
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Do what the first word says; return the exit status: 1 for damage and differences that were found."""
+    """Run the verb that the first word names; return the exit status, 1 for damage or differences."""
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0 if words else 2
@@ -84,7 +84,7 @@ commands:
 
 {_ONE_RUN}
 {_ONE_CHECKPOINT}
-`accel checkpoint COMMAND --help` tells more."""
+`accel checkpoint COMMAND --help` says more."""
 
 
 def _ls(args: argparse.Namespace) -> int:

@@ -51,10 +51,10 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return what the last word could become; nothing where it is a file, or a word of the script's own.
+    """Return completions of the last word; none for a file or a word of the script's own.
 
     Args:
-        words: what stands behind `accel`; the last may be empty or half typed.
+        words: words behind `accel`; the last may be empty or half typed.
     """
     *done, part = words or ("",)
     return [candidate for candidate in _candidates(done, part) if candidate.startswith(part)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accel config`: ask for a launch's configuration, write a first one, show which holds, take over Accelerate's."""
+"""`accel config`: ask for a launch's configuration, write a first one, show the resolved one, import Accelerate's."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _USAGE = """accel config [--output FILE]
        accel config default [--output FILE] [--force]
        accel config show [--config FILE] [flags of accel launch]
        accel config import FILE [--output FILE] [--force]"""
-_ABOUT = f"""Ask how to launch on this machine, and write the answers to {DEFAULT_FILE}.
-`default` writes what this machine suggests, unasked; `show` prints what holds and who said so;
+_ABOUT = f"""Ask for a configuration of launches on this machine, and write it to {DEFAULT_FILE}.
+`default` writes suggestions for this machine, unasked; `show` prints each value and its source;
 `import` takes over a file of Accelerate."""
 
 SUBCOMMANDS = ("default", "show", "import")
@@ -49,7 +49,8 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _interactive(words: Sequence[str], environ: Mapping[str, str]) -> int:
     path: str = _parser("accel config").read(words).output
-    machine, arrows = read_machine(), has_arrow_keys(environ)
+    machine = read_machine()
+    arrows = has_arrow_keys(environ)
     replaces = os.path.lexists(path)
     file = read_config(path) if replaces else ConfigFile(path=path, values={})
     known = resolve({}, {}, file).config
@@ -110,7 +111,7 @@ def _parser(prog: str, *, force: bool = False) -> Parser:
     parser = Parser(prog, usage=_USAGE, description=_ABOUT)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     _ = parser.add_argument(
-        "--output", metavar="FILE", default=DEFAULT_FILE, help=f"what to write, TOML or .json (default: {DEFAULT_FILE})"
+        "--output", metavar="FILE", default=DEFAULT_FILE, help=f"file to write, TOML or .json (default: {DEFAULT_FILE})"
     )
     if force:
         _ = parser.add_argument("--force", action="store_true", help="replace a file that is there")

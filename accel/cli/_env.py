@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accel env`: what a bug report should say about this machine, and nothing that should stay secret."""
+"""`accel env`: facts about this machine for a bug report, without secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from accel.launching import read_machine
 from accel.terminal import show_size
 
 _USAGE = "accel env [--config FILE] [--json]"
-_ABOUT = "Tell what a bug report needs: versions, devices, backends, the configuration and the launchers' variables."
+_ABOUT = (
+    "Print the facts for a bug report: versions, devices, backends, the configuration and the launchers' variables."
+)
 _PACKAGES = (
     *("accel", "torch", "safetensors", "msgspec", "numpy", "transformers", "datasets", "accelerate", "torchao"),
     *("torchdata", "transformer-engine", "schedulefree", "deepspeed", "hypothesis", "cloudpickle"),
@@ -46,7 +48,7 @@ Facts = dict[str, dict[str, Any]]
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print what a bug report needs; return the exit status."""
+    """Print the facts for a bug report; return the exit status."""
     known = parser().read(words)
     facts = {
         "versions": _versions(),
@@ -63,7 +65,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the command's flags."""
     built = Parser("accel env", usage=_USAGE, description=_ABOUT)
-    _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="the file to look at, as for `accel launch`")
+    _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="the file to read, as for `accel launch`")
     _ = built.add_argument("--json", action="store_true", help="for programs")
     return built
 
@@ -79,7 +81,7 @@ def describe(facts: Facts) -> str:
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that launchers and libraries of training read, without what is nobody else's business."""
+    """Return the variables that launchers and libraries of training read, without secrets and names of persons."""
     names = sorted(name for name in environ if _SHOWN.fullmatch(name) and not _PERSONAL_NAME.fullmatch(name))
     return {name: "***" if _HIDDEN_NAME.search(name) else without_secrets(environ[name]) for name in names}
 
@@ -141,8 +143,8 @@ def _configuration(named: str | None, environ: Mapping[str, str]) -> dict[str, s
         config, sources = resolve({}, environ, file)
     except AccelError as error:
         return {"problem": without_secrets(str(error))}
-    told = {"file": file.path if file else "none"}
+    shown = {"file": file.path if file else "none"}
     for field in FIELDS:
         value = without_secrets(to_text(getattr(config, field.name)))
-        told[field.name] = f"{value} ({sources[field.name]})".strip()
-    return told
+        shown[field.name] = f"{value} ({sources[field.name]})".strip()
+    return shown

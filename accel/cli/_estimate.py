@@ -138,11 +138,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table.
 
     Attributes:
-        precision, strategy: what it is about.
+        precision, strategy: names of both.
         memory: bytes on each rank.
         total: their sum.
-        fits: whether that is within the limit; None without one.
-        fewest_ranks: with how many it is, 0 for never; None where that does not help.
+        fits: True within the limit; None without one.
+        fewest_ranks: ranks with which it would fit, 0 for never; None if it fits.
     """
 
     precision: PrecisionName

@@ -42,7 +42,7 @@ def value_flags() -> set[str]:
 
 
 def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
-    """Resolve what a parser with `add_fields` has read.
+    """Resolve the words that a parser with `add_fields` has read.
 
     Raises:
         ConfigError: a flag contradicts itself, or as `read_config` and `resolve`.

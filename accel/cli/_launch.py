@@ -109,10 +109,10 @@ def _dry_run(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -
 
 
 def describe_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
-    """Return a plan as commands for a shell: for each process what its environment differs in, and its program.
+    """Return a plan as commands for a shell: the changed variables and the program of each process.
 
     Args:
-        plan: what would be started.
+        plan: plan of the launch.
         environ: the environment that the shell already has.
     """
     text: list[str] = []

@@ -15,7 +15,7 @@ from accel.terminal import show_text
 
 
 class Command(NamedTuple):
-    """A command: its name, what it does, and the module whose `run(words, environ)` does it."""
+    """A command: its name, its summary, and the module with its `run(words, environ)`."""
 
     name: str
     summary: str
@@ -26,9 +26,9 @@ COMMANDS = (
     Command("launch", "run a script on N processes of this machine", "accel.cli._launch"),
     Command("config", "say how to launch, once, in a file", "accel.cli._config"),
     Command("test", "check that ranks on this machine do what training relies on", "accel.cli._test"),
-    Command("env", "tell what a bug report needs, without secrets", "accel.cli._env"),
-    Command("estimate", "tell how much memory training a model takes", "accel.cli._estimate"),
-    Command("completion", "print what makes bash, zsh or fish complete words", "accel.cli._completion"),
+    Command("env", "print the facts for a bug report, without secrets", "accel.cli._env"),
+    Command("estimate", "estimate the memory that training a model takes", "accel.cli._estimate"),
+    Command("completion", "print the completion script of bash, zsh or fish", "accel.cli._completion"),
     Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
 )
 
@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command that the words name.
 
     Args:
-        words: what stands behind `accel` on the command line; that itself if None.
+        words: words behind `accel`; those of the command line if None.
 
     Returns:
         The exit status; 2 when the words make no sense.
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except AccelError as error:
         print("\n".join(map(show_text, f"accel: error: {error}".split("\n"))), file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who reads the output has seen enough, and Python would flush the rest
+    except BrokenPipeError:  # the reader has seen enough, and Python would flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     return status
@@ -77,4 +77,4 @@ def _help() -> str:
 commands:
 {listing}
 
-`accel COMMAND --help` tells more; `accel --version` prints the version."""
+`accel COMMAND --help` says more; `accel --version` prints the version."""

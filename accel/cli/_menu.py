@@ -19,14 +19,14 @@ _ESCAPE_S = 0.05  # what follows an escape comes at once, or it was the key of t
 
 
 class Option(NamedTuple):
-    """One line of a menu: what is chosen, and what that means."""
+    """One line of a menu: a name and its meaning."""
 
     name: str
     meaning: str = ""
 
 
 def has_arrow_keys(environ: Mapping[str, str]) -> bool:
-    """Tell whether input and output are a terminal that can move its cursor."""
+    """Return True if input and output are a terminal that can move its cursor."""
     return sys.stdin.isatty() and sys.stdout.isatty() and environ.get("TERM", "dumb") != "dumb"
 
 
@@ -34,10 +34,10 @@ def choose(question: str, options: Sequence[Option], default: str, *, arrows: bo
     """Let the user choose one of several options.
 
     Args:
-        question: what is asked.
-        options: what there is to choose.
-        default: the name of the option that Enter takes.
-        arrows: whether the arrow keys move a cursor; otherwise a line is read.
+        question: text of the question.
+        options: options to choose from.
+        default: name of the option that Enter takes.
+        arrows: True for a cursor that arrow keys move, False for a line that is read.
 
     Raises:
         ConfigError: the input ended.
@@ -59,8 +59,8 @@ def ask(question: str, default: str, check: Callable[[str], object]) -> str:
     """Ask for a line of text until it passes a check.
 
     Args:
-        question: what is asked.
-        default: what an empty line stands for.
+        question: text of the question.
+        default: answer of an empty line.
         check: raises an AccelError for an answer that cannot be.
 
     Raises:
@@ -80,13 +80,13 @@ def ask(question: str, default: str, check: Callable[[str], object]) -> str:
 def _move(options: Sequence[Option], at: int) -> int:
     lines = _lines(options)
     with _keys() as read_key:
-        _draw(lines, at)
+        _print_menu(lines, at)
         while (key := read_key()) not in ("\r", "\n"):
             if key == "\x04":
                 raise _ended()
             at = (at + (key in _DOWN) - (key in _UP)) % len(options)
             print(f"\x1b[{len(lines)}A", end="")
-            _draw(lines, at)
+            _print_menu(lines, at)
     return at
 
 
@@ -95,7 +95,7 @@ def _lines(options: Sequence[Option]) -> list[str]:
     return [f"{option.name:{width}}  {option.meaning}".rstrip() for option in options]
 
 
-def _draw(lines: Sequence[str], at: int) -> None:
+def _print_menu(lines: Sequence[str], at: int) -> None:
     room = shutil.get_terminal_size().columns - 3  # a line that wraps would be two
     for place, line in enumerate(lines):
         shown = f"\x1b[1m> {line[:room]}\x1b[0m" if place == at else f"  {line[:room]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parser of flags whose complaints are typed errors, and which takes no flag for another."""
+"""A parser of flags with typed errors and without abbreviations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `accel config` asks, and what it suggests for a machine."""
+"""The questions of `accel config`, and its suggestions for a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OTHER = "other"
 
 
 def describe_machine(machine: Machine) -> str:
-    """Return one line on what processes would share."""
+    """Return one line about the cores and GPUs that processes would share."""
     cores = f"{machine.cores} CPU core{'s' if machine.cores != 1 else ''}"
     names = [gpu.name for gpu in machine.gpus or ()]
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -24,7 +24,7 @@ def describe_machine(machine: Machine) -> str:
 
 
 def suggest(machine: Machine) -> dict[str, Any]:
-    """Return the fields for which this machine suggests another value than the default."""
+    """Return the fields for which another value than the default suits this machine."""
     if not machine.gpus:
         return {}
     precision: PrecisionName = "bf16" if min(gpu.generation for gpu in machine.gpus) >= 8 else "fp16"
@@ -35,12 +35,12 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
     """Ask for the fields one by one.
 
     Args:
-        machine: what it is about.
-        present: the fields that are set already.
-        arrows: whether menus are moved through by arrow keys.
+        machine: machine to configure.
+        present: fields that are set already.
+        arrows: True for menus with arrow keys.
 
     Returns:
-        What was answered, and what was set already and not asked for.
+        The answers, and the fields that were set already and not asked for.
 
     Raises:
         ConfigError: the input ended.

@@ -22,8 +22,8 @@ _STOPPED = (130, 143)  # by Ctrl-C or SIGTERM, which is no finding
 _PATIENCE_S = 60.0  # of a check's collectives, which take milliseconds
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """What a report of the self-check says of a check, as far as it matters here."""
+class _Check(msgspec.Struct, frozen=True):
+    """One check in a report of the self-check; further fields are ignored."""
 
     name: str
     state: str
@@ -41,23 +41,23 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         shared = known.folder or (folder if config.hosts[1] == 1 else "")
         args = ["--report", str(report), *(["--folder", shared] if shared else [])]
         status = run_launch(str(_SCRIPT), args, config=config, environ=environ)
-        told = msgspec.json.decode(report.read_bytes(), type=list[_Told]) if report.exists() else []
+        checks = msgspec.json.decode(report.read_bytes(), type=list[_Check]) if report.exists() else []
     if status and status not in _STOPPED:
-        print(_broken_off(told))
-    return status or int(any(each.state not in ("ok", "skipped") for each in told))
+        print(_broken_off(checks))
+    return status or int(any(each.state not in ("ok", "skipped") for each in checks))
 
 
 def parser() -> Parser:
     """Return the parser of the command's flags."""
     built = Parser("accel test", usage=_USAGE, description=_ABOUT)
     _ = built.add_argument(
-        "--folder", metavar="DIR", help="where checkpoints are tried; several hosts must share it (default: temporary)"
+        "--folder", metavar="DIR", help="folder for trial checkpoints; several hosts must share it (default: temporary)"
     )
     add_fields(built)
     return built
 
 
-def _broken_off(told: Sequence[_Told]) -> str:
-    if not told:
+def _broken_off(checks: Sequence[_Check]) -> str:
+    if not checks:
         return "The ranks did not get as far as the first check: see the report above, and `accel env`."
-    return f"Broken off in the check of {told[-1].name}; likely: {told[-1].cause}"
+    return f"Broken off in the check of {checks[-1].name}; likely: {checks[-1].cause}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a launch is configured: one typed record, its files, and which source of a value wins. Free of torch.
+"""Settings of a run and of a launch: typed records, their files, and the order of their sources. Free of torch.
 
 Names resolve on first use: a launch without a file loads no parser of one.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration file of Accelerate says in our words, and what of it has no counterpart."""
+"""Configuration files of Accelerate as fields of a launch, with the keys that have no counterpart."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _WHY = {
 
 
 class LeftOut(NamedTuple):
-    """A key without a counterpart: what it said, and what to do instead."""
+    """A key without a counterpart: its value, and what to do instead."""
 
     key: str
     value: object
@@ -67,7 +67,7 @@ class LeftOut(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """What a file of Accelerate amounts to: the record, the fields that it sets, and the keys left out."""
+    """An imported file of Accelerate: the record, the fields that it sets, and the keys left out."""
 
     config: LaunchConfig
     fields: tuple[str, ...]
@@ -113,7 +113,8 @@ def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         ConfigError: a number of processes that is none, or does not divide into its machines.
     """
     taken: dict[str, Any] = {}
-    processes, machines = values.get("num_processes"), values.get("num_machines") or 1
+    processes = values.get("num_processes")
+    machines = values.get("num_machines") or 1
     if processes not in (None, -1):  # -1 stands for a number that the command line must give
         whole = type(processes) is int and type(machines) is int and 0 < machines <= processes
         if not whole or processes % machines:
@@ -153,7 +154,7 @@ def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _mesh_of(values: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the mesh that a file describes as ours would, and whether that is all it says of one."""
+    """Return the text of a file's mesh, and whether the text says all that the file does."""
     said = values.get("parallelism_config")
     if not isinstance(said, dict):
         return "", False

@@ -8,6 +8,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,11 +122,11 @@ def _decode_toml(text: str, path: str) -> dict[str, Any]:
 
 def _decode_json(text: str, path: str) -> dict[str, Any]:
     try:
-        values: object = json.loads(text, object_pairs_hook=_unique)
+        values: object = json.loads(text, object_pairs_hook=partial(_unique, path))
     except json.JSONDecodeError as error:
         raise _malformed("JSON", path, error.msg, error.lineno, error.colno) from None
-    except _TwiceError as error:
-        raise ConfigError("a key stands twice", got=repr(str(error)), where=path, fix="Remove one.") from None
+    except ConfigError:
+        raise
     except (RecursionError, ValueError):
         raise _malformed("JSON", path, "nested too deeply, or a number with too many digits", 1, 1) from None
     if not isinstance(values, dict):
@@ -133,15 +134,12 @@ def _decode_json(text: str, path: str) -> dict[str, Any]:
     return cast(dict[str, Any], values)
 
 
-class _TwiceError(Exception):
-    """A key of a JSON object that stands there twice."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict; json itself would keep the last of two."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise _TwiceError(key)
+            raise ConfigError("a key stands twice", got=repr(key), where=path, fix="Remove one.")
         values[key] = value
     return values
 

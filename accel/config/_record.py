@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `accel launch` starts a script, as one frozen record.
+"""The configuration of a launch: the settings of the run, and the fields of the launcher itself.
 
 All that users see of a field follows from its annotation: the flag, the `ACCEL_*` variable, the key in a file, the
 words of `--help`, of a template and of the docs page, and what is refused.
@@ -8,7 +8,7 @@ words of `--help`, of a template and of the docs page, and what is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,7 +23,7 @@ Span = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$")]
 
 
 class LaunchConfig(Settings, frozen=True, kw_only=True):
-    """How to start a script on this machine. What each field means stands in its annotation, once.
+    """The configuration of a launch. Each field's meaning stands in its annotation.
 
     Raises:
         ConfigError: a value is none of those its field takes, or contradicts another field.
@@ -31,44 +31,42 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
 
     nproc_per_node: Annotated[
         Count | Auto,
-        Meta(
-            description="How many processes to start on this machine; auto: one per visible GPU, or TPU chip; else one."
-        ),
+        Meta(description="Processes to start on this machine; auto: one per visible GPU or TPU chip, else one."),
     ] = 1
     nnodes: Annotated[
         Count | Span,
         Meta(
             examples=["1:4"],
-            description="How many hosts run the job, each with a launcher of its own; 1:4: as many as come, 1 to 4.",
+            description="Hosts of the job, each with a launcher of its own; 1:4: as many as come, 1 to 4.",
         ),
     ] = 1
     node_rank: Annotated[
         Annotated[int, Meta(ge=0, le=4095)] | Auto,
-        Meta(description="Which of the hosts this is, counted from 0; auto: in the order in which they come."),
+        Meta(description="Rank of this host, from 0; auto: in the order in which hosts come."),
     ] = "auto"
     rdzv_endpoint: Annotated[
         str,
         Meta(
             pattern=r"^((\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):[1-9][0-9]{0,4})?$",
             examples=["node0:29400"],
-            description="HOST:PORT where several hosts meet, the same on all; HOST is the first of them.",
+            description="HOST:PORT of the rendezvous of several hosts, the same on all; HOST is the first of them.",
         ),
     ] = ""
     rdzv_timeout_s: Annotated[
         Seconds,
-        Meta(description="Seconds that a host waits for the first of several, and then for the others."),
+        Meta(description="Seconds that a host waits for the first host, and then for the others."),
     ] = 300.0
     gpu_ids: Annotated[
         Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | Literal["all"],
-        Meta(description="Which of the visible GPUs to use, counted from 0."),
+        Meta(description="Visible GPUs to use, counted from 0."),
     ] = "all"
     threads_per_process: Annotated[
         Count | Auto,
-        Meta(description="CPU threads of each process; auto: OMP_NUM_THREADS if it is set, else the cores shared out."),
+        Meta(description="CPU threads of each process; auto: OMP_NUM_THREADS if set, else a share of the cores."),
     ] = "auto"
     bind_cores: Annotated[
         bool,
-        Meta(description="Give each process cores of its own, as far as possible beside each other in memory."),
+        Meta(description="Bind each process to cores of its own, close to each other in memory where possible."),
     ] = False
     log_dir: Annotated[
         str,
@@ -80,33 +78,33 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     ] = ""
     prefix: Annotated[
         bool,
-        Meta(description="Begin each line of output with its rank where there are several processes."),
+        Meta(description="Begin each line of output with its rank if there are several processes."),
     ] = True
     quiet: Annotated[bool, Meta(description="Show the output of rank 0 only.")] = False
     stop_grace_s: Annotated[
         Seconds,
-        Meta(description="Seconds that the processes have to save and leave when the launch is asked to stop."),
+        Meta(description="Seconds that processes have to save and exit when the launch is stopped."),
     ] = 10.0
     max_restarts: Annotated[
         Annotated[int, Meta(ge=0, le=100_000)],
-        Meta(description="How often all processes start again after one has failed."),
+        Meta(description="Restarts of all processes after one has failed."),
     ] = 0
     hang_timeout_s: Annotated[
         Seconds | Literal["never"],
-        Meta(description="Seconds without output until each process's Python stack is shown, and nothing is ended."),
+        Meta(description="Seconds without output until the Python stack of each process is shown; none is ended."),
     ] = "never"
     slurm_options: Annotated[
         str,
         Meta(
             pattern=r"^[^\n\r\x00]*$",
             examples=["'--partition=gpu --time=2:00:00'"],
-            description="What `accel launch --slurm` asks sbatch for besides nodes; empty: nothing.",
+            description="Options of sbatch for `accel launch --slurm`, besides the nodes; empty: none.",
         ),
     ] = ""
 
     @property
     def hosts(self) -> tuple[int, int]:
-        """The fewest and the most hosts that the job runs on."""
+        """The fewest and the most hosts of the job."""
         return _span(self.nnodes)
 
     def __post_init__(self) -> None:
@@ -120,19 +118,12 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
 FIELDS: tuple[Field, ...] = fields_of(LaunchConfig)
 
 
-class _Clash(NamedTuple):
-    clashes: bool
-    names: tuple[str, ...]
-    problem: str
-    fix: str
-
-
 def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
     """Refuse values that contradict each other.
 
     Args:
         values: a usable value for each field.
-        places: what set each field, for the message.
+        places: place that sets each field, for the message.
 
     Raises:
         ConfigError: two fields contradict each other.
@@ -142,49 +133,48 @@ def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
     (fewest, most), host = _span(values["nnodes"]), values["node_rank"]
     sizes = mesh_sizes(values["mesh"], where=places["mesh"])
     clashes = (
-        _Clash(
+        (
             chosen and device != "auto" and not device.startswith("cuda"),
             ("gpu_ids", "device"),
             f"GPUs have no effect on {device}",
             "Leave one of them out; gpu_ids is `all` where nothing sets it.",
         ),
-        _Clash(
+        (
             chosen and count != "auto" and count > len(ids),
             ("nproc_per_node", "gpu_ids"),
             "more processes than GPUs",
             f"Start at most {len(ids)}, or name more GPUs.",
         ),
-        _Clash(
+        (
             device == "cpu" and values["backend"] == "nccl",
             ("backend", "device"),
             "nccl carries messages between GPUs only",
             "Take gloo, or leave the backend out.",
         ),
-        _Clash(fewest > most, ("nnodes",), "more hosts at least than at most", "Write the smaller number first."),
-        _Clash(
+        (fewest > most, ("nnodes",), "more hosts at least than at most", "Write the smaller number first."),
+        (
             host != "auto" and host >= most,
             ("node_rank", "nnodes"),
             "there is no such host",
             f"Hosts count from 0 to {most - 1}; set nnodes to how many there are.",
         ),
-        _Clash(
+        (
             host != "auto" and fewest != most,
             ("node_rank", "nnodes"),
             "hosts that come and go have no fixed places",
             "Leave node_rank out, or fix the number of hosts.",
         ),
-        _Clash(
+        (
             fewest != most and bool(sizes) and -1 not in sizes.values(),
             ("mesh", "nnodes"),
             "the mesh fits one number of hosts only",
             "Let one of its sizes be -1, or fix the number of hosts.",
         ),
     )
-    for clash in clashes:
-        if clash.clashes:
-            got = ", ".join(f"{name}={to_text(values[name])}" for name in clash.names)
-            where = " and ".join(places[name] for name in clash.names)
-            raise ConfigError(clash.problem, got=got, where=where, fix=clash.fix)
+    for clash, names, problem, fix in clashes:
+        if clash:
+            got = ", ".join(f"{name}={to_text(values[name])}" for name in names)
+            raise ConfigError(problem, got=got, where=" and ".join(places[name] for name in names), fix=fix)
     if chosen and len(set(ids)) < len(ids):
         raise ConfigError("a GPU is named twice", got=to_text(ids), where=places["gpu_ids"], fix="Name each once.")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which value holds, and who said so: flag over variable over file over default, in one pure function."""
+"""The order of sources, flag over variable over file over default, in one pure function."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CONFIG_VARIABLE = "ACCEL_CONFIG"
 
 
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says, before anything is checked.
+    """The content of a file, unchecked.
 
     Attributes:
-        path: where it came from.
+        path: path of the file.
         values: its keys and decoded values.
     """
 
@@ -65,16 +65,16 @@ class Resolved(NamedTuple):
 
 
 def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFile | None = None) -> Resolved:
-    """Put a record together: a flag beats a variable, that beats the file, that beats the default. No communication.
+    """Resolve a record: a flag beats a variable, that beats the file, that beats the default. No communication.
 
     Variables are `ACCEL_*`; where these say nothing, torchrun's `PET_*`, which Kubeflow's jobs set. A value equal to
     its default is still a value: it beats what is weaker. An empty variable says nothing. What is beaten is checked all
     the same.
 
     Args:
-        flags: field names to what stood behind the flag.
-        environ: variable names to values; others than `ACCEL_*` and `PET_*` are not looked at.
-        file: what a file says, None for no file.
+        flags: field names to texts of the flags.
+        environ: variable names to values; others than `ACCEL_*` and `PET_*` are ignored.
+        file: content of a file; None for no file.
 
     Returns:
         The record, and the source of each field.
@@ -120,7 +120,7 @@ def _said(
     torchruns: tuple[str, str] | None,
     file: ConfigFile | None,
 ) -> Iterator[tuple[Any, Source]]:
-    """Give the values that are said for a field, the weakest first."""
+    """Yield the values that sources give a field, the weakest first."""
     if file is not None and field.name in file.values:
         source = Source("file", file.path)
         yield from_plain(field, file.values[field.name], where=source.at(field.name)), source

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record's annotations say about its fields: the words for them, and how text and plain values become values."""
+"""Fields of a record, from its annotations: their words, and their values from text and from decoded files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that it takes, as far as they can be listed."""
+        """The accepted names, as far as they can be listed."""
         literals = (kind.values for kind in self.kinds if isinstance(kind, inspect.LiteralType))
         literal = [str(name) for values in literals for name in values]
         boolean = ["true", "false"] if not self.metavar else []
@@ -57,7 +57,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes more than some names."""
+        """True if more than the listed names are accepted."""
         return any(not isinstance(kind, inspect.LiteralType) for kind in self.kinds)
 
 

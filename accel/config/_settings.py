@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks for: every setting declared once, for flags, variables, files, ranks and the makers of contexts.
+"""The settings of a run, each declared once, for flags, variables, files, ranks and the makers of contexts.
 
 A setting is a field of `Settings` and a keyword of the same name; a test holds the two alike. The flag, the `ACCEL_*`
 variable, the key in a file, the words of `--help`, of a template and of the docs page follow from the annotation.
@@ -24,7 +24,7 @@ Auto = Literal["auto"]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 _PRECISIONS = {
-    "auto": "what the script says, fp32 if it says nothing",
+    "auto": "the script's choice, else fp32",
     "fp32": "full precision: exact, slow on GPUs",
     "tf32": "fp32 with faster, rounded products; NVIDIA GPUs since Ampere",
     "bf16": "half the memory traffic, much faster; needs no loss scale",
@@ -33,14 +33,14 @@ _PRECISIONS = {
     "fp8": "bf16 with linear layers in fp8; Hopper or newer, extra `torchao`",
 }
 _STRATEGIES = {
-    "auto": "what the script says, ddp if it says nothing",
+    "auto": "the script's choice, else ddp",
     "ddp": "every rank holds the whole model, and gradients are averaged",
-    "fsdp": "ranks share out parameters, gradients and optimizer state: less memory, more messages",
+    "fsdp": "ranks shard parameters, gradients and optimizer state: less memory, more messages",
 }
 _DEVICES = {
-    "auto": "GPUs where there are any, else the CPU",
+    "auto": "GPUs if there are any, else the CPU",
     "cpu": "the CPU, even where there are GPUs",
-    "cuda": "GPUs, and an error where there are none",
+    "cuda": "GPUs; an error if there are none",
     "xla": "TPUs, through torch_xla",
 }
 
@@ -63,9 +63,9 @@ class SettingKeywords(GroupKeywords, total=False):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run asks for; `auto`, or an empty text, asks for nothing.
+    """The settings of a run; `auto`, or an empty text, leaves the choice open.
 
-    The extra `fallback` of a field holds where nobody asks for anything.
+    Where everybody leaves it open, the extra `fallback` of the field holds.
     """
 
     device: Annotated[
@@ -73,28 +73,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             pattern=r"^[a-z]+(:[0-9]+)?$",
             examples=["auto", "cpu", "cuda", "cuda:1", "xla"],
-            description="What kind of device to compute on; auto: the GPU of each process, the CPU without GPUs.",
+            description="Device to compute on; auto: the GPU of each process, the CPU without GPUs.",
             extra={"shorthand": ("--cpu", "cpu"), "choices": _DEVICES},
         ),
     ] = "auto"
     precision: Annotated[
         Precision | PrecisionName | Auto,
         Meta(
-            description="What to compute in; auto: what the script says.",
+            description="Number format to compute in; auto: the script's choice.",
             extra={"choices": _PRECISIONS, "fallback": "fp32"},
         ),
     ] = "auto"
     accumulation: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | Auto,
         Meta(
-            description="How many micro-batches make one optimizer step; auto: what the script says.",
+            description="Micro-batches of one optimizer step; auto: the script's choice.",
             extra={"fallback": 1},
         ),
     ] = "auto"
     strategy: Annotated[
         StrategyName | Auto,
         Meta(
-            description="How a model is spread over the ranks; auto: what the script says.",
+            description="Strategy that spreads a model over the ranks; auto: the script's choice.",
             extra={"choices": _STRATEGIES, "fallback": "ddp"},
         ),
     ] = "auto"
@@ -103,7 +103,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             pattern=MESH_TEXT,
             examples=["dp=2,tp=2", "fsdp=-1"],
-            description="Dimensions of the mesh of all ranks, neighbours last; -1: all that is left; empty: no mesh.",
+            description="Dimensions of the mesh of all ranks, neighbours last; -1: all other ranks; empty: no mesh.",
         ),
     ] = ""
     backend: Annotated[
@@ -111,13 +111,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             pattern=r"^[A-Za-z][A-Za-z0-9_]*$",
             examples=["auto", "gloo", "nccl"],
-            description="What carries messages between the processes; auto: nccl between GPUs, gloo between CPUs.",
+            description="Backend of the process group; auto: nccl between GPUs, gloo between CPUs.",
         ),
     ] = "auto"
     timeout_s: Annotated[
         Seconds | Auto,
         Meta(
-            description="Seconds until a collective that misses a rank fails; auto: what the script says, else 300.",
+            description="Seconds until a collective that misses a rank fails; auto: the script's choice, else 300.",
             extra={"fallback": 300.0},
         ),
     ] = "auto"

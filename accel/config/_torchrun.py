@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torchrun's own variables say about a launch: `PET_*`, which Kubeflow's jobs set in every pod.
+"""Fields of a launch from torchrun's own variables: `PET_*`, which Kubeflow's jobs set in every pod.
 
 Each stands for a flag of torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from accel.errors import ConfigError
 
-# Those that a launch follows; it looks at no others.
+# A launch follows these, and ignores the others.
 TORCHRUN_VARIABLES = (
     "PET_NPROC_PER_NODE",
     "PET_NNODES",
@@ -25,7 +25,7 @@ _RDZV_PORT, _MASTER_PORT = "29400", "29500"  # torchrun's, where nobody names on
 
 
 def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what torchrun's variables say about fields: for each the variable, and how our own one would spell it.
+    """Return the fields that torchrun's variables set: for each the variable, and the text of our own one.
 
     Raises:
         ConfigError: the hosts are to meet in another way than at a port of one of them.

@@ -88,7 +88,8 @@ def _mapping(lines: list[_Line], at: int, indent: int, path: str, depth: int) ->
         found = _KEY.match(line.text)
         if not found or depth > MOST_DEPTH:
             raise _refused("nested too deeply" if found else "expected `key: value`", path, line)
-        key, rest = found[1].strip("'\""), line.text[found.end() :]
+        key = found[1].strip("'\"")
+        rest = line.text[found.end() :]
         if found[1] in _WORDS or len(key) > _LONGEST_KEY:
             raise _refused(f"{found[1][:_LONGEST_KEY]} is no plain key", path, line)
         value, at = _value(lines, at, rest, found.end(), path, depth)

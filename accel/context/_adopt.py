@@ -45,7 +45,8 @@ def from_group(
         ConfigError: ranks or a setting outside their range.
         DeviceError: the device is not there.
     """
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     per_node = size if local_world_size is None else local_world_size
     on_node = rank % per_node if per_node > 0 and local_rank is None else local_rank
     if on_node is None or per_node < 1 or size % per_node or not 0 <= on_node < per_node:
@@ -113,8 +114,8 @@ def replace(
         ctx: the context.
         containers: kinds of containers besides those that `accel.tree` knows, in place of those that it has; of several
             that fit a value the first is taken. The same on every rank. None for what it has.
-        mesh: of the context's ranks; random streams, loaders and steps then follow `data_parallel`, its place on it.
-            State it before they are prepared. A text such as "dp=2,tp=2" opens one as `session` does, a collective;
+        mesh: a mesh of the context's ranks; random streams, loaders and steps then follow `data_parallel`, the place on
+            it. State it before they are prepared. A text such as "dp=2,tp=2" opens one as `session` does, a collective;
             `close` ends it. None for what it has, an empty text for none.
         data_dims: names of the mesh's dimensions along which ranks have samples of their own; None for what the names
             say: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device a rank computes on."""
+"""The device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.errors import DeviceError, EnvError
 
 
 def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.device:
-    """Return where a rank computes: as an argument says, else as the environment does, else a GPU if there is one.
+    """Return the device of a rank: the argument's, else the environment's, else a GPU if there is one.
 
     Raises:
         DeviceError: no such device, or it is not there.
@@ -52,7 +52,7 @@ def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.
 
 
 def _choose_xla(device: torch.device, env: LaunchEnv, where: str) -> torch.device:
-    """A process has one device of XLA's, and nothing may touch it before processes have found each other."""
+    """Return the one XLA device of a process; nothing may touch it before processes have found each other."""
     if env.tpu_hosts > 1 and env.launcher == "none":
         raise EnvError(
             "this host is one of several of a TPU slice, and this process was started without a place among theirs",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank knows about itself and its peers."""
+"""A rank's place, device and settings, and its handle on its peers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DistContext:
 
     @property
     def precision(self) -> Precision:
-        """What is computed in which format; `autocast`, `loss_scale` and `prepare` follow it."""
+        """The number formats of the run; `autocast`, `loss_scale` and `prepare` follow them."""
         return cast(Precision, self.settings.precision)
 
     @property
@@ -68,7 +68,7 @@ class DistContext:
 
     @property
     def strategy(self) -> StrategyName:
-        """How `prepare` spreads a model over the ranks."""
+        """The strategy by which `prepare` spreads a model over the ranks."""
         return cast(StrategyName, self.settings.strategy)
 
     @property

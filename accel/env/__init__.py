@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment says about this process, read once and checked, as one frozen record.
+"""The environment of this process, read once and checked, as one frozen record.
 
 `read_env` is the only function that knows the names of the variables which make a process a rank. It is pure: a mapping
 in, a `LaunchEnv` out, so that a test needs no monkeypatch and two contexts can come from two mappings.

@@ -22,8 +22,8 @@ def integer(
     Args:
         environ: variable names to values.
         name: the variable.
-        least, most: what it may be.
-        default: what it is where it is not set; None if it must be.
+        least, most: accepted range.
+        default: value of a variable that is not set; None if it must be.
         beside: variables that it belongs to, for the message.
 
     Raises:

@@ -8,12 +8,10 @@ import importlib.util
 import json
 import os
 import pty
-import signal
 import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from processes import patience
+from processes import job, patience, script_ranks, wait_for
 
 import accel
 from accel.testing import simulate
@@ -49,36 +47,17 @@ def streams() -> Iterator[None]:
         yield
 
 
-def launch(script: Path, world: int, *words: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(world), str(script)]
-    return subprocess.Popen(
-        [*command, *map(str, words)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def run(script: Path, world: int, *words: object, folder: Path) -> str:
+    """Run a script to its end on so many ranks, and return what rank 0 printed."""
+    with script_ranks(script, job(world), *words, folder=folder) as ranks:
+        assert not any(rank.wait(120) for rank in ranks), [rank.said() for rank in ranks]
+        return ranks[0].said()
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for a launch to end well, and return what it printed."""
-    out, err = process.communicate(timeout=patience(120))
-    assert process.returncode == 0, err
-    return out
-
-
-def kill_once(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
-    """Kill the launcher's process group as soon as it is ready; its ranks die with it."""
-    end = time.monotonic() + 60
-    try:
-        while not ready():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.005)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=patience(30))  # returns when the ranks, which hold the pipes, are gone too
+def kill_once(script: Path, world: int, *words: object, folder: Path, ready: Callable[[], bool]) -> None:
+    """Run a script on so many ranks, and kill them as soon as it is ready."""
+    with script_ranks(script, job(world), *words, folder=folder):
+        wait_for(ready, 60)
 
 
 def newest(out: Path) -> int:
@@ -205,29 +184,32 @@ def test_the_progress_bar_keeps_to_its_line_and_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_reach_97_percent(digits: ModuleType, tmp_path: Path) -> None:
-    printed = finish(launch(EXAMPLE, 2, "--out", tmp_path))
+    launch = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2"]
+    command = [*launch, str(EXAMPLE), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
+    assert done.returncode == 0, done.stderr
     _, rows = stored(digits, tmp_path)
     assert len(rows) == 12
     assert rows[-1]["right"] >= 0.97 * 360
-    assert f"[rank 0] {rows[-1]['right']} right of 360 tested images; the test split has 360\n" in printed
-    assert "[rank 1]" not in printed
+    assert f"[rank 0] {rows[-1]['right']} right of 360 tested images; the test split has 360\n" in done.stdout
+    assert "[rank 1]" not in done.stdout
     assert (tmp_path / "curves.png").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_killed_in_an_epoch_ends_as_one_never_killed(digits: ModuleType, tmp_path: Path) -> None:
-    flags = ("--epochs", 3, "--save-every", 5, "--out")
-    finish(launch(EXAMPLE, 2, *flags, tmp_path / "whole"))
+    flags = ("--epochs", 2, "--save-every", 5, "--out")
+    run(EXAMPLE, 2, *flags, tmp_path / "whole", folder=tmp_path)
 
     killed = tmp_path / "killed"
-    kill_once(launch(EXAMPLE, 2, *flags, killed), lambda: newest(killed) > STEPS)
+    kill_once(EXAMPLE, 2, *flags, killed, folder=tmp_path, ready=lambda: newest(killed) > STEPS)
     assert STEPS < newest(killed) < 2 * STEPS  # in the middle of the second epoch
-    assert f"going on from {killed}/step-000000" in finish(launch(EXAMPLE, 2, *flags, killed))
+    assert f"going on from {killed}/step-000000" in run(EXAMPLE, 2, *flags, killed, folder=tmp_path)
 
     (whole, table), (resumed, resumed_table) = stored(digits, tmp_path / "whole"), stored(digits, killed)
     assert table == resumed_table
-    assert len(table) == 3
+    assert len(table) == 2
     for name, parameter in whole.items():
         assert torch.equal(parameter.view(torch.int32), resumed[name].view(torch.int32)), name
 
@@ -266,8 +248,8 @@ with accel.session() as ctx:
 def test_a_run_killed_on_two_ranks_and_resumed_on_one_sees_every_sample_once(tmp_path: Path) -> None:
     script = tmp_path / "ids.py"
     script.write_text(ID_SCRIPT)
-    kill_once(launch(script, 2, tmp_path), lambda: newest(tmp_path / "saved") >= 7)
-    finish(launch(script, 1, tmp_path))
+    kill_once(script, 2, tmp_path, folder=tmp_path, ready=lambda: newest(tmp_path / "saved") >= 7)
+    run(script, 1, tmp_path, folder=tmp_path)
 
     lines = [json.loads(line) for line in (tmp_path / "ids.jsonl").read_text().splitlines()]
     (at,) = (i for i, line in enumerate(lines) if "resumed" in line)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 # Below the ports that systems hand out themselves (Linux: from 32768), so that no client takes one between the test's
@@ -75,7 +76,7 @@ def run_ranks(worker: Callable[..., None], *args: object, count: int = 2) -> Non
 def job(count: int, **settings: str) -> list[dict[str, str]]:
     """What a launcher on this machine tells so many ranks, and further variables for all of them."""
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), **settings}
+    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **settings}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
@@ -137,6 +138,8 @@ def _run_script(words: list[str], environ: dict[str, str], out: str) -> None:
     os.environ.clear()
     os.environ.update(environ)
     multiprocessing.set_start_method(None, force=True)  # the system's own, as in a process that nobody forked
+    if threads := environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))  # which was read as torch was imported
     sys.argv = words
     sys.path.insert(0, os.path.dirname(words[0]))
     runpy.run_path(words[0], run_name="__main__")

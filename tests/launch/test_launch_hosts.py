@@ -25,6 +25,8 @@ from accel.launching._target import Target
 pytestmark = pytest.mark.multiprocess
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+# Hosts that are one machine would each take all of its cores.
+ONE_CORE = ("--nproc-per-node", 1, "--threads-per-process", 1)
 STEPPING = """
     import os, sys, time, torch, accel
     with accel.session(device="cpu", timeout_s=float(sys.argv[1])) as ctx:
@@ -231,7 +233,7 @@ def test_a_signal_that_comes_before_the_agent_waits_for_hosts_is_not_lost(worksp
 
 @pytest.mark.slow
 def test_the_example_trains_across_two_hosts(hosts: Hosts, workspace: Workspace) -> None:
-    command = words("--nnodes", 2, "--nproc-per-node", 1, DIGITS, "--epochs", 1, "--out", "run")
+    command = words("--nnodes", 2, *ONE_CORE, DIGITS, "--epochs", 1, "--out", "run")
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
     first, second = map(ended, launchers)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
@@ -266,7 +268,7 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
 def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     hosts: Hosts, workspace: Workspace
 ) -> None:
-    flags = ("--nnodes", "1:2", "--max-restarts", 3, "--timeout-s", 10)
+    flags = ("--nnodes", "1:2", *ONE_CORE, "--max-restarts", 3, "--timeout-s", 10)
     command = words(*flags, DIGITS, "--epochs", 2, "--save-every", 5, "--out", "run")
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
     wait_for(lambda: len(list((workspace.folder / "run").glob("step-*"))) > 1, 90)

@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from accel.checkpoint._records import named_classes as named_classes
     from accel.checkpoint._records import stored_names as stored_names
     from accel.checkpoint._save import save as save
-    from accel.checkpoint._settle import settle as settle
     from accel.checkpoint._snapshot import Content as Content
 
 _WITH_TORCH = {
@@ -89,7 +88,6 @@ _WITH_TORCH = {
     "_read": ("Saved", "open_checkpoint"),
     "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),
-    "_settle": ("settle",),
     "_held": ("checksum", "held_box", "is_sharded", "like", "local_part", "memory_id", "tied"),
     "_snapshot": ("Content",),
 }

@@ -23,11 +23,12 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint._held import held_box, is_sharded, local_part
+from accel.checkpoint._held import held_box
 from accel.checkpoint._records import Classes, MisfitError, class_name, fields_of, is_record, make_record
 from accel.checkpoint._values import is_special, make_array, make_path, make_scalar, take_apart
 from accel.errors import CheckpointError
 from accel.storage import stored_dtype
+from accel.tensors import is_dtensor, local_part
 
 _PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
 _WORD = 2**63
@@ -227,7 +228,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
             name on disk.
     """
     problem, fix = "", "Store a dense tensor."
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         _ = held_box(tensor, path)
         tensor = local_part(tensor)
     if _dispatch(type(tensor)) is not _dispatch(torch.Tensor):

@@ -12,11 +12,12 @@ import msgspec
 import torch
 
 from accel import __version__
-from accel.checkpoint._held import checksum, checksums, held_box, is_sharded, local_part, tied
+from accel.checkpoint._held import checksum, checksums, held_box, tied
 from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
 from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
+from accel.tensors import is_dtensor, local_part
 
 NamedBox = tuple[str, Box]  # a tensor's name, and which of its elements
 
@@ -141,7 +142,7 @@ def make_offer(content: Content, world_size: int) -> Offer:
     everything = {**content.shared, **content.main}
     aliases = tied(everything)
     tensors = {name: tensor for name, tensor in everything.items() if name not in aliases}
-    sharded = {name: tensor for name, tensor in sorted(tensors.items()) if is_sharded(tensor)}
+    sharded = {name: tensor for name, tensor in sorted(tensors.items()) if is_dtensor(tensor)}
     shared = {name: tensors[name] for name in content.shared if name in tensors and name not in sharded}
     facts = "\n".join([*_facts(shared | sharded), *sorted(f"{a} is {b}" for a, b in aliases.items())])
     return Offer(

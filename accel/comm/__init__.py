@@ -28,7 +28,6 @@ from accel.comm._message import Answers as Answers
 from accel.comm._message import as_bytes as as_bytes
 from accel.comm._message import as_tensor as as_tensor
 from accel.comm._message import blank as blank
-from accel.comm._message import fail as fail
 from accel.comm._message import fill as fill
 from accel.comm._message import inline_bytes as inline_bytes
 from accel.comm._message import start as start

@@ -64,7 +64,7 @@ EXCEPTIONS = {
     ("launching", "exec"),
     ("collectives/_objects.py", "pickle"),
     ("launching/_parcel.py", "pickle"),
-    ("launching/_calls.py", "pickle"),
+    ("launching/_flight_record.py", "pickle"),
 }
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

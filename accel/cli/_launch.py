@@ -13,8 +13,8 @@ from accel.cli._parser import Parser
 from accel.config import LaunchConfig, Resolved
 from accel.errors import ConfigError, LaunchError
 from accel.launching import (
+    HostPosition,
     LaunchPlan,
-    Place,
     Target,
     batch_script,
     check_endpoint,
@@ -102,8 +102,8 @@ def _dry_run(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -
     if hosts == 1:
         return describe_plan(plan_here(target, config, environ, record_dir="."), environ)
     at = 0 if config.node_rank == "auto" else config.node_rank
-    place = Place(node_rank=at, num_nodes=hosts, master_addr=check_endpoint(config))
-    plan = plan_here(target, config, environ, record_dir=".", place=place)
+    position = HostPosition(node_rank=at, num_nodes=hosts, master_addr=check_endpoint(config))
+    plan = plan_here(target, config, environ, record_dir=".", position=position)
     settled = "places, MASTER_ADDR and MASTER_PORT are settled when the hosts have met"
     return f"# host {at} of {hosts}; {settled}\n\n{describe_plan(plan, environ)}"
 

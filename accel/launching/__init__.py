@@ -14,6 +14,7 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.launching._attempts import run_plan as run_plan
+    from accel.launching._failure_record import FailureRecord as FailureRecord
     from accel.launching._function import debug_launcher as debug_launcher
     from accel.launching._function import launch as launch
     from accel.launching._function import notebook_launcher as notebook_launcher
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
     from accel.launching._machine import Machine as Machine
     from accel.launching._machine import read_machine as read_machine
     from accel.launching._machine import visible_gpus as visible_gpus
+    from accel.launching._plan import HostPosition as HostPosition
     from accel.launching._plan import LaunchPlan as LaunchPlan
-    from accel.launching._plan import Place as Place
     from accel.launching._plan import ProcessPlan as ProcessPlan
     from accel.launching._plan import plan_launch as plan_launch
-    from accel.launching._record import FailureRecord as FailureRecord
     from accel.launching._slurm import batch_script as batch_script
     from accel.launching._slurm import submit as submit
     from accel.launching._target import Target as Target
@@ -42,11 +42,12 @@ __getattr__ = exports(
         "_hosts": ("check_endpoint",),
         "_launch": ("plan_here", "run_launch"),
         "_machine": ("Gpu", "Machine", "read_machine", "visible_gpus"),
-        "_plan": ("LaunchPlan", "Place", "ProcessPlan", "plan_launch"),
-        "_record": ("FailureRecord",),
+        "_plan": ("LaunchPlan", "HostPosition", "ProcessPlan", "plan_launch"),
+        "_failure_record": ("FailureRecord",),
         "_slurm": ("batch_script", "submit"),
         "_attempts": ("run_plan",),
         "_target": ("Target", "check_target"),
         "_tpu": ("on_pod",),
     },
+    {"Place": "The position of a host is `HostPosition`."},
 )

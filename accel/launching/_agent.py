@@ -22,11 +22,11 @@ from accel.launching._attempts import run_attempts
 from accel.launching._host_terms import describe_hosts
 from accel.launching._hosts import AgentOrder
 from accel.launching._launch import plan_here, record_dir
-from accel.launching._plan import LaunchPlan, Place
+from accel.launching._plan import HostPosition, LaunchPlan
 from accel.launching._rendezvous import NotMetError, Rendezvous
 from accel.launching._report import tell
 from accel.launching._signals import listening
-from accel.launching._supervisor import Attempt, Ending
+from accel.launching._supervisor import Ending, Peers
 from accel.launching._target import Target
 from accel.launching._worker import die_with
 
@@ -43,15 +43,15 @@ def run(order: AgentOrder) -> int:
     environ = {name: value for name, value in os.environ.items() if name not in order.added}
     with listening() as signals, record_dir() as folder:
 
-        def plan(place: Place, port: int) -> LaunchPlan:
+        def plan(position: HostPosition, port: int) -> LaunchPlan:
             records = f"{folder}/{time.monotonic_ns()}"
             os.mkdir(records)
-            return plan_here(order.target, config, environ, record_dir=records, place=place, port=port)
+            return plan_here(order.target, config, environ, record_dir=records, position=position, port=port)
 
-        processes = len(plan(Place(num_nodes=config.hosts[0]), 1).processes)
+        processes = len(plan(HostPosition(num_nodes=config.hosts[0]), 1).processes)
         rendezvous = Rendezvous(config, processes, _contents(order.target))
 
-        def start(failed: int, last: Ending) -> Attempt | Ending:
+        def start(failed: int, last: Ending) -> tuple[LaunchPlan, Peers] | Ending:
             try:
                 joined = rendezvous.join(signals)
             except NotMetError as error:
@@ -61,11 +61,13 @@ def run(order: AgentOrder) -> int:
             if isinstance(joined, Ending):
                 return joined
             peers, address, port = joined
-            place = Place(node_rank=peers.node_rank, num_nodes=len(peers.hosts), master_addr=address, restarts=failed)
+            position = HostPosition(
+                node_rank=peers.node_rank, num_nodes=len(peers.hosts), master_addr=address, restarts=failed
+            )
             if failed or last.changed or peers.node_rank == 0:
                 again = f", restart {failed} of {config.max_restarts}" if failed else ""
                 tell(f"accel: {describe_hosts(peers.hosts, processes)}{again}\n")
-            return Attempt(plan(place, port), peers)
+            return plan(position, port), peers
 
         ending = run_attempts(start, signals, max_restarts=config.max_restarts, summary=order.summary)
         if not ending.stopped:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from accel.launching._failure_record import newest_checkpoint
 from accel.launching._plan import LaunchPlan
-from accel.launching._record import exit_code, newest_checkpoint
-from accel.launching._report import last_line, stop_report, tell
+from accel.launching._report import last_line, tell
 from accel.launching._signals import Signals, listening
-from accel.launching._supervisor import Attempt, Ending, Supervisor
+from accel.launching._supervisor import Ending, Peers, Supervisor
 
 
 def run_plan(plan: LaunchPlan) -> int:
@@ -38,11 +38,11 @@ def run_plan(plan: LaunchPlan) -> int:
 def run_to_end(plan: LaunchPlan) -> Ending:
     """Run a plan as `run_plan` does, but leave the report to the caller."""
     with listening() as signals:
-        return Supervisor(Attempt(plan), signals).run()
+        return Supervisor(signals, plan).run()
 
 
 def run_attempts(
-    start: Callable[[int, Ending], Attempt | Ending],
+    start: Callable[[int, Ending], tuple[LaunchPlan, Peers] | Ending],
     signals: Signals,
     *,
     max_restarts: int,
@@ -51,8 +51,8 @@ def run_attempts(
     """Start all ranks, and again after each failure, `max_restarts` times at most; return the last end.
 
     Args:
-        start: makes an attempt, given the number of failures and the end of the last attempt; an `Ending` if there
-            can be no attempt.
+        start: returns the ranks of the next attempt and the other hosts, given the number of failures and the end of
+            the last attempt; an `Ending` if there can be no attempt.
         signals: signals of this process.
         max_restarts: number of failures after which all ranks start again. A host that comes or goes is none.
         summary: whether the last line on stderr reports the end of the run. Without log files, one rank gets none, as
@@ -67,31 +67,23 @@ def run_attempts(
     checkpoint = ""
     ending = Ending(0)
     failed = 0
-    while True:
-        made = start(failed, ending)
-        if isinstance(made, Ending):
-            ending = made
-            tell(ending.report)
-            break
+    while not isinstance(made := start(failed, ending), Ending):
         attempt = made
-        ending = Supervisor(attempt, signals).run()
+        ending = Supervisor(signals, *attempt).run()
         tell(ending.report)
-        checkpoint = newest_checkpoint(process.record for process in attempt.plan.processes) or checkpoint
+        checkpoint = newest_checkpoint(process.record for process in attempt[0].processes) or checkpoint
         failed += ending.first is not None
         if not ending.changed and (ending.first is None or failed > max_restarts):
             break
+    else:
+        ending = made
+        tell(ending.report)
     if summary and attempt is not None:
-        tell(_summary(attempt, ending, checkpoint, time.monotonic() - began_s))
+        tell(_summary(*attempt, ending, checkpoint, time.monotonic() - began_s))
     return ending
 
 
-def stopped_by(number: int) -> Ending:
-    """Return the end of a launch that a signal stops before any rank has started."""
-    return Ending(exit_code(-number), stop_report(number, [], []), stopped=number)
-
-
-def _summary(attempt: Attempt, ending: Ending, checkpoint: str, seconds: float) -> str:
-    plan, peers = attempt
+def _summary(plan: LaunchPlan, peers: Peers, ending: Ending, checkpoint: str, seconds: float) -> str:
     ranks = len(plan.processes) * max(1, len(peers.hosts))
     # One rank has this process's own streams; the report of a stop is one line.
     is_told = ranks == 1 or (ending.stopped and not checkpoint)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 
 from accel.errors import LaunchError
+from accel.launching._failure_record import Failure, file_beside, read_failure
 from accel.launching._plan import LaunchPlan, ProcessPlan
-from accel.launching._record import Failure, file_beside, read_failure
 from accel.launching._relay import Log, Pipe, Relay, Sink
 
 

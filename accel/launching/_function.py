@@ -26,7 +26,7 @@ from accel.launching._supervisor import Ending
 from accel.launching._target import Target
 
 T = TypeVar("T")
-_CALLED = "accel.launching._called"
+_CALLED = "accel.launching._function_rank"
 
 
 def launch(

@@ -15,11 +15,11 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from accel.launching._calls import Entered
 from accel.launching._children import Children
-from accel.launching._frames import DECORATOR, WORKER, is_users
-from accel.launching._record import STACK_SIGNAL, file_beside
+from accel.launching._failure_record import STACK_SIGNAL, file_beside, read_file
+from accel.launching._flight_record import EnteredCollective
 from accel.launching._relay import Relay
+from accel.launching._user_frames import DECORATOR, WORKER, is_users
 
 _ANSWER_S = 1.0
 _PAUSE_S = 0.02
@@ -35,7 +35,7 @@ _COLLECTIVE = (
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
-class Heard(NamedTuple):
+class RankAnswer(NamedTuple):
     """What a rank answered.
 
     Attributes:
@@ -46,7 +46,7 @@ class Heard(NamedTuple):
 
     stack: str = ""
     asked: bool = False
-    calls: Sequence[Entered] | None = None
+    calls: Sequence[EnteredCollective] | None = None
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Watch:
         before, self._places = self._places, places
         return "" if places == before else hang_report(heard, self._after_s * self._looks)
 
-    def ask(self) -> dict[int, Heard]:
+    def ask(self) -> dict[int, RankAnswer]:
         """Ask each rank that has got so far where it is; return what they answer in time."""
         records = self._children.records()
         stacks = {rank: file_beside(record, "stack") for rank, record in records.items()}
@@ -120,16 +120,16 @@ class Watch:
             time.sleep(_PAUSE_S)
         time.sleep(_PAUSE_S)  # for the end of a stack whose beginning is there
         return {
-            rank: Heard(
+            rank: RankAnswer(
                 stack=_from(stacks[rank], sizes[rank]) if rank in sizes else "",
                 asked=rank in calls,
-                calls=_read(calls[rank]) if rank in calls else None,
+                calls=read_file(calls[rank], list[EnteredCollective]) if rank in calls else None,
             )
             for rank in records
         }
 
 
-def hang_report(heard: Mapping[int, Heard], after_s: float) -> str:
+def hang_report(heard: Mapping[int, RankAnswer], after_s: float) -> str:
     """Return where ranks are: who waits for whom, one line for each place, and the stack of one rank there.
 
     Args:
@@ -151,7 +151,7 @@ def hang_report(heard: Mapping[int, Heard], after_s: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def locate(heard: Mapping[int, Heard], left: Sequence[int]) -> Whereabouts:
+def locate(heard: Mapping[int, RankAnswer], left: Sequence[int]) -> Whereabouts:
     """Return where the ranks of one host are.
 
     Args:
@@ -184,7 +184,7 @@ def absent_report(whereabouts: Iterable[Whereabouts], hosts: Mapping[int, str] =
     return "".join(lines[: 1 + _MOST_PLACES])
 
 
-def _is_waiting(heard: Heard) -> bool:
+def _is_waiting(heard: RankAnswer) -> bool:
     """Whether a rank is in a collective: as it answers, or else by the functions that its user's line has called."""
     if heard.calls:
         return heard.calls[0].waiting
@@ -193,7 +193,7 @@ def _is_waiting(heard: Heard) -> bool:
     return any(sign in file for file in called for sign in _COLLECTIVE)
 
 
-def _waits(heard: Mapping[int, Heard]) -> list[str]:
+def _waits(heard: Mapping[int, RankAnswer]) -> list[str]:
     """Say for each group which ranks wait in a collective, and which of the ranks that are known have not come."""
     answers = {rank: each.calls for rank, each in heard.items() if each.calls is not None}
     told: list[str] = []
@@ -219,7 +219,7 @@ def _waits(heard: Mapping[int, Heard]) -> list[str]:
     return told
 
 
-def _place(heard: Heard) -> str:
+def _place(heard: RankAnswer) -> str:
     """Say which line of the user's a rank is at, what was called there, and which collective it is in or was in."""
     line = _line(heard.stack)
     if not heard.calls:
@@ -260,10 +260,3 @@ def _from(path: str, start: int) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
         _ = file.seek(start)
         return file.read()
-
-
-def _read(path: str) -> list[Entered] | None:
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=list[Entered])
-    except (OSError, msgspec.MsgspecError):
-        return None

@@ -16,10 +16,10 @@ from accel.errors import LaunchError
 from accel.launching._attempts import run_attempts
 from accel.launching._hosts import await_first_host, await_name, check_endpoint, run_agent
 from accel.launching._machine import read_machine
-from accel.launching._plan import LaunchPlan, Place, check_mesh, plan_launch
+from accel.launching._plan import HostPosition, LaunchPlan, check_mesh, plan_launch
 from accel.launching._report import tell
 from accel.launching._signals import listening
-from accel.launching._supervisor import Attempt, Ending
+from accel.launching._supervisor import Ending, Peers
 from accel.launching._target import Target, check_target
 from accel.launching._tpu import on_pod
 
@@ -61,19 +61,19 @@ def run_launch(
         return _launch_on_hosts(target, config, environ, summary=summary)
     with record_dir() as folder, listening() as signals:
 
-        def start(failed: int, _last: Ending) -> Attempt:
-            plan = plan_here(target, config, environ, record_dir=folder, place=Place(restarts=failed))
+        def start(failed: int, _last: Ending) -> tuple[LaunchPlan, Peers]:
+            plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
             if failed:
                 tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
             make_log_dir(config.log_dir)
-            return Attempt(plan)
+            return plan, Peers()
 
         return run_attempts(start, signals, max_restarts=config.max_restarts, summary=summary).status
 
 
 def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, summary: bool) -> int:
     fewest, most = config.hosts  # refuses now what the agent would refuse
-    plan = plan_here(target, config, environ, record_dir="", port=1, place=Place(num_nodes=fewest))
+    plan = plan_here(target, config, environ, record_dir="", port=1, position=HostPosition(num_nodes=fewest))
     for hosts in range(fewest + 1, most + 1):
         check_mesh(config, hosts * len(plan.processes))
     with listening() as signals:
@@ -92,7 +92,7 @@ def plan_here(
     environ: Mapping[str, str],
     *,
     record_dir: str,
-    place: Place = Place(),  # noqa: B008 - a frozen value
+    position: HostPosition = HostPosition(),  # noqa: B008 - a frozen value
     port: int | None = None,
 ) -> LaunchPlan:
     """Plan a launch on this machine, now: its cores and GPUs, a free port, this process as the parent.
@@ -109,7 +109,7 @@ def plan_here(
         parent_pid=os.getpid(),
         port=free_port() if port is None else port,
         record_dir=record_dir,
-        place=place,
+        position=position,
     )
 
 

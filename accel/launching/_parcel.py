@@ -23,7 +23,7 @@ from accel.errors import ConfigError, MissingExtraError, not_pickled, not_unpick
 _CALL, _VALUE, _ERROR = "call", "value-{}", "error-{}"
 
 
-class Raised(NamedTuple):
+class SentError(NamedTuple):
     """What a rank raised.
 
     Attributes:
@@ -105,16 +105,16 @@ def send_error(folder: str, rank: int, error: BaseException, traceback: str) -> 
     _ = Path(folder, _ERROR.format(rank)).write_bytes(pickle.dumps((packed, traceback)))
 
 
-def receive_error(folder: str, rank: int) -> Raised | None:
+def receive_error(folder: str, rank: int) -> SentError | None:
     """Return what `send_error` has left; None if the rank left nothing."""
     path = Path(folder, _ERROR.format(rank))
     if not path.exists():
         return None
     packed, traceback = pickle.loads(path.read_bytes())
     try:
-        return Raised(None if packed is None else unpack(packed, "an exception"), traceback)
+        return SentError(None if packed is None else unpack(packed, "an exception"), traceback)
     except ConfigError:
-        return Raised(None, traceback)
+        return SentError(None, traceback)
 
 
 class _ByReference(pickle.Pickler):

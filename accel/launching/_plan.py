@@ -21,7 +21,7 @@ from accel.topology import fit_mesh
 _FOREIGN = "TORCHELASTIC_"
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class HostPosition(msgspec.Struct, frozen=True, kw_only=True):
     """Where the processes of this host stand in the whole job; every host has as many.
 
     Attributes:
@@ -65,7 +65,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         prefix: whether lines of output begin with their rank, where there are several processes.
         quiet: whether the output of rank 0 alone is shown.
         stop_grace_s: seconds between the wish to stop and the end by force.
-        restarts, max_restarts: how often the job has started again, and how often it may.
+        restarts: number of times that all ranks have started again.
         hang_timeout_s: seconds without output until each rank's stack is shown; None for never.
     """
 
@@ -75,7 +75,6 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     quiet: bool = False
     stop_grace_s: float = 10.0
     restarts: int = 0
-    max_restarts: int = 0
     hang_timeout_s: float | None = None
 
 
@@ -89,7 +88,7 @@ def plan_launch(
     parent_pid: int,
     port: int,
     record_dir: str,
-    place: Place = Place(),  # noqa: B008 - a frozen value
+    position: HostPosition = HostPosition(),  # noqa: B008 - a frozen value
 ) -> LaunchPlan:
     """Plan the processes of a launch on one host.
 
@@ -102,7 +101,7 @@ def plan_launch(
         parent_pid: the process that will start them; they end when it does.
         port: where rank 0 is to listen.
         record_dir: the folder for failure records.
-        place: where the processes stand among those of other hosts.
+        position: where the processes stand among those of other hosts.
 
     Returns:
         The plan; planning the same values twice gives equal plans.
@@ -116,19 +115,19 @@ def plan_launch(
     gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), known))
     tpus = count_processes(config, machine.tpu_chips)
     count = _count(config, gpus) if tpus is None else tpus
-    check_mesh(config, place.num_nodes * count)
+    check_mesh(config, position.num_nodes * count)
     shared = _shared(config, environ, gpus, threads=max(1, machine.cores // count))
     launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
     processes: list[ProcessPlan] = []
     for local_rank in range(count):
-        rank = place.node_rank * count + local_rank
-        record = f"{record_dir}/rank-{rank}-{place.restarts}.json"
+        rank = position.node_rank * count + local_rank
+        record = f"{record_dir}/rank-{rank}-{position.restarts}.json"
         processes.append(
             ProcessPlan(
                 rank=rank,
                 program=(*launcher, target.name, *target.args),
                 command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
-                environ=shared | _variables(local_rank, count, place, port),
+                environ=shared | _variables(local_rank, count, position, port),
                 record=record,
                 cores=share_cores(machine.core_ids, local_rank, count) if config.bind_cores else (),
             )
@@ -140,8 +139,7 @@ def plan_launch(
         prefix=config.prefix,
         quiet=config.quiet,
         stop_grace_s=config.stop_grace_s,
-        restarts=place.restarts,
-        max_restarts=config.max_restarts,
+        restarts=position.restarts,
         hang_timeout_s=None if config.hang_timeout_s == "never" else config.hang_timeout_s,
     )
 
@@ -221,16 +219,16 @@ def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, .
     return {"OMP_NUM_THREADS": str(threads)} | shared
 
 
-def _variables(local_rank: int, count: int, place: Place, port: int) -> dict[str, str]:
+def _variables(local_rank: int, count: int, position: HostPosition, port: int) -> dict[str, str]:
     return {
-        "RANK": str(place.node_rank * count + local_rank),
-        "WORLD_SIZE": str(place.num_nodes * count),
+        "RANK": str(position.node_rank * count + local_rank),
+        "WORLD_SIZE": str(position.num_nodes * count),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(count),
-        "NODE_RANK": str(place.node_rank),
-        "GROUP_RANK": str(place.node_rank),
-        "MASTER_ADDR": place.master_addr,
+        "NODE_RANK": str(position.node_rank),
+        "GROUP_RANK": str(position.node_rank),
+        "MASTER_ADDR": position.master_addr,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(position.restarts),
         "PYTHONUNBUFFERED": "1",
     }

@@ -8,8 +8,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from ipaddress import ip_address
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -27,11 +29,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from accel.config import LaunchConfig
 from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
-from accel.launching._attempts import stopped_by
 from accel.launching._background import in_background, until, within
 from accel.launching._host_terms import HostTerms, assign_node_ranks, compare, terms_of
 from accel.launching._hosts import is_here
-from accel.launching._report import tell
+from accel.launching._report import stop_report, tell
 from accel.launching._round import Round
 from accel.launching._signals import Signals
 from accel.launching._supervisor import Ending
@@ -44,6 +45,12 @@ _SILENT_S = 1.0  # until the user is told that others are waited for
 _READ_S = 1.5  # for others to read the terms in the store of this process
 _ANSWER_S = 10.0
 _POLL_S = 0.1
+_REASONS: Mapping[type[Exception], str] = MappingProxyType(
+    {
+        RendezvousClosedError: "another host has ended the job",
+        RendezvousTimeoutError: "too few hosts came in time",
+    }
+)
 
 
 class NotMetError(LaunchError):
@@ -101,15 +108,17 @@ class Rendezvous:
         is_first = self._round is None
         if self._round is not None:
             self._round.end()
+        alone = ", which only launchers on this machine can reach" if ip_address(self._address).is_loopback else ""
+        endpoint, patience_s = f"{self._config.rdzv_endpoint}{alone}", self._config.rdzv_timeout_s
         began_s = time.monotonic()
         is_told = False
         joined = in_background(lambda: self._join(is_first=is_first))
         while not joined.done():
             if stopped := signals.stop(_POLL_S):
-                return stopped_by(stopped)
+                return Ending(128 + stopped, stop_report(stopped, [], []), stopped=stopped)
             if not is_told and time.monotonic() - began_s >= _SILENT_S:
                 is_told = True
-                tell(f"accel: waiting for other hosts {self._wait()}\n")
+                tell(f"accel: waiting for other hosts at {endpoint}, up to {patience_s:g} s (--rdzv-timeout-s)\n")
         try:
             self._round, address, port = joined.result()
         except RendezvousGracefulExitError:  # there were enough hosts without this one
@@ -118,7 +127,7 @@ class Rendezvous:
             raise NotMetError(
                 "the hosts did not come together",
                 expected=f"{self._config.nnodes} hosts at {self._config.rdzv_endpoint}",
-                got=_reason(error),
+                got=_REASONS.get(type(error), "the first host does not answer"),
                 fix="See what the launchers on the other hosts printed.",
             ) from error
         return self._round, address, port
@@ -162,11 +171,6 @@ class Rendezvous:
         with self._lock:
             return self._inner.num_nodes_waiting()
 
-    def _wait(self) -> str:
-        config = self._config
-        alone = ", which only launchers on this machine can reach" if ip_address(self._address).is_loopback else ""
-        return f"at {config.rdzv_endpoint}{alone}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s)"
-
 
 def _open_store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
     """Return the store, and whether this process serves it: another launcher on this machine may do so already."""
@@ -184,11 +188,3 @@ def _open_store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
             fix="Choose another port, on all hosts.",
         )
     return found[0], False
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RendezvousClosedError):
-        return "another host has ended the job"
-    if isinstance(error, RendezvousTimeoutError):
-        return "too few hosts came in time"
-    return "the first host does not answer"

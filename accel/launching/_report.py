@@ -8,8 +8,8 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from accel.launching._frames import WORKER, is_users
-from accel.launching._record import Failure, FailureRecord
+from accel.launching._failure_record import Failure, FailureRecord
+from accel.launching._user_frames import WORKER, is_users
 from accel.terminal import show_clock
 
 _MOST_OTHERS = 8

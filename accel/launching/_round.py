@@ -14,8 +14,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accel.errors import LaunchError
 from accel.launching._background import until, within
+from accel.launching._failure_record import Failure, repeats
 from accel.launching._hang import Whereabouts
-from accel.launching._record import Failure, repeats
 from accel.launching._supervisor import Exchange, Peers
 
 T = TypeVar("T")
@@ -53,8 +53,7 @@ class Round(Peers):
         self._processes = processes
         self._count_waiting = count_waiting
         self._others = [at for at in range(len(hosts)) if at != node_rank]
-        self._reported: int | None = None  # the rank whose failure the other hosts can read
-        self._own_reports = 0
+        self._reported: set[int] = set()  # ranks whose failure the other hosts can read
         self._done = False
         self._ended = threading.Event()
         # What the look-out thread has seen last. The supervisor never waits for a store whose host is gone.
@@ -65,7 +64,7 @@ class Round(Peers):
         threading.Thread(target=self._look_out, name="accel-launch-lookout", daemon=True).start()
 
     def have_failed(self) -> bool:
-        return self._reports > self._own_reports
+        return self._reports > len(self._reported)
 
     def have_changed(self) -> bool:
         return self._waiting > 0
@@ -84,10 +83,9 @@ class Round(Peers):
         return True
 
     def report(self, failure: Failure) -> None:
-        if not self._others or failure.rank == self._reported:
+        if not self._others or failure.rank in self._reported:
             return
-        self._reported = failure.rank
-        self._own_reports += 1
+        self._reported.add(failure.rank)
 
         def write() -> None:
             self._write("failure", failure)
@@ -111,7 +109,7 @@ class Round(Peers):
             self.report(mine)
         is_reached = within(_LOST_S, lambda: self._read("failure", Failure, failures)) and self.noted_s is not None
         if not repeat():
-            return Exchange([*failures.values()], [])
+            return [*failures.values()], []
         here = find()
         if is_reached and self._others:
             since_s = time.time() if mine is None else mine.time_s
@@ -121,7 +119,7 @@ class Round(Peers):
             _ = within(patience_s, lambda: until(listen, patience_s))
         silent = [at for at in self._others if at not in found and at not in failures] if is_reached else []
         nowhere = Whereabouts(silent=[rank for at in silent for rank in self._ranks(at)])
-        return Exchange([*failures.values()], [here, *found.values(), nowhere] if repeat() else [])
+        return [*failures.values()], [here, *found.values(), nowhere] if repeat() else []
 
     def end(self) -> None:
         """End the look-out."""

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from accel.errors import AccelError
 from accel.launching._children import Children
+from accel.launching._failure_record import Failure, culprit, exit_code, repeats, stop_number
 from accel.launching._hang import Watch, Whereabouts, absent_report, locate
 from accel.launching._host_terms import describe_hosts
 from accel.launching._plan import LaunchPlan
-from accel.launching._record import Failure, culprit, exit_code, repeats, stop_number
 from accel.launching._relay import log_path
 from accel.launching._report import failure_report, stop_report, tell
 from accel.launching._signals import NOTICES, STOPPING, Signals
@@ -23,6 +23,9 @@ FAILED_GRACE_S = 2.5  # nothing of a failed run is left after 3 s, or 4 where a 
 _LEFTOVER_GRACE_S = 1.0  # for what ended ranks have left behind
 _KILLED_GRACE_S = 1.5  # a process that waits for a device may outlive SIGKILL; the launcher does not wait with it
 _POLL_S = 0.05
+
+
+Exchange = tuple[list[Failure], list[Whereabouts]]  # failures of other hosts, and where ranks of all hosts are
 
 
 class Ending(NamedTuple):
@@ -41,18 +44,6 @@ class Ending(NamedTuple):
     first: Failure | None = None
     stopped: int = 0
     changed: bool = False
-
-
-class Exchange(NamedTuple):
-    """Answers of other hosts about a failure.
-
-    Attributes:
-        failures: the failure of each other host that has one.
-        whereabouts: where ranks are, this host's included; empty unless all failures only repeat another rank's.
-    """
-
-    failures: Sequence[Failure]
-    whereabouts: Sequence[Whereabouts]
 
 
 class Peers:
@@ -87,40 +78,32 @@ class Peers:
         Args:
             mine: the failure of this host that came first; None if another host failed.
             find: returns where the ranks of this host are.
+
+        Returns:
+            The failure of each other host that has one; where the ranks of all hosts are, or nothing.
         """
-        return Exchange((), [find()] if mine is not None and repeats(mine) else [])
-
-
-class Attempt(NamedTuple):
-    """One start of all ranks.
-
-    Attributes:
-        plan: processes of this host.
-        peers: the other hosts.
-    """
-
-    plan: LaunchPlan
-    peers: Peers = Peers()
+        return [], [find()] if mine is not None and repeats(mine) else []
 
 
 class Supervisor:
-    """Starts the ranks of an attempt on this host, and looks after them until all have ended.
+    """Starts the ranks of this host once, and looks after them until all have ended.
 
     Args:
-        attempt: the ranks to start.
         signals: signals of this process.
+        plan: ranks of this host.
+        peers: the other hosts; None on one host.
 
     Raises:
         LaunchError: a process cannot be started.
     """
 
-    def __init__(self, attempt: Attempt, signals: Signals) -> None:
-        self._plan = attempt.plan
-        self._peers = attempt.peers
+    def __init__(self, signals: Signals, plan: LaunchPlan, peers: Peers | None = None) -> None:
+        self._plan = plan
+        self._peers = Peers() if peers is None else peers
         self._signals = signals
         self._children = Children()
-        self._relay = self._children.start(attempt.plan)
-        self._watch = Watch(self._children, self._relay, attempt.plan.hang_timeout_s)
+        self._relay = self._children.start(plan)
+        self._watch = Watch(self._children, self._relay, plan.hang_timeout_s)
 
     def run(self) -> Ending:
         """Wait for the end of all ranks, and until their output is shown.
@@ -205,9 +188,14 @@ class Supervisor:
         self._end(0 if late or hurry else _LEFTOVER_GRACE_S)
         recorded = [failure for failure in self._children.failures() if failure.record]
         report = stop_report(number, recorded, late)
-        if failed := [failure for failure in recorded if not _is_obedient(failure)]:
-            first = culprit(failed)
-            report += failure_report(first, [other for other in failed if other is not first])
+        disobedient = [
+            failure
+            for failure in recorded
+            if failure.record and failure.record.exception != "KeyboardInterrupt" and not stop_number(failure)
+        ]
+        if disobedient:
+            first = culprit(disobedient)
+            report += failure_report(first, [other for other in disobedient if other is not first])
         return Ending(exit_code(-number), report, stopped=number)
 
     def _end(self, grace_s: float) -> None:
@@ -237,8 +225,3 @@ class Supervisor:
         self._relay.end()
         while self._relay.is_alive() and not self._signals.stop(0):
             self._relay.join(_POLL_S)
-
-
-def _is_obedient(failure: Failure) -> bool:
-    interrupted = failure.record is not None and failure.record.exception == "KeyboardInterrupt"
-    return interrupted or stop_number(failure) != 0

@@ -19,10 +19,10 @@ import traceback
 from importlib.abc import InspectLoader
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec
-from types import FrameType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 
-from accel.launching._frames import is_users
-from accel.launching._record import STACK_SIGNAL, FailureRecord, file_beside, write_file
+from accel.launching._failure_record import STACK_SIGNAL, FailureRecord, file_beside, write_file
+from accel.launching._user_frames import frames_below, is_users
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,7 +48,9 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
     show_stacks(record)
     note_checkpoints(record)
     if os.path.exists(ask := file_beside(record, "ask")):
-        from accel.launching._calls import answer_calls  # a thread, and imports, for those alone who ask for them
+        from accel.launching._flight_record import (
+            answer_calls,  # a thread, and imports, for those alone who ask for them
+        )
 
         answer_calls(record, ask)
     rank = int(os.environ["RANK"])
@@ -60,7 +62,7 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
 
     def show_unrecorded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != started or not os.path.exists(record):
-            traceback.print_exception(kind, error, _users(trace))
+            traceback.print_exception(kind, error, frames_below(trace, __file__))
 
     sys.excepthook = show_unrecorded  # the parent shows what is on record, once and last
     try:
@@ -142,7 +144,7 @@ def run_module(name: str) -> None:
 
 def describe_failure(rank: int, error: BaseException) -> FailureRecord:
     """Turn an exception of the script into a record; its traceback begins at the script's first frame."""
-    trace = _users(error.__traceback__)
+    trace = frames_below(error.__traceback__, __file__)
     kind = type(error)
     name = kind.__qualname__
     told = traceback.TracebackException(kind, error, trace, compact=True)
@@ -157,26 +159,16 @@ def describe_failure(rank: int, error: BaseException) -> FailureRecord:
     )
 
 
-def _users(trace: TracebackType | None) -> TracebackType | None:
-    while trace and (_file(trace.tb_frame) == __file__ or _file(trace.tb_frame).startswith("<frozen importlib")):
-        trace = trace.tb_next
-    return trace
-
-
 def _location(error: BaseException, trace: TracebackType | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = [(_file(frame), line) for frame, line in traceback.walk_tb(trace)]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
     own = [(file, line) for file, line in frames if is_users(file)]
     return "{}:{}".format(*(own or frames)[-1]) if frames else ""
 
 
 def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()  # file names may hold any byte, JSON may not
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ import pytest
 from launching import Workspace
 
 from accel.launching import FailureRecord
-from accel.launching._calls import Entered
 from accel.launching._children import Children
-from accel.launching._hang import Heard, Watch, absent_report, locate
-from accel.launching._record import Failure, culprit, repeats
+from accel.launching._failure_record import Failure, culprit, repeats
+from accel.launching._flight_record import EnteredCollective
+from accel.launching._hang import RankAnswer, Watch, absent_report, locate
 from accel.launching._relay import Relay
 
 LOADING = """Current thread 0x00007f (most recent call first):
@@ -30,12 +30,12 @@ IN_BACKWARD = """Current thread 0x00007f (most recent call first):
 IN_GATHER = IN_BACKWARD.replace("torch/autograd/graph.py", "accel/comm/_torch.py")
 
 
-def entered(*, waiting: bool) -> list[Entered]:
-    return [Entered(group="gloo", of_all=True, number=3, operation="all_reduce", waiting=waiting)]
+def entered(*, waiting: bool) -> list[EnteredCollective]:
+    return [EnteredCollective(group="gloo", of_all=True, number=3, operation="all_reduce", waiting=waiting)]
 
 
 def test_ranks_that_are_in_no_collective_come_first() -> None:
-    heard = {0: Heard(IN_BACKWARD), 1: Heard(LOADING), 3: Heard(IN_GATHER), 4: Heard(IN_BACKWARD)}
+    heard = {0: RankAnswer(IN_BACKWARD), 1: RankAnswer(LOADING), 3: RankAnswer(IN_GATHER), 4: RankAnswer(IN_BACKWARD)}
     lines = absent_report([locate(heard, [2])]).splitlines()
     assert lines[0].startswith("accel: rank 2 left")
     assert lines[1].startswith("accel: rank 1 did not come: at /home/ada/train.py:7 in load")
@@ -44,7 +44,7 @@ def test_ranks_that_are_in_no_collective_come_first() -> None:
 
 @pytest.mark.parametrize(("waiting", "came"), [(True, "waited"), (False, "did not come")])
 def test_what_torch_recorded_counts_before_the_stack(waiting: bool, came: str) -> None:
-    heard = {0: Heard(IN_BACKWARD, asked=True, calls=entered(waiting=waiting))}
+    heard = {0: RankAnswer(IN_BACKWARD, asked=True, calls=entered(waiting=waiting))}
     assert absent_report([locate(heard, [])]).startswith(f"accel: rank 0 {came}: ")
 
 
@@ -74,8 +74,8 @@ class _Places(Watch):
         super().__init__(Children(), relay, 0.01)
         self._stacks = stacks
 
-    def ask(self) -> dict[int, Heard]:
-        return {0: Heard(self._stacks.pop(0))}
+    def ask(self) -> dict[int, RankAnswer]:
+        return {0: RankAnswer(self._stacks.pop(0))}
 
 
 def test_a_silence_is_reported_again_once_the_places_have_changed() -> None:
@@ -129,7 +129,7 @@ def test_a_rank_that_ends_while_it_is_asked_lives_on(tmp_path: Path) -> None:
     """An ending interpreter takes the fault handler away before the process is gone."""
     script = f"""
 import faulthandler, os
-from accel.launching._record import STACK_SIGNAL
+from accel.launching._failure_record import STACK_SIGNAL
 from accel.launching._worker import show_stacks
 show_stacks({str(tmp_path / "record")!r})
 faulthandler.unregister(STACK_SIGNAL)  # as at the end

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import HERE, Workspace
 
-from accel.launching._calls import Entered, last_calls
-from accel.launching._hang import Heard, hang_report
+from accel.launching._flight_record import EnteredCollective, last_calls
+from accel.launching._hang import RankAnswer, hang_report
 
 WAITING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/distributed/c10d.py", line 9 in wait
@@ -26,13 +26,13 @@ WAITING = """Current thread 0x00007f (most recent call first):
 LOADING = WAITING.replace("line 12 in step", "line 7 in load")
 
 
-def stacks(by_rank: Mapping[int, str]) -> dict[int, Heard]:
-    return {rank: Heard(stack=stack) for rank, stack in by_rank.items()}
+def stacks(by_rank: Mapping[int, str]) -> dict[int, RankAnswer]:
+    return {rank: RankAnswer(stack=stack) for rank, stack in by_rank.items()}
 
 
-def entered(number: int, *, waiting: bool, group: str = "gloo", place: str = "") -> Entered:
+def entered(number: int, *, waiting: bool, group: str = "gloo", place: str = "") -> EnteredCollective:
     of_all = " " not in group
-    return Entered(
+    return EnteredCollective(
         group=group, of_all=of_all, number=number, operation="all_gather", call="gather", place=place, waiting=waiting
     )
 
@@ -76,13 +76,15 @@ def test_deep_stacks_keep_both_ends() -> None:
         ),
     ],
 )
-def test_ranks_that_wait_and_those_they_wait_for_are_told_apart(calls: list[list[Entered] | None], told: str) -> None:
-    heard = {rank: Heard(WAITING, asked=True, calls=each) for rank, each in enumerate(calls)}
+def test_ranks_that_wait_and_those_they_wait_for_are_told_apart(
+    calls: list[list[EnteredCollective] | None], told: str
+) -> None:
+    heard = {rank: RankAnswer(WAITING, asked=True, calls=each) for rank, each in enumerate(calls)}
     assert hang_report(heard, 60).splitlines()[1] == f"accel: {told}"
 
 
 def test_ranks_that_all_compute_wait_for_nobody() -> None:
-    lines = hang_report({0: Heard(WAITING, asked=True, calls=[entered(3, waiting=False)])}, 60).splitlines()
+    lines = hang_report({0: RankAnswer(WAITING, asked=True, calls=[entered(3, waiting=False)])}, 60).splitlines()
     assert lines[1].startswith("accel: rank 0: at ")
     assert lines[1].endswith("; last in collective 3 of gloo, all_gather of gather")
 
@@ -90,9 +92,9 @@ def test_ranks_that_all_compute_wait_for_nobody() -> None:
 def test_the_line_of_a_call_is_told_where_the_stack_has_another() -> None:
     place = "/home/ada/train.py:12 in step"
     heard = [
-        Heard(WAITING, asked=True, calls=[entered(3, waiting=True, place=place)]),
-        Heard(LOADING, asked=True, calls=[entered(2, waiting=False, place=place)]),
-        Heard(LOADING, asked=True),
+        RankAnswer(WAITING, asked=True, calls=[entered(3, waiting=True, place=place)]),
+        RankAnswer(LOADING, asked=True, calls=[entered(2, waiting=False, place=place)]),
+        RankAnswer(LOADING, asked=True),
     ]
     lines = hang_report(dict(enumerate(heard)), 60).splitlines()
     assert lines[2].endswith("in wait_for_everyone; in collective 3 of gloo, all_gather")
@@ -148,8 +150,8 @@ answers = st.none() | st.lists(
 )
 
 
-@given(st.lists(st.builds(Heard, st.sampled_from([WAITING, LOADING, ""]), st.booleans(), answers), max_size=500))
-def test_many_ranks_take_few_lines(heard: list[Heard]) -> None:
+@given(st.lists(st.builds(RankAnswer, st.sampled_from([WAITING, LOADING, ""]), st.booleans(), answers), max_size=500))
+def test_many_ranks_take_few_lines(heard: list[RankAnswer]) -> None:
     report = hang_report(dict(enumerate(heard)), 1)
     assert len(report.splitlines()) <= 1 + 4 + 17 + 4 * 6
     assert max(map(len, report.splitlines())) < 300

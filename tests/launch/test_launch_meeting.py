@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from accel.config import LaunchConfig
 from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
+from accel.launching._failure_record import Failure
 from accel.launching._host_terms import HostTerms, assign_node_ranks, describe_hosts, terms_of
 from accel.launching._hosts import check_endpoint, is_here
-from accel.launching._plan import Place
-from accel.launching._record import Failure
+from accel.launching._plan import HostPosition
 from accel.launching._report import failure_report
 
 
@@ -110,8 +110,8 @@ def test_places_of_other_hosts_follow_from_their_number() -> None:
 
     from accel.env import read_env
 
-    places = [Place(node_rank=at, num_nodes=3, master_addr="h0", restarts=2) for at in range(3)]
-    envs = [read_env(process.environ) for place in places for process in plan(2, place=place).processes]
+    places = [HostPosition(node_rank=at, num_nodes=3, master_addr="h0", restarts=2) for at in range(3)]
+    envs = [read_env(process.environ) for place in places for process in plan(2, position=place).processes]
     assert [env.rank for env in envs] == list(range(6))
     assert [(env.node_rank, env.local_rank) for env in envs] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert {(env.world_size, env.num_nodes, env.master_addr, env.restarts) for env in envs} == {(6, 3, "h0", 2)}

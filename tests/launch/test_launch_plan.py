@@ -18,7 +18,7 @@ from accel.env import read_env
 from accel.errors import ConfigError, EnvError, LaunchError
 from accel.launching import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
 from accel.launching._machine import order_cores, read_gpus
-from accel.launching._plan import Place, share_cores
+from accel.launching._plan import HostPosition, share_cores
 from accel.topology import fit_mesh
 
 
@@ -30,7 +30,7 @@ def plan(
     machine: Machine | None = None,
     config: LaunchConfig | None = None,
     target: Target | None = None,
-    place: Place | None = None,
+    position: HostPosition | None = None,
 ) -> LaunchPlan:
     return plan_launch(
         target or Target(name="train.py", args=args),
@@ -41,7 +41,7 @@ def plan(
         parent_pid=42,
         port=29511,
         record_dir="records",
-        place=place or Place(),
+        position=position or HostPosition(),
     )
 
 
@@ -119,14 +119,15 @@ def test_every_setting_of_a_rank_is_a_field_of_the_record() -> None:
 
 @given(st.integers(1, 3), st.integers(1, 4), st.sampled_from(["dp=2,tp=2", "dp=-1,tp=2", "fsdp=3", "fsdp=-1"]))
 def test_a_mesh_fits_the_processes_of_all_hosts_or_nothing_starts(hosts: int, n: int, mesh: str) -> None:
-    config, place = LaunchConfig(nproc_per_node=n, mesh=mesh), Place(num_nodes=hosts)
+    config, position = LaunchConfig(nproc_per_node=n, mesh=mesh), HostPosition(num_nodes=hosts)
     try:
         fit_mesh(mesh, hosts * n, where="")
     except ConfigError:
         with pytest.raises(LaunchError, match=f"got {hosts * n} - at --mesh"):
-            plan(config=config, place=place)
+            plan(config=config, position=position)
     else:
-        assert {read_env(process.environ).mesh for process in plan(config=config, place=place).processes} == {mesh}
+        processes = plan(config=config, position=position).processes
+        assert {read_env(process.environ).mesh for process in processes} == {mesh}
 
 
 def test_a_misspelt_setting_is_refused_before_anything_starts() -> None:

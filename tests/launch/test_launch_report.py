@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.launching import FailureRecord
-from accel.launching._record import Failure, culprit, exit_code, file_beside, read_failure, write_file
+from accel.launching._failure_record import Failure, culprit, exit_code, file_beside, read_failure, write_file
 from accel.launching._report import failure_report, last_line, stop_report
 
 

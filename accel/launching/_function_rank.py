@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from types import TracebackType
 
 from accel.launching._parcel import pack, receive_call, send_error, send_value, unpack
+from accel.launching._user_frames import frames_below
 
 
 def main(folder: str) -> None:
@@ -21,7 +21,9 @@ def main(folder: str) -> None:
     try:
         value = _call(receive_call(folder))
     except BaseException as error:
-        told = traceback.TracebackException(type(error), error, _beyond(error.__traceback__), compact=True)
+        told = traceback.TracebackException(
+            type(error), error, frames_below(error.__traceback__, __file__), compact=True
+        )
         send_error(folder, rank, error, "".join(told.format()))
         raise
     send_value(folder, rank, value)
@@ -33,12 +35,6 @@ def _call(call: bytes) -> bytes:
     fn, args = unpack(call, "the function that was launched")
     with session(os.environ) as ctx:
         return pack(fn(ctx, *args), "the value that the function returned")
-
-
-def _beyond(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from types import TracebackType
 
 WORKER = "/launching/_worker.py"  # end of the path of what each process executes
 DECORATOR = "wrapper"  # what c10d calls the function around each of its own
@@ -16,3 +17,10 @@ def is_users(file: str) -> bool:
     """Tell whether a frame of this file is worth pointing at when something failed."""
     installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
     return not (installed or file.startswith(("<", *_LIBRARIES)))
+
+
+def frames_below(trace: TracebackType | None, file: str) -> TracebackType | None:
+    """Return a traceback without the frames at its start of a file and of Python's import system."""
+    while trace and trace.tb_frame.f_code.co_filename.startswith((file, "<frozen importlib")):
+        trace = trace.tb_next
+    return trace

@@ -7,10 +7,11 @@ import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 _LOST = ("gloo/transport/", "Connection closed by peer", "NCCL error")  # torch's words for a peer that is gone
 STACK_SIGNAL = signal.SIGRTMAX - 1  # asks a rank for its Python stack; far from those that scripts use
 
@@ -74,6 +75,14 @@ def write_file(path: str, value: object) -> None:
     os.replace(partial, path)
 
 
+def read_file(path: str, type_: type[T]) -> T | None:
+    """Read what `write_file` has written; None if there is nothing, or nothing whole."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=type_)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 def newest_checkpoint(records: Iterable[str]) -> str:
     """Return the checkpoint that ranks have written or resumed from last; empty if there is none.
 
@@ -83,7 +92,7 @@ def newest_checkpoint(records: Iterable[str]) -> str:
     paths = [Path(file_beside(record, "checkpoint")) for record in records]
     found = [path for path in paths if path.exists()]
     newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return "" if newest is None else msgspec.json.decode(newest.read_bytes(), type=str)
+    return (newest and read_file(str(newest), str)) or ""
 
 
 def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure:
@@ -95,16 +104,9 @@ def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure
         path: where its record would be.
         noticed_s: when its end was noticed, in seconds since the epoch.
     """
-    try:
-        with open(path, "rb") as file:
-            record = msgspec.json.decode(file.read(), type=FailureRecord)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        record = None
-    try:
-        with open(file_beside(path, "crash"), encoding="utf-8", errors="replace") as file:
-            crash = file.read()
-    except OSError:
-        crash = ""
+    record = read_file(path, FailureRecord)
+    dump = Path(file_beside(path, "crash"))
+    crash = dump.read_text(encoding="utf-8", errors="replace") if dump.exists() else ""
     return Failure(rank=rank, status=status, time_s=record.time_s if record else noticed_s, record=record, crash=crash)
 
 

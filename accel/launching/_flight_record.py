@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from accel.launching._frames import DECORATOR, is_users
-from accel.launching._record import file_beside, write_file
+from accel.launching._failure_record import file_beside, write_file
+from accel.launching._user_frames import DECORATOR, is_users
 
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and that of the other backends
 
 
-class Entered(msgspec.Struct, frozen=True, kw_only=True):
+class EnteredCollective(msgspec.Struct, frozen=True, kw_only=True):
     """The collective of one group that a rank waits in, or the last one that it left.
 
     Attributes:
@@ -96,7 +96,7 @@ def answer_calls(record: str, ask: str) -> None:
     threading.Thread(target=answer, name="accel-launch-calls", daemon=True).start()
 
 
-def last_calls(trace: object) -> list[Entered]:
+def last_calls(trace: object) -> list[EnteredCollective]:
     """Return the collective of each group that a rank waits in, or its last; the one to look at first is first.
 
     Args:
@@ -132,14 +132,14 @@ def _is_of_all(entry: _Entry) -> bool:
     return entry.process_group[1] == "default_pg"
 
 
-def _entered(entry: _Entry) -> Entered:
+def _entered(entry: _Entry) -> EnteredCollective:
     called, place = "", ""
     for frame in entry.frames:
         if is_users(frame.filename):
             place = f"{frame.filename}:{frame.line} in {frame.name}"
             break
         called = frame.name if frame.name != DECORATOR else called
-    return Entered(
+    return EnteredCollective(
         group=_group(entry),
         of_all=_is_of_all(entry),
         number=entry.collective_seq_id,

@@ -16,6 +16,7 @@ from accel.checkpoint._manifest import Piece as Piece
 from accel.checkpoint._manifest import TensorEntry as TensorEntry
 from accel.checkpoint._manifest import decode_manifest as decode_manifest
 from accel.checkpoint._manifest import encode_manifest as encode_manifest
+from accel.checkpoint._manifest import step_of as step_of
 from accel.checkpoint._plan import Box as Box
 from accel.checkpoint._plan import plan_checks as plan_checks
 from accel.checkpoint._plan import plan_writes as plan_writes

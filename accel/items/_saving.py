@@ -11,6 +11,7 @@ from typing import Literal, get_args, overload
 
 import msgspec
 import torch
+from torch.nn.utils import get_total_norm
 
 from accel.checkpoint import (
     Content,
@@ -23,6 +24,7 @@ from accel.checkpoint import (
     local_part,
     save,
     save_async,
+    step_of,
 )
 from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
@@ -44,7 +46,6 @@ from accel.items._rng import capture_row
 from accel.items._stateful import capture_stateful
 from accel.items._transforms import SaveTransform, transformed_tensors
 from accel.items._value import capture_value, check_records
-from accel.optim import norms
 from accel.parallel import engine_items
 from accel.storage import RemotePath, as_place
 
@@ -159,6 +160,7 @@ def save_state(
     ctx.comm.finish()
     with shared_failure(ctx.comm, Call("save_state", site=call_site())):
         place = as_place(out)
+        _check_folder(place.name)
         _check_step(step)
         check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
         rule = check_keep(keep)
@@ -272,13 +274,9 @@ def _nonfinite(tensors: Mapping[str, torch.Tensor], *, masks: bool) -> Iterator[
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # nothing is computed in fp8
             kinds.setdefault((wide.device, wide.dtype), {})[name] = wide
-    for same in kinds.values():  # norms find inf and NaN in one fast pass, and also what is merely huge
-        flags = torch.stack([norm.isfinite() for norm in norms(list(same.values()))]).cpu()
-        yield from (
-            name
-            for (name, tensor), finite in zip(same.items(), flags, strict=True)
-            if not finite and not _allowed(tensor, masks=masks)
-        )
+    for same in kinds.values():  # one fast pass; a norm is not finite either where values are merely huge
+        if not get_total_norm(same.values()).isfinite():
+            yield from (name for name, tensor in same.items() if not _allowed(tensor, masks=masks))
 
 
 def _allowed(tensor: torch.Tensor, *, masks: bool) -> bool:
@@ -286,6 +284,17 @@ def _allowed(tensor: torch.Tensor, *, masks: bool) -> bool:
     if masks and not tensor.is_complex():
         fine |= tensor == -torch.inf
     return bool(fine.all())
+
+
+def _check_folder(name: str) -> None:
+    if step_of(name.partition(".")[0]) is not None:
+        raise ConfigError(
+            "a run's folder with the name of a checkpoint",
+            expected="another name, such as runs/demo",
+            got=name,
+            where="save_state, out=",
+            fix="Pass the folder above it, or rename it: load_state and resume take it for a single checkpoint.",
+        )
 
 
 def _check_step(step: int) -> None:

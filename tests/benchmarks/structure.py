@@ -92,8 +92,10 @@ def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
     found["batches"] = traced(lambda: list(accel.batches(ctx, loader)))
     found["a loop's pass"] = traced(train)
     items = {"model": model, "optimizer": optimizer, "state": state}
-    found["save_state"] = traced(lambda: accel.save_state(ctx, folder, items, step=1))
-    found["load_state"] = traced(lambda: accel.load_state(ctx, folder, items))
+    save = accel.save_state  # found before it is traced: a name is looked up in `lazy`
+    load = accel.load_state
+    found["save_state"] = traced(lambda: save(ctx, folder, items, step=1))
+    found["load_state"] = traced(lambda: load(ctx, folder, items))
     return found
 
 

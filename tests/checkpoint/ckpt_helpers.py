@@ -110,3 +110,17 @@ def equal(one: Any, other: Any) -> bool:
 
 def streams() -> tuple[Any, ...]:
     return random.getstate(), torch.get_rng_state().tolist()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one that it shares its state with."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)  # pyright: ignore[reportAssignmentType]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # pyright: ignore[reportAssignmentType]
+    defaults = property(lambda self: self.optimizer.defaults)  # pyright: ignore[reportAssignmentType]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()

@@ -14,7 +14,7 @@ from ckpt_helpers import CPU
 
 from accel import load_state, save_state
 from accel.checkpoint import Keep, latest_checkpoint
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, ConfigError
 from accel.storage import LOCK, take_lock
 
 
@@ -258,3 +258,11 @@ def test_two_writers_at_once_never_mix_and_readers_never_notice(tmp_path: Path) 
     assert set(ended.values()) == {0}
     assert loads
     assert LOCK not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step-00000001", "step-00000001.old-abc"])
+def test_a_runs_folder_with_the_name_of_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"Pass the folder above it, or rename it") as caught:
+        save_state(CPU, tmp_path / name, {"value": 1}, step=1)
+    assert caught.value.where == "save_state, out="
+    assert not (tmp_path / name).exists()

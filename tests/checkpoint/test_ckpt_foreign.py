@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckpt_helpers import CPU, Run, equal
+from ckpt_helpers import CPU, Run, Wrapper, equal
 from safetensors.torch import save_file
 
 import accel
@@ -151,6 +151,15 @@ def test_a_folder_that_accelerate_itself_wrote(tmp_path: Path) -> None:
         assert mine.model.state_dict()[name].equal(tensor)
     assert mine.scheduler.last_epoch == 3
     assert mine.optimizer.state[mine.model[0].weight]["step"] == 3
+
+
+def test_an_optimizer_in_another_librarys_wrapper_is_loaded_inside(tmp_path: Path) -> None:
+    run, mine = Run(), Run(seed=1)
+    run.step(3)
+    wrapper = Wrapper(mine.optimizer)
+    asked = {"model": mine.model, "optimizer": wrapper}
+    assert accel.load_accelerate_state(CPU, accelerate_folder(tmp_path / "old", run), asked)["optimizer"] is wrapper
+    assert equal(mine.optimizer.state_dict(), run.optimizer.state_dict())
 
 
 def test_the_command_imports_all_but_optimizers(

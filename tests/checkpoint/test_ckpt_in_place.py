@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ckpt_helpers import CPU, equal
+from ckpt_helpers import CPU, Wrapper, equal
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -64,20 +64,6 @@ def test_memory_that_is_not_said_to_be_shared_is_not(layout: list[tuple[int, int
     distinct = tensor.reshape(-1).unique().numel() == tensor.numel()
     assert overlaps(tensor) or distinct
     assert not overlaps(torch.empty(shape).T if len(shape) == 2 else torch.empty(shape))
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one that it shares its state with."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    state = property(lambda self: self.optimizer.state)  # pyright: ignore[reportAssignmentType]
-    param_groups = property(lambda self: self.optimizer.param_groups)  # pyright: ignore[reportAssignmentType]
-    defaults = property(lambda self: self.optimizer.defaults)  # pyright: ignore[reportAssignmentType]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
 
 
 class Imitation(torch.optim.AdamW):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel.config._record import FIELDS, LaunchConfig
-from accel.config._resolve import ConfigFile, check_names, resolve
+from accel.config._resolve import ConfigFile, resolve
 from accel.errors import ConfigError, did_you_mean
 
 DEFAULT_FILE = "accel.toml"
@@ -65,9 +65,7 @@ def decode(text: str, path: str = DEFAULT_FILE) -> LaunchConfig:
     Raises:
         ConfigError: the text is malformed, or holds what no record can.
     """
-    file = ConfigFile(path=path, values=decode_values(text, path))
-    check_names(file)
-    return resolve({}, {}, file).config
+    return resolve({}, {}, ConfigFile(path=path, values=decode_values(text, path))).config
 
 
 def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[str] | None = None) -> str:

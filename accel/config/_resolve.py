@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -83,13 +83,10 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
         ConfigError: an unknown name, a value that its field does not take, or fields that contradict each other.
         EnvError: a variable is nearly one of ours.
     """
-    known = {field.name: field for field in FIELDS}
-    for name in flags:
-        if name not in known:
-            raise ConfigError("unknown field", got=repr(name), where="flags", fix=did_you_mean(name, known))
+    _check_names(flags, "unknown field", "flags")
     check_spelling(environ, [CONFIG_VARIABLE, SOURCES_VARIABLE, *(field.variable for field in FIELDS)])
     if file is not None:
-        check_names(file)
+        _check_names(file.values, "unknown key", file.path)
     torchruns = read_torchrun(environ)
     values = {field.name: field.default for field in FIELDS}
     sources = {field.name: Source("default") for field in FIELDS}
@@ -101,16 +98,11 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
     return Resolved(LaunchConfig(**values), sources)
 
 
-def check_names(file: ConfigFile) -> None:
-    """Refuse keys of a file that are no fields.
-
-    Raises:
-        ConfigError: an unknown key, with the nearest field.
-    """
-    names = [field.name for field in FIELDS]
-    for key in file.values:
-        if key not in names:
-            raise ConfigError("unknown key", got=repr(key), where=file.path, fix=did_you_mean(key, names))
+def _check_names(names: Iterable[str], problem: str, where: str) -> None:
+    known = [field.name for field in FIELDS]
+    for name in names:
+        if name not in known:
+            raise ConfigError(problem, got=repr(name), where=where, fix=did_you_mean(name, known))
 
 
 def _said(

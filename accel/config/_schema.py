@@ -15,6 +15,12 @@ from accel.formats import precision_fix
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_METAVARS: dict[type, str] = {
+    inspect.BoolType: "",
+    inspect.IntType: "N",
+    inspect.FloatType: "SECONDS",
+    inspect.VarTupleType: "N,N",
+}
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +139,7 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
         fallback=extra.get("fallback", info.default),
         doc=schema["description"],
         expects=" or ".join(_words(kind, schema.get("examples", [])) for kind in kinds),
-        metavar=next((found for kind in kinds if (found := _metavar(kind)) is not None), "NAME"),
+        metavar=next((_METAVARS[type(kind)] for kind in kinds if type(kind) in _METAVARS), "NAME"),
         choices=extra.get("choices", {}),
         shorthand=extra.get("shorthand"),
         type=info.type,
@@ -159,20 +165,6 @@ def _words(kind: inspect.Type, examples: list[str]) -> str:
 
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-
-
-def _metavar(kind: inspect.Type) -> str | None:
-    match kind:
-        case inspect.BoolType():
-            return ""
-        case inspect.IntType():
-            return "N"
-        case inspect.FloatType():
-            return "SECONDS"
-        case inspect.VarTupleType():
-            return "N,N"
-        case _:
-            return None
 
 
 def _near(field: Field, got: object) -> str:

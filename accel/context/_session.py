@@ -54,7 +54,7 @@ def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[Settin
     env = read_env(os.environ if environ is None else environ)
     settled = settle(settings, env, SettingKeywords)
     device = choose_device(settings.get("device"), env)
-    check_backend(settled.backend)
+    check_backend(settled.backend, "backend=" if settings.get("backend") else env.sources.get("backend", ""))
     _ = fit_mesh(settled.mesh, env.world_size, where="mesh=")
     backend = None if settled.backend == "auto" else settled.backend
     grouped = env.world_size > 1 or settled.mesh

@@ -43,14 +43,14 @@ def settle(keywords: Mapping[str, Any], asked: Settings, known: type[GroupKeywor
     return Settings(**values)
 
 
-def check_backend(name: str) -> None:
-    """Raise `ConfigError` for a backend that this build of torch lacks."""
+def check_backend(name: str, where: str) -> None:
+    """Raise `ConfigError`, with the place that names it, for a backend that this build of torch lacks."""
     if name != "auto" and not dist.is_backend_available(name.lower()):
         raise ConfigError(
             "this build of torch has no such backend",
             expected="gloo, nccl or another that torch.distributed.is_backend_available knows",
             got=repr(name),
-            where="backend=, ACCEL_BACKEND",
+            where=where,
         )
 
 

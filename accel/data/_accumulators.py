@@ -23,8 +23,8 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
     """Sums over the samples of all ranks. Adding gives a new record; nothing is communicated before `sync` or `value`.
 
     Attributes:
-        total: what `sync` has added up over all ranks: nested containers of tensors, float64; None before the first.
-        own: what this rank has added since.
+        total: sums over all ranks up to the last `sync`: nested containers of tensors, float64; None before the first.
+        own: this rank's sums since then.
     """
 
     total: Any = None
@@ -37,7 +37,7 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
             values: nested containers of tensors and numbers, the same at every call. With a batch, tensors of shape
                 [batch.rows, ...] are summed over its real rows, and those of shape [] count unless it holds none.
                 Without one, all are added as they are.
-            batch: what the values were computed on.
+            batch: the batch that the values were computed on.
 
         Raises:
             DataError: a tensor whose first dimension is not the batch's, or of another shape than before.
@@ -47,9 +47,9 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
         return Sum(self.total, part if self.own is None else _added(self.own, part))
 
     def sync(self, ctx: DistContext) -> Sum:
-        """Return the sums with what ranks added since the last time made common to all. A collective.
+        """Return the sums, added up over all ranks. A collective.
 
-        So they can be saved, and go on with another number of ranks.
+        Synchronized sums can be saved, and go on with another number of ranks.
 
         Raises:
             CollectiveMismatch: ranks have added other structures or shapes; on every rank.
@@ -72,10 +72,10 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
         return total
 
     def check_saveable(self) -> None:
-        """Raise `ConfigError` while a part is known to this rank alone: of a record, rank 0's is saved for all."""
+        """Raise `ConfigError` before `sync`: a checkpoint keeps rank 0's record, which lacks the other ranks' sums."""
         if self.own is not None:
             raise ConfigError(
-                "sums that ranks have not made common cannot be saved",
+                "sums that are not synchronized cannot be saved",
                 expected="metric = metric.sync(ctx) before save_state",
                 got="values added since the last sync",
             )
@@ -96,7 +96,7 @@ class Mean(msgspec.Struct, frozen=True, eq=False):
         Args:
             values: nested containers of tensors and numbers, the same at every call. With a batch, tensors of shape
                 [batch.rows, ...] are one value a sample; everything else is a mean over `weight` units already.
-            batch: what the values were computed on; its real samples are the weight if none is given.
+            batch: the batch that the values were computed on; its real samples are the default weight.
             weight: units behind the values, such as valid tokens: a number, or a tensor of shape [] or [batch.rows].
 
         Raises:
@@ -112,7 +112,7 @@ class Mean(msgspec.Struct, frozen=True, eq=False):
         return Mean(self.sums.add({"values": weighed, "weight": _summed("weight=", each, batch)}))
 
     def sync(self, ctx: DistContext) -> Mean:
-        """Return the means with what ranks added since the last time made common to all. A collective; see `Sum`."""
+        """Return the means, added up over all ranks. A collective; see `Sum.sync`."""
         check_context(ctx, "mean.sync(ctx)")
         return Mean(self.sums.sync(ctx))
 
@@ -130,7 +130,7 @@ class Mean(msgspec.Struct, frozen=True, eq=False):
         return map_leaves(lambda leaf: leaf / total["weight"].to(leaf.device), total["values"])
 
     def check_saveable(self) -> None:
-        """Raise `ConfigError` while a part is known to this rank alone; see `Sum`."""
+        """Raise `ConfigError` before `sync`; see `Sum`."""
         self.sums.check_saveable()
 
 
@@ -159,7 +159,7 @@ def _summed(path: str, leaf: torch.Tensor, batch: Batch | None) -> torch.Tensor:
 
 
 def _weighed(path: str, leaf: torch.Tensor, batch: Batch | None, weight: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """One leaf times its weight; where that is 0 the value may be anything, such as the mean of no tokens."""
+    """Multiply a leaf by its weight; a value of weight 0 may be anything, such as the mean of no tokens."""
     if by_row and leaf.ndim:
         return _summed(path, leaf, batch)
     weight = weight.to(leaf.device)
@@ -186,8 +186,10 @@ def _check(fits: bool, expected: str, leaf: torch.Tensor, path: str) -> None:
 def _added(left: Any, right: Any) -> Any:
     if right is None:
         return left
-    ours, news = tensors(left), tensors(right)
-    before, now = ([f"{path} {list(leaf.shape)}" for path, leaf in each] for each in (ours, news))
+    ours = tensors(left)
+    news = tensors(right)
+    before = [f"{path} {list(leaf.shape)}" for path, leaf in ours]
+    now = [f"{path} {list(leaf.shape)}" for path, leaf in news]
     if before != now:
         raise DataError("values of another form than before", expected=", ".join(before), got=", ".join(now))
     return replace_tensors(left, [a.to(b.device) + b for (_, a), (_, b) in zip(ours, news, strict=True)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`batches`: from a cursor to the batches of the rest of its epoch, each knowing the cursor after it."""
+"""`batches`: the batches from a cursor to the end of its epoch, each with the cursor after it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from accel.context import DistContext, context_first
 from accel.data._cursor import Cursor, Positioned, check_entry
 from accel.data._epoch import Epoch, plan_epoch
 from accel.data._loader import Loader
-from accel.data._plan import Cuts, SampleCount, Shard, copies_of
+from accel.data._plan import BatchBounds, SampleCount, Shard, copies_of
 from accel.data._read_error import read_error
-from accel.data._requests import Asked, Request, RequestedDataset, has_epochs, read_here, requests, seed_base
+from accel.data._requests import Request, RequestedDataset, RequestQueue, has_epochs, read_here, requests, seed_base
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._batches import stream_batches
 from accel.data.stream._loader import StreamLoader
@@ -32,9 +32,9 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     """One rank's batch.
 
     Attributes:
-        data: what the loader's collate function made, on the context's device.
-        valid: how many of its samples are real; the first ones. Stand-ins and padding follow them and do not count.
-        rows: how many samples it holds, stand-ins and padding included.
+        data: the collate function's result, on the context's device.
+        valid: the number of real samples, which come first. Stand-ins and padding follow them and do not count.
+        rows: the number of samples, stand-ins and padding included.
         is_last: whether the epoch ends with it.
         next: the cursor after it.
         start: the cursor before it.
@@ -51,7 +51,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def mask(self) -> torch.Tensor:
-        """Which rows are real: bool, shape [rows], on the CPU."""
+        """True for each real row: bool, shape [rows], on the CPU."""
         return torch.arange(self.rows) < int(self.valid)
 
 
@@ -61,15 +61,14 @@ def batches(
 ) -> Generator[Batch]:
     """Give this rank's batches from a position to the end of its epoch. A collective at the first.
 
-    All ranks take equally many steps. Starting in the middle costs what starting at the beginning costs. Before the
-    first batch, ranks compare their cursors, plans and samplers' choices in one message; there is none after it. Over a
-    stream, every batch is a collective, because only its readers know where it ends.
+    All ranks take equally many steps. A start in the middle costs as much as one at the beginning. Before the first
+    batch, ranks compare their cursors, plans and samplers in one message; none follows it. Over a stream, every batch
+    is a collective, because only its readers know where it ends.
 
     Args:
         ctx: the context that the loader was prepared for.
         loader: from `prepare_loader`.
-        state: position to start at: a `TrainState`, or the cursor of a loop that carries it by itself. Left out, one
-            pass from the start, as evaluation takes it.
+        state: the start position, a `TrainState` or a cursor. Without one, a pass from the start, as for evaluation.
 
     Yields:
         Batches, their tensors on the context's device.
@@ -77,11 +76,11 @@ def batches(
     Raises:
         StepError: a state that waits for `backward` or `optimizer_step`.
         DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order; a
-            dataset whose length has changed; a sampler that fails or gives nothing; on every rank. Also when a batch
-            cannot be read, then on the rank that reads it: the others get `PeerError` in a call that misses it.
+            dataset whose length has changed; a sampler that fails or gives nothing; on every rank. Also a batch that
+            cannot be read, on the rank that reads it; the others get `PeerError` in their next collective.
         TreeError: the collate function makes a container that cannot be taken apart.
-        CollectiveMismatch: ranks hold other cursors, datasets of other lengths, other batch sizes, or samplers that do
-            not give the same; on every rank.
+        CollectiveMismatch: ranks differ in their cursors, lengths of the dataset, batch sizes or samplers; on every
+            rank.
         ContextClosedError: the context is closed.
 
     Example:
@@ -123,14 +122,14 @@ def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Genera
     with shared_failure(ctx.comm, Call("batches", site=site)):
         epoch = _checked_epoch(ctx, loader, cursor)
     detail = f"{epoch.cursor}\n{loader.source.plan}\n{loader.world_size} data-parallel ranks"
-    if isinstance(epoch.plan, Cuts):
+    if isinstance(epoch.plan, BatchBounds):
         detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"
     arrive = start_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
     wanted = requests(epoch, loader.rank, loader.world_size)
     first = list(islice(wanted, 1))  # puts the first samples in order while the message travels
-    places = arrive()
-    copies = copies_of(places, loader.world_size)
-    duplicate = loader.rank in places[: ctx.rank]
+    data_ranks = arrive()
+    copies = copies_of(data_ranks, loader.world_size)
+    duplicate = loader.rank in data_ranks[: ctx.rank]
     read = _read(ctx, loader, epoch, chain(first, wanted))
     start = cursor
     for data, part in moved(read, ctx.device, ctx.containers, ahead=loader.num_workers > 0):
@@ -162,7 +161,7 @@ def _read(ctx: DistContext, loader: Loader, epoch: Epoch, wanted: Iterator[Reque
     key = Key(at.seed).fold_in("worker", at.epoch, *([] if source.salt is None else [source.salt]))
     base = seed_base(key) if loader.seed_samples else None
     bare = not (loader.seed_samples or loader.whole or has_epochs(source.dataset))
-    asked = Asked(wanted, at.epoch, base, bare=bare)
+    asked = RequestQueue(wanted, at.epoch, base, bare=bare)
     is_last = False
     try:
         with _reader(loader, asked, key) as reader:
@@ -174,15 +173,15 @@ def _read(ctx: DistContext, loader: Loader, epoch: Epoch, wanted: Iterator[Reque
                 yield data, part
     except AccelError:
         raise
-    except Exception as error:  # whatever the user's dataset and collate function raise, and what a dead worker does
-        if loader.num_workers:  # which live as long as a frame holds their iterator
+    except Exception as error:  # any error of the dataset, of the collate function, or of a dead worker
+        if loader.num_workers:  # workers live as long as a frame holds their iterator
             traceback.clear_frames(error.__traceback__)
         raise _unread(loader, epoch, asked, *read_error(error)) from error
     if not is_last:  # torch takes a StopIteration from the dataset for the end of the epoch
         raise _unread(loader, epoch, asked, "StopIteration")
 
 
-def _reader(loader: Loader, asked: Asked, key: Key) -> contextlib.AbstractContextManager[Iterable[Any]]:
+def _reader(loader: Loader, asked: RequestQueue, key: Key) -> contextlib.AbstractContextManager[Iterable[Any]]:
     """Lend a reader of the requests: torch's DataLoader, if there are workers or pinned memory."""
     dataset = loader.source.dataset
     if not asked.bare:
@@ -203,12 +202,12 @@ def _reader(loader: Loader, asked: Asked, key: Key) -> contextlib.AbstractContex
     return contextlib.nullcontext(make(asked)) if loader.workers is None else loader.workers.lend(make, asked)
 
 
-def _unread(loader: Loader, epoch: Epoch, asked: Asked, got: str, place: str = "") -> DataError:
+def _unread(loader: Loader, epoch: Epoch, asked: RequestQueue, got: str, place: str = "") -> DataError:
     part = asked.parts[0] if asked.parts else None
     positions = f", positions {part.start} to {part.stop - 1}" if part is not None else ""
     return DataError(
         "a batch could not be read",
         got=got,
         where=f"{place}{', ' * bool(place)}rank {loader.prepared_for[0]}, epoch {epoch.cursor.epoch}{positions}",
-        fix="Other ranks learn of it when this one ends: let it, or all of them, stop.",
+        fix="Let this rank stop: the others raise PeerError when it ends.",
     )

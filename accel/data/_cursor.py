@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run stands in its data: the cursor, the position in a stream, and guards against a dropped cursor."""
+"""A run's position in its data: the cursor, the position in a stream, and guards against a dropped cursor."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class WorkerPosition(msgspec.Struct, frozen=True):
 
 
 class StreamPosition(msgspec.Struct, frozen=True):
-    """How far a reader of a stream has come.
+    """Position of a stream's reader.
 
     Attributes:
-        workers: its reading processes, in order; one if it reads without workers.
-        turn: which of them gives the next batch.
-        ranks: how many ranks read, each a part of its own; 0 if this is a position in the whole stream, which any
-            number of ranks can go on from.
+        workers: positions of its reading processes; one if it reads without workers.
+        turn: number of the worker that gives the next batch.
+        ranks: number of ranks that read a part each; 0 for a position in the whole stream, from which any number of
+            ranks can go on.
     """
 
     workers: tuple[WorkerPosition, ...]
@@ -62,14 +62,14 @@ class StreamPosition(msgspec.Struct, frozen=True):
 
 
 class Cursor(msgspec.Struct, frozen=True, weakref=True):
-    """Where a run stands in its data, in samples of all ranks together.
+    """A run's position in its data, in samples of all ranks together.
 
     Attributes:
-        seed: of the data order.
+        seed: seed of the data order.
         epoch: epochs finished.
         consumed: samples of this epoch that all ranks together have taken.
-        of: the order that `consumed` counts in, in words; empty for any. A cursor that `batches` gave fits no other.
-        stream: where the readers of a stream stand; None for data with positions, and on ranks that do not read.
+        of: name of the order that `consumed` counts in; empty for any. A cursor from `batches` fits no other order.
+        stream: position of the stream's reader; None for data with positions, and on ranks that do not read.
     """
 
     seed: int = 0
@@ -84,14 +84,14 @@ class Cursor(msgspec.Struct, frozen=True, weakref=True):
         check_seed(self.consumed, where="Cursor.consumed")
 
     def rank_part(self) -> object:
-        """Return what differs between ranks, for a checkpoint to keep for each; None if nothing does."""
+        """Return the part that differs between ranks, None if there is none; a checkpoint keeps it for each rank."""
         return self.stream if self.stream is not None and self.stream.ranks else None
 
     def with_rank_part(self, part: object) -> Self:
         """Return the cursor with this rank's own part, in records or in plain values.
 
         Raises:
-            msgspec.ValidationError: it is none.
+            msgspec.ValidationError: the part does not fit.
         """
         return msgspec.structs.replace(self, stream=msgspec.convert(part, StreamPosition))
 
@@ -110,10 +110,10 @@ class Positioned(Protocol):
         ...
 
 
-class Passes:
-    """Where the last complete training pass over a loader began. Holds the cursor weakly.
+class LastPass:
+    """Start of the last complete training pass over a loader. Holds the cursor weakly.
 
-    A pass trains if gradients are enabled. Only the same object counts: an equal new cursor is a wish to start again.
+    A pass trains if gradients are enabled. Only the same object counts: an equal new cursor means a new start.
     """
 
     __slots__ = ("_last",)
@@ -121,8 +121,8 @@ class Passes:
     def __init__(self) -> None:
         self._last: weakref.ref[Cursor] | None = None
 
-    def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
-        return Passes, ()  # another process begins without a memory
+    def __reduce__(self) -> tuple[type[LastPass], tuple[()]]:
+        return LastPass, ()  # another process begins without a memory
 
     def check(self, cursor: Cursor) -> None:
         """Raise `DataError` if a training pass would begin at the very cursor of the complete one before."""
@@ -139,20 +139,20 @@ class Passes:
         )
 
     def complete(self, cursor: Cursor) -> None:
-        """Note that a pass from a cursor has ended with its epoch. Evaluation leaves the memory as it is."""
+        """Note a complete pass from a cursor. Evaluation leaves the memory as it is."""
         if torch.is_grad_enabled():
             self._last = weakref.ref(cursor)
 
 
 def advance(cursor: Cursor, consumed: int, *, is_last: bool) -> Cursor:
-    """Return the cursor after a step that took the samples up to `consumed`."""
+    """Return the cursor after a step that ends at `consumed`."""
     if is_last:
         return Cursor(cursor.seed, cursor.epoch + 1)
     return Cursor(cursor.seed, cursor.epoch, consumed, cursor.of)
 
 
 def beyond(cursor: Cursor, end: int) -> DataError:
-    """The error for a cursor with nothing after it in its epoch."""
+    """Return the error for a cursor with nothing after it in its epoch."""
     return DataError(
         "the cursor is beyond the end of the epoch",
         expected=f"fewer than {end} samples consumed",
@@ -180,7 +180,7 @@ def check_entry(here: Coordinates, prepared_for: Coordinates, cursor: object) ->
 
 
 def check_cursor(cursor: object) -> None:
-    """Raise `DataError` for what is no cursor, such as a number of steps."""
+    """Raise `DataError` for anything but a cursor, such as a number of steps."""
     if not isinstance(cursor, Cursor):
         raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
 

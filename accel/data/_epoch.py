@@ -16,23 +16,24 @@ import msgspec
 import torch
 
 from accel.data._cursor import Cursor, advance, beyond, check_cursor
-from accel.data._plan import BatchPlan, Cuts, Plan, token_bounds
+from accel.data._plan import BatchBounds, BatchPlan, Plan, token_bounds
 from accel.data._sampling import draw
 from accel.errors import ConfigError, DataError
 from accel.random import Key, check_seed
 
 _ROUNDS = 6
 _TABLE = 1024  # samples up to which a whole permutation is cheaper than the network
-_GOLDEN, _MIXER = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # as signed integers
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed integer, like the next
+_MIXER = 0xBF58476D1CE4E5B9 - 2**64
 _MASK = 2**31 - 1
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A permutation of `range(n)` that is evaluated where it is asked.
+    """A permutation of `range(n)` that is evaluated at single positions.
 
     Attributes:
-        n: how many samples.
-        keys: one 63-bit key a round; none leaves the samples in sequence.
+        n: the number of samples.
+        keys: a 63-bit key for each round; none leaves the samples in sequence.
     """
 
     n: int
@@ -64,8 +65,8 @@ class Order(msgspec.Struct, frozen=True):
         return cast(Any, positions).tolist()
 
 
-class Drawn(msgspec.Struct, frozen=True, eq=False):
-    """The samples of one epoch as a sampler gave them.
+class DrawnOrder(msgspec.Struct, frozen=True, eq=False):
+    """The samples of one epoch, as a sampler drew them.
 
     Attributes:
         samples: shape [n], int64.
@@ -79,19 +80,19 @@ class Drawn(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Source:
-    """What every epoch of a loader is made of.
+class SampleSource:
+    """The samples of a loader, and how every epoch orders and cuts them.
 
     Attributes:
-        samples: in the order of an epoch; of a sampler, what its length says; None if only drawing can tell.
-        dataset: whose positions these are.
+        samples: samples in an epoch, the length of a sampler; None if only drawing can tell.
+        dataset: the user's.
         size: samples in the dataset, None if it has no length.
-        plan: how an epoch is cut.
-        shuffle: whether each epoch has its own permutation; without meaning where there is a sampler.
+        plan: the cut of an epoch into steps.
+        shuffle: whether each epoch has its own permutation; without meaning beside a sampler.
         salt: seed of the loader's own generator, None without one.
         sampler: the user's own, None for an order that is arithmetic.
         in_batches: whether the sampler gives lists.
-        lengths: of the dataset's samples in tokens, for batches that are cut by length.
+        lengths: tokens of each sample of the dataset, for batches that are cut by length.
     """
 
     samples: int | None
@@ -109,13 +110,13 @@ class Epoch(msgspec.Struct, frozen=True, eq=False):
     """One epoch of one seed.
 
     Attributes:
-        order: position in the epoch to sample.
-        plan: how its positions are cut into steps.
-        cursor: where it is entered; its `of` names the order.
+        order: the sample at each position.
+        plan: the cut of its positions into steps.
+        cursor: the start position; its `of` names the order.
     """
 
-    order: Order | Drawn
-    plan: Plan | Cuts
+    order: Order | DrawnOrder
+    plan: Plan | BatchBounds
     cursor: Cursor
 
 
@@ -123,9 +124,9 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
     """Return the order of one epoch's samples: a permutation with random access and O(1) memory.
 
     Args:
-        seed: of the run.
-        epoch: each has its own permutation.
-        n: how many samples, at most 10**15.
+        seed: seed of the run.
+        epoch: number of the epoch, which has its own permutation.
+        n: number of samples, at most 10**15.
         shuffle: False for the dataset's own sequence.
         salt: a second seed, such as that of a loader's own generator.
 
@@ -140,12 +141,12 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
     return Order(n, tuple(key.integers(_ROUNDS, bits=63)) if shuffle else ())
 
 
-def plan_epoch(source: Source, cursor: Cursor) -> Epoch:
+def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
     """Return the epoch of the cursor. No communication.
 
     Args:
-        source: of a loader.
-        cursor: where to enter it.
+        source: a loader's.
+        cursor: the start position.
 
     Raises:
         DataError: the cursor belongs to another order or lies beyond its end, or a sampler gives nothing.
@@ -168,9 +169,9 @@ def plan_epoch(source: Source, cursor: Cursor) -> Epoch:
     if isinstance(plan, Plan):
         return Epoch(this, msgspec.structs.replace(plan, samples=count), entered)
     if source.lengths is not None and plan.batch_tokens is not None:
-        rest = Drawn(source.lengths).at(torch.tensor(this.at(torch.arange(cursor.consumed, count))))
+        rest = DrawnOrder(source.lengths).at(torch.tensor(this.at(torch.arange(cursor.consumed, count))))
         bounds = token_bounds(rest, plan.batch_tokens, cursor.consumed)
-    return Epoch(this, Cuts(bounds, plan.batches_per_step, plan.tail == "drop"), entered)
+    return Epoch(this, BatchBounds(bounds, plan.batches_per_step, plan.tail == "drop"), entered)
 
 
 def skip_steps(epoch: Epoch, steps: int) -> Cursor:
@@ -196,8 +197,8 @@ def skip_steps(epoch: Epoch, steps: int) -> Cursor:
     return advance(cursor, consumed, is_last=steps == left)
 
 
-def _ordered(source: Source, cursor: Cursor) -> tuple[Order | Drawn, int, list[int], str]:
-    """The order of an epoch, how many samples it has, its batches if a sampler made them, and what it is called."""
+def _ordered(source: SampleSource, cursor: Cursor) -> tuple[Order | DrawnOrder, int, list[int], str]:
+    """Return the order of an epoch, its number of samples, the bounds of a sampler's batches, and the order's name."""
     if source.sampler is None:
         assert source.samples is not None  # a sampler alone can hide it
         this = order(cursor.seed, cursor.epoch, source.samples, shuffle=source.shuffle, salt=source.salt)
@@ -206,11 +207,11 @@ def _ordered(source: Source, cursor: Cursor) -> tuple[Order | Drawn, int, list[i
         return this, source.samples, [], name
     drawn = draw(source.sampler, cursor, in_batches=source.in_batches, dataset=source.dataset)
     name = f"{len(drawn.samples)} samples drawn by {type(source.sampler).__name__}, digest {drawn.digest}"
-    return Drawn(drawn.samples), len(drawn.samples), drawn.bounds, name
+    return DrawnOrder(drawn.samples), len(drawn.samples), drawn.bounds, name
 
 
 def _ranked(n: int, keys: tuple[int, ...]) -> torch.Tensor:
-    """A table for small n, where a network of few values favours some permutations."""
+    """Return a table for small n, where a network of few values favours some permutations."""
     hashes = torch.arange(n)
     for key in keys:
         hashes = _mix(hashes, key)

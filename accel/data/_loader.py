@@ -10,33 +10,33 @@ from typing import Any, NoReturn, cast, overload
 from torch.utils.data import DataLoader
 
 from accel.context import DistContext, context_first
-from accel.data._cursor import Coordinates, Cursor, Passes
-from accel.data._epoch import Source, plan_epoch, skip_steps
+from accel.data._cursor import Coordinates, Cursor, LastPass
+from accel.data._epoch import SampleSource, plan_epoch, skip_steps
 from accel.data._plan import Plan, Tail, check_count
 from accel.data._requests import Workers
-from accel.data._user_loader import Lengths, read_source
+from accel.data._user_loader import Lengths, sample_source
 from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, stream_loader
 from accel.errors import ConfigError, DataError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Loader:
-    """A sharded loader: what to read, how to cut it, for which rank. Iterate it with `batches(ctx, loader, cursor)`.
+    """A sharded loader: samples, their cut into steps, and the rank. Iterate it with `batches(ctx, loader, cursor)`.
 
     Attributes:
-        source: the order of its epochs and how they are cut.
-        rank, world_size: which part of each step is read here, and of how many; of data-parallel ranks.
+        source: the samples, and how every epoch orders and cuts them.
+        rank, world_size: data-parallel rank that reads here, and the number of these.
         prepared_for: the coordinates of its context.
-        num_workers: processes that read ahead; 0 reads in this one.
+        num_workers: worker processes that read ahead; 0 reads in this one.
         seed_samples: whether each sample is read with random streams of its own.
         collate_fn: list of samples to batch.
         whole: whether the dataset takes the list of a batch's samples as its index.
         options: further arguments of torch's DataLoader, as the user's loader had them.
-        workers: of a loader with persistent workers, the handle on them; None of another.
-        passes: the memory of its last complete pass.
+        workers: the handle on persistent workers; None without them.
+        passes: the memory of its last complete pass, which guards against a dropped cursor.
     """
 
-    source: Source
+    source: SampleSource
     rank: int
     world_size: int
     prepared_for: Coordinates
@@ -46,7 +46,7 @@ class Loader:
     whole: bool
     options: dict[str, Any]
     workers: Workers | None = dataclasses.field(default=None, repr=False)
-    passes: Passes = dataclasses.field(default_factory=Passes, repr=False)
+    passes: LastPass = dataclasses.field(default_factory=LastPass, repr=False)
 
     def __len__(self) -> int:
         """Steps in an epoch, the same on every rank.
@@ -66,7 +66,7 @@ class Loader:
 
     @property
     def dataset(self) -> Any:
-        """The user's own."""
+        """The user's dataset."""
         return self.source.dataset
 
     @property
@@ -76,7 +76,7 @@ class Loader:
         return plan.end if isinstance(plan, Plan) else self.source.samples
 
     def steps(self, cursor: Cursor) -> int:
-        """Return how many steps are left from a cursor to the end of its epoch. Draws from the user's sampler.
+        """Return the number of steps from a cursor to the end of its epoch. Draws from the user's sampler.
 
         Raises:
             DataError: a cursor of another dataset; or the sampler fails.
@@ -144,32 +144,30 @@ def prepare_loader(
 ) -> Loader | StreamLoader:
     """Shard a DataLoader over the ranks of the context. No communication; the user's loader is left as it is.
 
-    `shuffle=True` is taken as the wish for a new order each epoch; the order itself follows from the cursor's seed. A
-    sampler is asked once an epoch, on every rank, with its random streams seeded from the cursor.
+    `shuffle=True` means a new order each epoch; the order itself follows from the cursor's seed. A sampler is drawn
+    from once an epoch, on every rank, with its random streams seeded from the cursor.
 
     Args:
         ctx: the context.
         loader: over a map-style dataset, with any sampler or batch sampler; or over a stream.
-        stream: for a stream only, who reads what: "shards", "own", "elements" or "dispatch"; see `StreamLoader`.
+        stream: for a stream only, its division: "shards", "own", "elements" or "dispatch"; see `StreamLoader`.
         global_batch: samples of all ranks in one step; by default the loader's batch size times the ranks.
-        tail: what to do with a last step that is not full; by default `drop` if the loader has `drop_last`, else
+        tail: treatment of a last step that is not full; by default `drop` if the loader has `drop_last`, else
             `ragged`. `pad` keeps shapes constant; not for batches of different sizes.
         batch_tokens: cut batches of different sizes instead: each rank's holds at most this many tokens, counted as its
             rows times its longest sample.
         lengths: for `batch_tokens`: the dataset's lengths in tokens, or a function from a sample's position to its own.
         batches_per_step: for `batch_tokens` and for a batch sampler of your own: batches of all ranks in one step, by
             default one a rank. A rank takes whole batches, joined when it takes several.
-        data_parallel: (index, count) of this rank among those that read different samples; by default what the
-            context's mesh says, `ctx.data_parallel`: without a mesh its rank among all. Ranks with the same index read
-            the same.
+        data_parallel: (index, count) of this rank among the data-parallel ones; by default `ctx.data_parallel`, which
+            is the rank among all without a mesh. Ranks with the same index read the same samples.
         seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position, so
             that augmentation does not depend on workers and ranks; by default if the loader has workers. A dataset that
-            surely draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always read so.
-        replay: for a stream only: resume by reading again from the beginning, even if it has a state; for a state that
-            does not hold everything, such as that of a Hugging Face dataset with a shuffle buffer.
-        steps_per_message: for a stream only: the most steps that ranks agree on, and hand on, in one message, if they
-            are small; by default 8 where this process reads, which then reads as many at once, and 1 with workers. The
-            first message holds one step.
+            draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always read so.
+        replay: for a stream only, whether to resume by reading again from the beginning, even if the stream has a
+            state; for an incomplete state, such as that of a Hugging Face dataset with a shuffle buffer.
+        steps_per_message: for a stream only, the most steps in one message between ranks, if they are small; by
+            default 1 with workers, else 8, which are then read at once. The first message holds one step.
 
     Returns:
         The sharded loader.
@@ -202,7 +200,7 @@ def prepare_loader(
     if replay or steps_per_message is not None:
         name = "replay" if replay else "steps_per_message"
         raise ConfigError(f"{name} has an effect on streams only", where="prepare_loader", fix="Leave it out.")
-    source = read_source(
+    source = sample_source(
         raw,
         world_size,
         global_batch=global_batch,
@@ -232,13 +230,13 @@ def skip_first_batches(cursor: Cursor, steps: int, loader: Loader) -> Cursor:
     Arithmetic for batches of one size; otherwise the epoch is drawn and cut.
 
     Args:
-        cursor: where to start.
-        steps: how many global batches to skip.
-        loader: whose.
+        cursor: the start position.
+        steps: number of global batches to skip.
+        loader: the prepared loader.
 
     Raises:
         ConfigError: a negative number of steps.
-        DataError: the epoch has fewer, a cursor of another dataset, or no loader of a dataset with positions.
+        DataError: the epoch has fewer steps, the cursor is another dataset's, or the loader reads a stream.
     """
     if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - others take the loader first
         raise DataError(
@@ -286,7 +284,7 @@ def total_steps(loader: Loader, *, accumulation: int = 1, epochs: int = 1) -> in
 
 
 def _options(raw: Any) -> dict[str, Any]:
-    """What a user's loader says about how to read."""
+    """Return the arguments of a user's loader that concern reading."""
     return {
         "pin_memory": raw.pin_memory,
         "timeout": raw.timeout,

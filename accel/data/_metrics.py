@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gather_for_metrics`: what all ranks computed on a batch, without what stand-ins and padding added."""
+"""`gather_for_metrics`: results of all ranks on a batch, without those of stand-ins and padding."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch, *, tag: str | None = None) -> T:
     """Gather per-sample tensors of all ranks, real samples only. A collective.
 
-    Over an epoch the gathered samples are the dataset's, each once, for every world size and tail policy.
+    Over an epoch, each sample of the dataset is gathered once, for every world size and tail policy.
 
     Args:
         ctx: the context.
-        tree: nested containers of tensors of shape [batch.rows, ...]; a tensor of shape [] counts as one value of
-            this rank, and is left out where the rank's batch holds no real sample.
-        batch: what the tensors were computed on.
+        tree: nested containers of tensors of shape [batch.rows, ...]. A tensor of shape [] counts as one value of
+            this rank; it is left out if the rank's batch holds no real sample.
+        batch: the batch that the tensors were computed on.
         tag: name of the call, compared between ranks if any rank gives one; see `gather`.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets which samples of which step: pure arithmetic on a cursor, so that resume is exact at any world size."""
+"""The shards of a step: pure arithmetic on a cursor, so that resume is exact at any world size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Tail = Literal["ragged", "pad", "drop"]
 
 
 class SampleCount(int):
-    """How many real samples this rank's batch holds, an int that knows about the other ranks too.
+    """The real samples in this rank's batch: an int that knows about the other ranks too.
 
-    `world` says how many samples all ranks hold together in this step, and `copies` how many ranks hold each of them.
-    `backward(weight=...)` reads both, so that the weights of a step need not be summed over ranks by communication.
+    `world` counts the samples of all ranks in this step, and `copies` the ranks that hold each of them.
+    `backward(weight=...)` reads both, so the weights of a step need no communication.
     """
 
     world: int
@@ -42,9 +42,9 @@ class Plan(msgspec.Struct, frozen=True):
     """How an epoch is cut into global batches of one size.
 
     Attributes:
-        samples: in an epoch.
-        global_batch: samples that all ranks take together in one step.
-        tail: what becomes of a last global batch that is not full: `ragged` makes ranks' batches shorter, `pad` keeps
+        samples: samples in an epoch.
+        global_batch: samples of all ranks in one step.
+        tail: treatment of a last global batch that is not full: `ragged` makes ranks' batches shorter, `pad` keeps
             shapes by repeating a sample that does not count, `drop` leaves it out.
     """
 
@@ -84,8 +84,8 @@ class BatchPlan(msgspec.Struct, frozen=True):
     """How batches of different sizes are dealt to ranks.
 
     Attributes:
-        batches_per_step: batches that all ranks take together in one step.
-        tail: what becomes of a last step with fewer batches: `ragged` leaves some ranks with none, `drop` leaves the
+        batches_per_step: batches of all ranks in one step.
+        tail: treatment of a last step with fewer batches: `ragged` leaves some ranks with none, `drop` leaves the
             step out.
         batch_tokens: the most tokens in a batch, for batches that are cut by length; None for those of a batch sampler.
     """
@@ -120,12 +120,12 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
     next: Cursor
 
 
-class Cuts(msgspec.Struct, frozen=True):
+class BatchBounds(msgspec.Struct, frozen=True):
     """The batches of the rest of one epoch.
 
     Attributes:
         bounds: positions in the epoch's order: where the first batch starts, and where each one ends.
-        batches_per_step: batches that all ranks take together.
+        batches_per_step: batches of all ranks in one step.
         drop: whether a last step with fewer batches is left out.
     """
 
@@ -153,22 +153,24 @@ class Cuts(msgspec.Struct, frozen=True):
         Raises:
             DataError: the cursor lies beyond the end of the epoch, or within a batch.
         """
-        steps, first = self.steps_after(cursor.consumed), self.batch_at(cursor.consumed)
+        steps = self.steps_after(cursor.consumed)
+        first = self.batch_at(cursor.consumed)
         if not steps:
             raise beyond(cursor, cursor.consumed)
         last = min(first + self.batches_per_step, len(self.bounds) - 1)
         each, extra = divmod(last - first, world_size)
         begin = first + rank * each + min(rank, extra)
-        start, stop = self.bounds[begin], self.bounds[begin + each + (rank < extra)]
+        start = self.bounds[begin]
+        stop = self.bounds[begin + each + (rank < extra)]
         valid = SampleCount(stop - start, self.bounds[last] - cursor.consumed)
         after = advance(cursor, self.bounds[last], is_last=steps == 1)
         return Shard(start, stop, max(stop - start, 1), valid, steps == 1, after)
 
     def batch_at(self, consumed: int) -> int:
-        """Return which batch starts at a position.
+        """Return the number of the batch that starts at a position.
 
         Raises:
-            DataError: none does.
+            DataError: no batch starts there.
         """
         at = bisect_left(self.bounds, consumed)
         if at == len(self.bounds) or self.bounds[at] != consumed:
@@ -184,12 +186,12 @@ class Cuts(msgspec.Struct, frozen=True):
 def shard(plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Shard:
     """Return a rank's part of the global batch at the cursor.
 
-    Parts are contiguous in the epoch's order, in rank order, and differ by at most one sample.
+    Shards are contiguous in the epoch's order, in rank order, and differ by at most one sample.
 
     Args:
-        plan: of the dataset.
-        cursor: before the step.
-        rank, world_size: which data-parallel rank asks.
+        plan: the dataset's.
+        cursor: position before the step.
+        rank, world_size: data-parallel rank, and the number of these.
 
     Raises:
         DataError: the cursor lies beyond the end of the epoch, as one of another dataset would.
@@ -203,18 +205,19 @@ def shard(plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Shard:
     count = each + (rank < extra)
     rows = -(-plan.global_batch // world_size) if plan.tail == "pad" else count or 1
     done = cursor.consumed + total
-    valid, is_last = SampleCount(count, total), done == end
+    is_last = done == end
+    valid = SampleCount(count, total)
     return Shard(start, start + count, rows, valid, is_last, advance(cursor, done, is_last=is_last))
 
 
 def token_bounds(lengths: Iterable[int], batch_tokens: int, start: int = 0) -> list[int]:
-    """Cut samples into batches, in their order, each as long as its tokens allow.
+    """Cut samples into batches, in their order, each as large as its tokens allow.
 
-    A batch counts its rows times its longest sample, which is what it takes once padded.
+    A batch counts its rows times its longest sample: its size once padded.
 
     Args:
-        lengths: of the samples from `start` on, in tokens; none above `batch_tokens`.
-        batch_tokens: the most that a batch holds.
+        lengths: tokens of each sample from `start` on, at most `batch_tokens`.
+        batch_tokens: the most tokens in a batch.
         start: the position of the first sample.
 
     Returns:
@@ -230,23 +233,24 @@ def token_bounds(lengths: Iterable[int], batch_tokens: int, start: int = 0) -> l
     return [*bounds, stop]
 
 
-def copies_of(places: list[int], world_size: int) -> int:
-    """Return how many ranks take each part of the data.
+def copies_of(data_ranks: list[int], world_size: int) -> int:
+    """Return the number of ranks that take each part of the data.
 
     Args:
-        places: of each rank among the data-parallel ones.
-        world_size: how many there are of these.
+        data_ranks: data-parallel rank, by rank.
+        world_size: number of data-parallel ranks.
 
     Raises:
         DataError: not all parts are taken equally often.
     """
-    taken, copies = Counter(places), max(len(places) // world_size, 1)
-    if len(places) > 1 and any(taken[part] != copies for part in range(world_size)):
+    taken = Counter(data_ranks)
+    copies = max(len(data_ranks) // world_size, 1)
+    if len(data_ranks) > 1 and any(taken[part] != copies for part in range(world_size)):
         unread = len(taken) < world_size
         raise DataError(
             f"a part of the data is read by {'no rank' if unread else 'more ranks than another'}",
             expected=f"indices 0 to {world_size - 1}, equally often",
-            got=f"{places} by rank",
+            got=f"{data_ranks} by rank",
             where="prepare_loader(data_parallel=)",
         )
     return copies

@@ -16,7 +16,7 @@ _LIBRARIES = tuple(
 
 
 class ReadError(NamedTuple):
-    """What raised.
+    """Cause and place of a failed read.
 
     Attributes:
         cause: class and message.
@@ -28,7 +28,7 @@ class ReadError(NamedTuple):
 
 
 def read_error(error: BaseException) -> ReadError:
-    """Return what raised; of torch's error for a worker, which holds a whole traceback, what the worker raised."""
+    """Return cause and place of an error; torch's error for a worker holds the worker's traceback as text."""
     text = str(error)
     in_worker = _IN_WORKER.match(text)
     if in_worker is None:
@@ -45,7 +45,7 @@ def read_error(error: BaseException) -> ReadError:
 
 
 def _users(frames: list[tuple[str, str, str]]) -> str:
-    """The innermost frame that is the user's own."""
+    """Return the innermost frame of the user's own code."""
     for file, number, name in reversed(frames):
         installed = {"site-packages", "dist-packages"} & set(file.split(os.sep))
         if not installed and not file.startswith(("<", *_LIBRARIES)):

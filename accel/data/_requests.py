@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from accel.data._cursor import Cursor
-from accel.data._epoch import Drawn, Epoch, Order
-from accel.data._plan import Cuts, Plan, Shard, shard
+from accel.data._epoch import DrawnOrder, Epoch, Order
+from accel.data._plan import BatchBounds, Plan, Shard, shard
 from accel.random import Key, isolated_rng
 
 _FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for
@@ -26,24 +26,26 @@ Request = tuple[Shard, list[int]]
 
 
 def requests(epoch: Epoch, rank: int, world_size: int) -> Iterator[Request]:
-    """Give a rank's shards of the rest of an epoch, with their samples; stand-ins repeat one of the same step."""
+    """Give a rank's shards of the rest of an epoch, with their samples; stand-ins repeat a sample of the step."""
     if isinstance(epoch.plan, Plan):
-        return _equal_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
-    return _cut_requests(epoch.order, epoch.plan, epoch.cursor, rank, world_size)
+        return _equal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))
+    return _unequal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))
 
 
-def _cut_requests(this: Order | Drawn, cuts: Cuts, cursor: Cursor, rank: int, world_size: int) -> Iterator[Request]:
+def _unequal_requests(
+    this: Order | DrawnOrder, bounds: BatchBounds, cursor: Cursor, place: tuple[int, int]
+) -> Iterator[Request]:
     epoch = cursor.epoch
     while cursor.epoch == epoch:
-        part = cuts.shard(cursor, rank, world_size)
+        part = bounds.shard(cursor, *place)
         yield part, _samples(this, part)
         cursor = part.next
 
 
-def _equal_requests(this: Order | Drawn, plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Iterator[Request]:
+def _equal_requests(this: Order | DrawnOrder, plan: Plan, cursor: Cursor, place: tuple[int, int]) -> Iterator[Request]:
     epoch, size, chunk = cursor.epoch, plan.global_batch, _FIRST
     while cursor.epoch == epoch:
-        part = shard(plan, cursor, rank, world_size)
+        part = shard(plan, cursor, *place)
         whole = min((plan.end - cursor.consumed) // size, max(chunk // part.rows, 1))
         if whole == 0:
             yield part, _samples(this, part)
@@ -51,13 +53,13 @@ def _equal_requests(this: Order | Drawn, plan: Plan, cursor: Cursor, rank: int, 
         steps = torch.arange(part.start, part.start + whole * size, size)
         rows = torch.arange(part.rows).clamp_(max=part.stop - part.start - 1)
         for samples in this.at(steps[:, None] + rows):
-            part = shard(plan, cursor, rank, world_size)
+            part = shard(plan, cursor, *place)
             yield part, samples
             cursor = part.next
         chunk = _LOOKAHEAD
 
 
-def _samples(this: Order | Drawn, part: Shard) -> list[int]:
+def _samples(this: Order | DrawnOrder, part: Shard) -> list[int]:
     return this.at(torch.arange(part.start, part.start + part.rows).clamp_(max=part.stop - 1))
 
 
@@ -81,7 +83,7 @@ class Workers:
 
         Args:
             make: builds a reader around a batch sampler.
-            asked: what to read.
+            asked: the requests.
         """
         if self._busy:
             yield make(asked)
@@ -108,12 +110,12 @@ class _Feed:
         return iter(self.source)
 
 
-class Asked:
-    """The batch sampler of the rest of an epoch, which remembers what has been asked: workers read ahead.
+class RequestQueue:
+    """The batch sampler of the rest of an epoch; it remembers open requests, because workers read ahead.
 
     Attributes:
-        parts: the shards that were asked and not given yet.
-        bare: whether only samples are asked, not the streams and the epoch for them.
+        parts: the shards that were requested and have not been given yet.
+        bare: whether a request is a list of samples alone, without seeds and epoch.
     """
 
     def __init__(self, requests: Iterator[Request], epoch: int, base: int | None, *, bare: bool) -> None:
@@ -130,11 +132,11 @@ class Asked:
 
 
 class RequestedDataset(Dataset[Any]):
-    """Answers requests from a dataset, each sample with random streams of its own where that is asked.
+    """Answers requests from a dataset, each sample with random streams of its own if seeds are given.
 
-    So augmentation is the same whoever reads a sample, with whichever others. To a `worker_init_fn`, which finds it as
-    `get_worker_info().dataset`, it has the attributes, length and samples of the user's dataset, and what is set on it
-    is set there. A dataset with `set_epoch` is asked as its twin at the epoch of the request.
+    So augmentation does not depend on workers, ranks and batches. A `worker_init_fn` finds it as
+    `get_worker_info().dataset`: it shows the attributes, length and samples of the user's dataset, and attributes set
+    on it are set there. A dataset with `set_epoch` is read through its twin at the epoch of the request.
     """
 
     def __init__(self, dataset: Any, whole: bool) -> None:
@@ -150,7 +152,8 @@ class RequestedDataset(Dataset[Any]):
             return self._read(base, start, stop, samples)
 
     def _read(self, base: int | None, start: int, stop: int, samples: list[int]) -> Any:
-        dataset, whole = self.__dict__["_dataset"], self.__dict__["_whole"]
+        dataset = self.__dict__["_dataset"]
+        whole = self.__dict__["_whole"]
         if whole or _reads_batches(dataset):
             if base is not None:
                 seed_streams(base, start)
@@ -182,12 +185,12 @@ class RequestedDataset(Dataset[Any]):
 
 
 def has_epochs(dataset: Any) -> bool:
-    """Whether a dataset, or what it is a subset of, has `set_epoch`."""
+    """Whether a dataset, or the dataset behind a subset, has `set_epoch`."""
     return callable(getattr(_undivided(dataset), "set_epoch", None))
 
 
 def _at_epoch(dataset: Any, epoch: int) -> Any:
-    """A twin of a dataset that knows the epoch, so that a second pass may read another one; itself without epochs."""
+    """Return a twin of a dataset that knows the epoch, so that a second pass may read another one."""
     if not has_epochs(dataset):
         return dataset
     if type(dataset) is Subset:
@@ -215,12 +218,12 @@ def twin(source: Any) -> Any:
 
 
 def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any]) -> Iterator[Any]:
-    """Read batches in this process, when they are wanted.
+    """Read batches lazily in this process.
 
     Args:
         dataset: gives a sample, or all of a batch if it has `__getitems__`.
-        collate: makes a batch of them.
-        asked: what to read.
+        collate: makes a batch of samples.
+        asked: the requests.
     """
     several = getattr(dataset, "__getitems__", None)
 
@@ -245,14 +248,14 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 def _undivided(dataset: Any) -> Any:
-    """What subsets, which only pass on what their dataset can, are of."""
+    """Return the dataset behind subsets, which only pass on its abilities."""
     while type(dataset) is Subset:
         dataset = cast(Any, dataset).dataset
     return dataset
 
 
 def seed_base(key: Key) -> int:
-    """Return the number that seeds the streams of a sample, together with its position."""
+    """Return the base seed, which gives a sample's seeds together with its position."""
     return key.integers(1)[0]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user's own sampler gives for one epoch: the same on every rank, and again after a resume.
+"""One epoch's samples from a user's own sampler: the same on every rank, and again after a resume.
 
-The sampler is copied, with the lists and samplers that it holds. The random generators of the copy, and the global
-streams while it is asked, start from a key; so what it gives follows from its settings, the seed and the epoch alone,
-and the user's object stays as it is.
+The sampler is copied, with the lists and samplers in it. The random generators of the copy, and the global streams
+while it is iterated, start from a key. So its samples follow from its settings, the seed and the epoch alone, and the
+user's object stays as it is.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CPU = torch.device("cpu")
 _PLAIN = {int, float, bool, str, bytes, tuple, type(None)}
 
 
-class Draw(msgspec.Struct, frozen=True, eq=False):
-    """What a sampler gave.
+class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
+    """Samples drawn from a sampler.
 
     Attributes:
         samples: positions in the dataset, int64, shape [given].
@@ -44,19 +44,22 @@ class Draw(msgspec.Struct, frozen=True, eq=False):
     digest: str
 
 
-def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Draw:
+def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> SamplerDraw:
     """Return the samples of one epoch. No communication; global random streams are left as they were.
 
     Args:
         sampler: gives positions in the dataset, or lists of them; has a length, unless it gives lists.
-        cursor: which epoch of which seed.
-        in_batches: whether it gives lists.
-        dataset: what the positions are of; it may have no length.
+        cursor: position in the epoch to draw.
+        in_batches: whether the sampler gives lists.
+        dataset: the user's, which may have no length.
 
     Raises:
-        DataError: it fails, or gives nothing, more than it says, no integers, or positions outside the dataset.
+        DataError: the sampler fails, or gives nothing, more than its length, no integers, or positions outside the
+            dataset.
     """
-    name, given, bounds = type(sampler).__name__, array("q"), [0]
+    name = type(sampler).__name__
+    given = array("q")
+    bounds = [0]
     size = len(dataset) if isinstance(dataset, Sized) else None
     try:
         most = _length(sampler)
@@ -72,20 +75,21 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Dra
                     given.append(each)
     except AccelError:
         raise
-    except Exception as error:  # whatever its code raises
+    except Exception as error:  # any error of the user's code
         raise DataError(f"the sampler failed: {type(error).__name__}: {error}", where=name) from error
     if not given:
         _refuse(name, "gives nothing: an epoch without a batch would never end", "at least one sample", "none", "")
     if any(start == stop for start, stop in pairwise(bounds)):
         _refuse(name, "gives an empty batch", "at least one sample in each", "a batch of none", "")
     samples = torch.frombuffer(given, dtype=torch.int64)
-    low, high = int(samples.min()), int(samples.max())
+    low = int(samples.min())
+    high = int(samples.max())
     if low < 0 or (size is not None and high >= size):
         bad = str(low if low < 0 else high)
         _refuse(name, "gives a position outside the dataset", f"0 to {(size or 2**63) - 1}", bad, "")
     hashed = hashlib.blake2b(given, digest_size=6)
     hashed.update(array("q", bounds))
-    return Draw(samples, bounds if in_batches else [], hashed.hexdigest())
+    return SamplerDraw(samples, bounds if in_batches else [], hashed.hexdigest())
 
 
 def _length(sampler: Any) -> int | None:
@@ -107,13 +111,13 @@ def _fresh_streams(sampler: Any, cursor: Cursor, dataset: object) -> Generator[A
 
 
 def _fresh(sampler: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
-    """A copy that knows the epoch; what it holds is copied too, as far as asking it may change that.
+    """Return a copy that knows the epoch, with copies of the attributes that iteration may change.
 
     Args:
-        sampler: to copy.
-        key: where the generators that it holds start.
-        epoch: to tell it.
-        known: what stands for which object, by identity, so that what is shared stays shared.
+        sampler: the original.
+        key: start of its generators.
+        epoch: for its `set_epoch`.
+        known: copies by the identity of their originals, so that shared attributes stay shared.
     """
     clone = known[id(sampler)] = copy.copy(sampler)
     for name, value in getattr(clone, "__dict__", {}).copy().items():
@@ -125,7 +129,7 @@ def _fresh(sampler: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
 
 
 def _fresh_part(value: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
-    """A copy of a sampler, of a list, dict or array of positions, or of a random generator; anything else as it is."""
+    """Copy a sampler, a list, dict or array of positions, or a random generator; return anything else as it is."""
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, Sampler):
@@ -149,7 +153,7 @@ def _fresh_part(value: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
 
 
 def _fresh_generator(value: Any, key: Key) -> Any:
-    """A generator of the value's kind, seeded from the key and from the value's own seed or state; None for others."""
+    """Return a generator of the value's kind, seeded from the key and the value's seed or state; None for others."""
     if isinstance(value, torch.Generator):
         return key.fold_in(value.initial_seed()).generator()
     if isinstance(value, python_random.Random):

@@ -22,13 +22,13 @@ P = TypeVar("P")
 def moved(
     items: Iterator[tuple[Any, T]], device: torch.device, containers: Sequence[Container] = (), *, ahead: bool
 ) -> Iterator[tuple[Any, T]]:
-    """Give each batch on the device, with what came along with it.
+    """Give each batch on the device, with its companion.
 
     Args:
-        items: pairs of a batch, any nesting of containers or an object with `.to`, and anything.
-        device: where to.
+        items: pairs of a batch, any nesting of containers or an object with `.to`, and a companion of any kind.
+        device: destination.
         containers: further kinds of containers.
-        ahead: on CUDA, whether to read and copy one batch ahead of the one that is given. The first is not held up.
+        ahead: on CUDA, whether to read and copy one batch ahead of the one in use. The first is given at once.
     """
     if device.type == "cpu":
         return items
@@ -46,7 +46,7 @@ def to_device(data: Any, device: torch.device, containers: Sequence[Container] =
 
     Args:
         data: nested containers of tensors and of objects with `.to`, or one such object; the rest is kept.
-        device: where to.
+        device: destination.
         containers: further kinds of containers.
 
     Raises:
@@ -56,7 +56,7 @@ def to_device(data: Any, device: torch.device, containers: Sequence[Container] =
 
 
 def check_movable(data: Any, containers: Sequence[Container] = ()) -> None:
-    """Raise `TreeError` for a batch that could not be moved to another device, wherever it is used now."""
+    """Raise `TreeError` for a batch that could not be moved to another device, even if it stays on the CPU."""
     _map_movable(lambda leaf: leaf, data, containers)
 
 
@@ -69,9 +69,9 @@ def pin(data: Any) -> Any:
 
 
 def one_ahead(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Generator[tuple[P, T]]:
-    """Start each item before the one before it is given; only the first is given as soon as it is there.
+    """Start each item before its predecessor is given; only the first is given as soon as it is there.
 
-    An error in reading ahead waits until what was read before has been given.
+    An error in reading ahead waits until the items before it have been given.
     """
     for data, other in items:
         yield start(data), other
@@ -97,7 +97,7 @@ def one_ahead(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Gene
 def _by_steps(
     items: Iterator[tuple[Any, T]], device: torch.device, containers: Sequence[Container]
 ) -> Generator[tuple[Any, T]]:
-    """Give each batch, and end what is computed with it as a step of XLA's, so that each is the same graph."""
+    """Give each batch, and end its computation as a step of XLA's, so that each step is the same graph."""
     for data, other in items:
         yield to_device(data, device, containers), other
         xla.end_step()
@@ -140,7 +140,7 @@ class _Copier:
         return _Copy(_map_movable(copy, data, self._containers), self._side.record_event(), tensors)
 
     def finish(self, copy: _Copy) -> Any:
-        """Let what is computed from now on wait for the copy; return the batch."""
+        """Make later computation wait for the copy; return the batch."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(copy.done)
         for tensor in copy.tensors:  # its memory is not given to another copy while the computation may need it
@@ -163,5 +163,5 @@ def _pins(node: object) -> bool:
 def _has(node: object, method: str) -> bool:
     try:
         return callable(getattr(node, method, None))
-    except Exception:  # what looks up its names itself may raise anything for those that it lacks
+    except Exception:  # a __getattr__ of the user's may raise anything
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user's DataLoader says about order and batches, taken as it is or refused with the way out."""
+"""A user's DataLoader: its order and its batches, taken as they are or refused with the way out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from accel.data._epoch import Source
+from accel.data._epoch import SampleSource
 from accel.data._plan import BatchPlan, Plan, Tail
 from accel.errors import ConfigError, DataError
 
 Lengths = Sequence[int] | torch.Tensor | Callable[[int], int]
 
 
-def read_source(
+def sample_source(
     loader: Any,
     world_size: int,
     *,
@@ -31,8 +31,50 @@ def read_source(
     batch_tokens: int | None,
     lengths: Lengths | None,
     batches_per_step: int | None,
-) -> Source:
-    """Return what every epoch of a torch DataLoader is made of; arguments and errors are `prepare_loader`'s."""
+) -> SampleSource:
+    """Return the samples of a torch DataLoader; arguments and errors are `prepare_loader`'s."""
+    _check_loader(loader)
+    batcher = _batcher(loader)
+    cuts_itself = type(batcher) is not BatchSampler
+    sampler = batcher if cuts_itself else batcher.sampler
+    _refuse(
+        hasattr(sampler, "__next__"),
+        "the sampler can be iterated only once",
+        type(sampler).__name__,
+        "Pass an object that gives a new iterator each time.",
+    )
+    size = 0 if cuts_itself else batcher.batch_size
+    drops = getattr(batcher, "drop_last", False) is True
+    given = {"global_batch": global_batch, "batch_tokens": batch_tokens, "batches_per_step": batches_per_step}
+    _check_arguments({name for name, value in given.items() if value is not None}, lengths, cuts_itself, size)
+    if (
+        tail is not None and drops and tail != "drop" and not cuts_itself
+    ):  # a batch sampler's own drop_last is about its batches
+        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
+    tail = tail or ("drop" if drops else "ragged")
+    held = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+    by_length = _lengths(lengths, held, batch_tokens) if batch_tokens is not None else None
+    samples, shuffle, salt, drawn = (None, False, None, sampler) if cuts_itself else _ordered(loader, sampler, held)
+    if cuts_itself or batch_tokens is not None:
+        per_step = world_size if batches_per_step is None else batches_per_step
+        plan = BatchPlan(per_step, cast(Any, tail), batch_tokens)
+    else:
+        plan = Plan(cast(int, samples), size * world_size if global_batch is None else global_batch, tail)
+    return SampleSource(
+        samples=samples,
+        dataset=loader.dataset,
+        size=held,
+        plan=plan,
+        shuffle=shuffle,
+        salt=salt,
+        sampler=drawn,
+        in_batches=cuts_itself,
+        lengths=by_length,
+    )
+
+
+def _check_loader(loader: Any) -> None:
+    """Refuse a loader that does not give its batches as torch's DataLoader does."""
     kind = cast(Any, type(loader))
     _refuse(not isinstance(loader, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")
     changed = any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
@@ -47,41 +89,10 @@ def read_source(
     )
     begun = getattr(loader, "next_iter_state", None) is not None  # of a StatefulDataLoader
     _refuse(begun, "a cursor says where to begin", "a loaded state_dict", "Leave it out.")
-    batcher = _batcher(loader)
-    cuts_itself = type(batcher) is not BatchSampler
-    sampler = batcher if cuts_itself else batcher.sampler
-    once, name = hasattr(sampler, "__next__"), type(sampler).__name__
-    _refuse(once, "the sampler can be iterated only once", name, "Pass an object that gives a new iterator each time.")
-    size = 0 if cuts_itself else batcher.batch_size
-    drops = getattr(batcher, "drop_last", False) is True
-    given = {"global_batch": global_batch, "batch_tokens": batch_tokens, "batches_per_step": batches_per_step}
-    _check_arguments({name for name, value in given.items() if value is not None}, lengths, cuts_itself, size)
-    if tail is not None and drops and tail != "drop" and not cuts_itself:  # whose own is about its batches alone
-        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
-    tail = tail or ("drop" if drops else "ragged")
-    held = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-    by_length = _lengths(lengths, held, batch_tokens) if batch_tokens is not None else None
-    samples, shuffle, salt, drawn = (None, False, None, sampler) if cuts_itself else _ordered(loader, sampler, held)
-    if cuts_itself or batch_tokens is not None:
-        per_step = world_size if batches_per_step is None else batches_per_step
-        plan = BatchPlan(per_step, cast(Any, tail), batch_tokens)
-    else:
-        plan = Plan(cast(int, samples), size * world_size if global_batch is None else global_batch, tail)
-    return Source(
-        samples=samples,
-        dataset=loader.dataset,
-        size=held,
-        plan=plan,
-        shuffle=shuffle,
-        salt=salt,
-        sampler=drawn,
-        in_batches=cuts_itself,
-        lengths=by_length,
-    )
 
 
 def _batcher(loader: Any) -> Any:
-    """The batch sampler, wherever the loader was given it."""
+    """Return the batch sampler, which a user may also pass as `sampler=`."""
     if loader.batch_sampler is not None:
         return loader.batch_sampler
     alone = not isinstance(loader.sampler, BatchSampler)
@@ -90,13 +101,14 @@ def _batcher(loader: Any) -> Any:
 
 
 def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int, bool, int | None, Any]:
-    """How many samples an epoch has, whether they are shuffled, with which second seed, and the sampler to draw from.
+    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from.
 
-    Only torch's own plain ones are replaced by arithmetic; a subclass may order in its own way.
+    Arithmetic replaces only torch's own plain samplers; a subclass may order in its own way.
     """
     generators = (getattr(sampler, "generator", None), loader.generator)
     salt = next((each.initial_seed() for each in generators if each is not None), None)
-    name, kind = type(sampler).__name__, cast(type[object], type(sampler))
+    name = type(sampler).__name__
+    kind = cast(type[object], type(sampler))
     shuffled = kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     if kind is SequentialSampler or shuffled:
         unsized = dataset is None or not isinstance(sampler.data_source, Sized)
@@ -111,15 +123,15 @@ def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int, bool,
 
 
 def _check_arguments(given: set[str], lengths: object, cuts_itself: bool, size: int) -> None:
-    """Refuse arguments that contradict each other, or would have no effect."""
+    """Refuse arguments that contradict each other, or have no effect."""
     by_tokens = "batch_tokens" in given
     if cuts_itself:
-        wrong, why, instead = given & {"global_batch", "batch_tokens"}, "the batch sampler", "batches_per_step"
+        refused, why, instead = {"global_batch", "batch_tokens"}, "the batch sampler", "batches_per_step"
     elif by_tokens:
-        wrong, why, instead = given & {"global_batch"}, "batch_tokens", "batches_per_step"
+        refused, why, instead = {"global_batch"}, "batch_tokens", "batches_per_step"
     else:
-        wrong, why, instead = given & {"batches_per_step"}, "the batch size", "global_batch"
-    for name in sorted(wrong):
+        refused, why, instead = {"batches_per_step"}, "the batch size", "global_batch"
+    for name in sorted(given & refused):
         raise ConfigError(
             f"{why} cuts the batches", got=f"{name}=", where="prepare_loader", fix=f"Use {instead}= instead."
         )
@@ -136,7 +148,7 @@ def _lengths(lengths: Any, dataset: int | None, batch_tokens: int) -> torch.Tens
     try:
         known = [lengths(sample) for sample in range(cast(int, dataset))] if callable(lengths) else lengths
         counts = torch.as_tensor(known)
-    except Exception as error:  # whatever the user's function raises
+    except Exception as error:  # any error of the user's function
         raise DataError(
             "lengths cannot be read", got=f"{type(error).__name__}: {error}", where="prepare_loader(lengths=)"
         ) from error
@@ -147,7 +159,8 @@ def _lengths(lengths: Any, dataset: int | None, batch_tokens: int) -> torch.Tens
         f"{counts.dtype} of shape {list(counts.shape)} for {dataset} samples",
         "",
     )
-    longest, shortest = (int(counts.max()), int(counts.min())) if dataset else (0, 0)
+    longest = int(counts.max()) if dataset else 0
+    shortest = int(counts.min()) if dataset else 0
     _refuse(shortest < 0, "a length is negative", str(shortest), "")
     sample = int(counts.argmax()) if dataset else 0
     too_long = f"sample {sample} of {longest} tokens with batch_tokens={batch_tokens}"

@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import accel
 from accel import ConfigError, Cursor, DataError, order
+from accel.topology import without_mesh
 
 relaxed = settings(deadline=None, max_examples=60)
 
 
 def _context(rank: int = 0, world: int = 1) -> accel.DistContext:
     """A rank that talks to nobody: reading data needs no communication."""
-    return dataclasses.replace(accel.single(), rank=rank, world_size=world)
+    return dataclasses.replace(accel.single(), rank=rank, world_size=world, position=without_mesh(rank, world))
 
 
 class Augmented(Dataset):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import accel
 from accel.data import _requests
+from accel.topology import without_mesh
 
 
 class Held(Dataset[Any]):
@@ -49,7 +50,7 @@ def seeded_positions(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]
     """Where streams are seeded while rank 1 of 2 reads two batches of three and two rows, of which one is padding."""
     seeded: list[int] = []
     monkeypatch.setattr(_requests, "seed_streams", lambda _base, position: seeded.append(position))
-    ctx = dataclasses.replace(accel.single(), rank=1, world_size=2)
+    ctx = dataclasses.replace(accel.single(), rank=1, world_size=2, position=without_mesh(1, 2))
     loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=3), seed_samples=True, tail="pad")
     assert [batch.valid for batch in accel.batches(ctx, loader, accel.Cursor())] == [3, 2]
     return seeded

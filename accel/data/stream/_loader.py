@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader over a stream: who reads what, told in so many words, because nothing of it can be guessed."""
+"""A loader over a stream: its division among ranks is stated by the user, because it cannot be guessed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast, get_args, runtime_che
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.context import DistContext
-from accel.data._cursor import Coordinates, Passes
+from accel.data._cursor import Coordinates, LastPass
 from accel.data._plan import Tail, check_count
 from accel.data.stream._reader import StepPlan
 from accel.errors import ConfigError, DataError, check_choice
@@ -35,24 +35,23 @@ class _Shardable(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StreamLoader:
-    """A loader over a stream: what to read, who reads, how it is cut. Iterate it with `batches(ctx, loader, cursor)`.
+    """A loader over a stream: its source, its readers and its steps. Iterate it with `batches(ctx, loader, cursor)`.
 
     Attributes:
-        source: what is read; in mode `shards` this rank's part of the dataset.
-        mode: who reads what.
-        tail: what becomes of the end: `ragged` gives every sample once, batches may be shorter and ranks may be left
-            with stand-ins; `pad` keeps shapes; `drop` ends all ranks where the first has no full batch left.
-        batch_size: samples to a rank's batch, as far as ranks read apart from each other; None if the stream gives
-            batches.
-        global_batch: samples to a step of all ranks; None if the stream gives batches.
-        rank, world_size: which part of each step is for this rank, and of how many; of data-parallel ranks.
+        source: the dataset; in mode `shards` this rank's part of it.
+        mode: division of the stream: `shards`, `own`, `elements` or `dispatch`.
+        tail: treatment of the end: `ragged` gives every sample once, and may leave ranks with shorter batches or
+            stand-ins; `pad` keeps shapes; `drop` ends all ranks where the first has no full batch left.
+        batch_size: samples in a rank's batch, where ranks read apart; None if the stream gives batches.
+        global_batch: samples in a step of all ranks; None if the stream gives batches.
+        rank, world_size: data-parallel rank, and the number of these.
         prepared_for: the coordinates of its context.
-        replay: whether resuming reads again from the beginning, even if the stream has a state.
-        steps_per_message: the most steps that ranks agree on, and hand on, at once.
-        num_workers: processes that read ahead, on the ranks that read; 0 reads in this one.
+        replay: whether to resume by reading again from the beginning, even if the stream has a state.
+        steps_per_message: the most steps in one message between ranks.
+        num_workers: worker processes that read ahead, on the ranks that read; 0 reads in the rank's own.
         collate_fn: list of samples to batch.
         options: further arguments of torch's DataLoader, as the user's loader had them.
-        passes: the memory of its last complete pass.
+        passes: the memory of its last complete pass, which guards against a dropped cursor.
     """
 
     source: Iterable[Any]
@@ -68,7 +67,7 @@ class StreamLoader:
     num_workers: int
     collate_fn: Callable[[Any], Any]
     options: dict[str, Any]
-    passes: Passes = dataclasses.field(default_factory=Passes, repr=False, compare=False)
+    passes: LastPass = dataclasses.field(default_factory=LastPass, repr=False, compare=False)
 
     def __iter__(self) -> NoReturn:
         raise DataError(
@@ -123,7 +122,7 @@ def stream_loader(
     if mode is None:
         raise DataError(
             "a stream has no positions to shard",
-            expected="prepare_loader(ctx, loader, stream=...), which says who reads what",
+            expected="prepare_loader(ctx, loader, stream=...), which states the division",
             got="no stream=",
             fix=_MODES,
         )
@@ -163,12 +162,12 @@ def stream_loader(
 
 
 def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
-    """How an epoch ends: as stated, or as the loader says.
+    """Return the treatment of an epoch's end: the stated one, or the loader's.
 
     Args:
-        tail: as the user states it.
-        drops: the loader says `drop_last`.
-        whole: the stream itself makes the batches.
+        tail: the user's, None for the loader's.
+        drops: whether the loader has `drop_last`.
+        whole: whether the stream itself makes the batches.
     """
     if tail is not None and drops and tail != "drop":
         raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
@@ -187,7 +186,7 @@ def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
 def _sizes(
     world_size: int, batch_size: int | None, global_batch: int | None, mode: StreamMode
 ) -> tuple[int | None, int | None]:
-    """Samples to a rank's batch, and to a step."""
+    """Return the samples in a rank's batch, and in a step."""
     if global_batch is None:
         return batch_size, None if batch_size is None else batch_size * world_size
     check_count(global_batch, "not a number of samples to a step", where="global_batch=")

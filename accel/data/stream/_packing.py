@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as bytes, for another rank: packed tensors, and the structure when it changes.
 
-Nothing is pickled. Containers other than dicts, lists and tuples are named by module and class, and imported by that
-name by the receiver.
+Nothing is pickled. Containers other than dicts, lists and tuples are named by module and class; the
+receiver imports them by that name.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ class BatchPacker:
         tensors: list[torch.Tensor] = []
         headers: list[_BatchHeader] = []
         for batch in batches:
-            first, values = len(tensors), list[Any]()
+            first = len(tensors)
+            values: list[Any] = []
             spec = _describe(batch, "$", tensors, values)
-            changed, self._known = spec != self._known, spec
+            changed = spec != self._known
+            self._known = spec
             shapes = [list(tensor.shape) for tensor in tensors[first:]]
             headers.append(_BatchHeader(spec if changed else None, shapes, values))
         text = msgspec.msgpack.encode(headers)
@@ -135,7 +137,7 @@ def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[An
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a number or text is within what MessagePack can hold; names of files may not be."""
+    """Return whether MessagePack can hold a number or a text; names of files may be no Unicode."""
     if type(value) is int:
         return -(2**63) <= value < 2**64
     if type(value) is str and not value.isascii():
@@ -144,7 +146,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _taken_apart(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
-    """A container's kind, keys and children."""
+    """Return a container's kind, keys and children."""
     kind = cast(Any, type(node))
     if kind in (list, tuple):
         return kind.__name__, [], node

@@ -86,8 +86,8 @@ def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) 
 
     Args:
         text: sizes by dimension, the slowest first; -1 for all ranks that the others leave. No mesh if empty.
-        where: what said so, for errors.
-        error: what to raise.
+        where: source of the text, for errors.
+        error: class of the errors.
 
     Raises:
         AccelError: the text is none of these, a dimension stands twice or means nothing known, or two sizes are -1.
@@ -112,9 +112,9 @@ def fit_mesh(text: str, world_size: int, *, where: str, error: type[AccelError] 
 
     Args:
         text: as for `mesh_sizes`.
-        world_size: how many ranks the mesh is to have.
-        where: what said so, for errors.
-        error: what to raise.
+        world_size: number of ranks of the mesh.
+        where: source of the text, for errors.
+        error: class of the errors.
 
     Raises:
         AccelError: the sizes multiply to another number of ranks; or as `mesh_sizes`.

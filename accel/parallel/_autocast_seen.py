@@ -40,7 +40,7 @@ def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
 
     Args:
         model: prepared.
-        device_type: whose autocast.
+        device_type: device type of the autocast.
         compute: "bf16" or "fp16".
     """
     if all(each.dtype is _DTYPES[compute] for each in model.parameters() if each.is_floating_point()):

@@ -36,9 +36,9 @@ def checkpoint_activations(model: M, select: Select = "repeated") -> M:
 
     Args:
         model: plain, or from `prepare_model`.
-        select: which blocks: "repeated" for those that a ModuleList or Sequential holds at least two of, of one class;
-            a class or a tuple of classes; or a function of a module's name and the module that says whether it is
-            one. Of nested ones the outer one counts.
+        select: "repeated" for the blocks that a ModuleList or Sequential holds at least two of, of one class; a class
+            or a tuple of classes; or a predicate of a module's name and the module. Of nested blocks the outer one
+            counts.
 
     Returns:
         The model that was passed.

@@ -44,8 +44,8 @@ def compile_model(
     Args:
         model: plain, or from `prepare_model`.
         regions: None for the whole; "repeated" for the blocks that a ModuleList or Sequential holds at least two of,
-            of one class; a class or a tuple of classes; or a function of a module's name and the module that says
-            whether it is one. Of nested regions the outer one counts.
+            of one class; a class or a tuple of classes; or a predicate of a module's name and the
+            module. Of nested regions the outer one counts.
         backend, mode, fullgraph, dynamic, options: as in torch.compile.
 
     Returns:

@@ -101,8 +101,8 @@ def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard one unit after another, so that the device needs room for one whole one at a time."""
     from torch.distributed.fsdp import fully_shard  # its import takes most of a second
 
-    units, waiting = plan_units(model), {id(each) for each in model.parameters()}
-    for name in units:
+    waiting = {id(each) for each in model.parameters()}
+    for name in plan_units(model):
         unit = model.get_submodule(name)
         unit.to(ctx.device)
         own = [each for each in unit.parameters() if id(each) in waiting]

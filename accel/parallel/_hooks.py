@@ -104,7 +104,8 @@ def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook |
         return
     state, function = group, cast(Any, hook)
     if isinstance(hook, PowerSgd):
-        state, function = _power_sgd(group, hook), _power_sgd_hook(hook)
+        state = _power_sgd(group, hook)
+        function = _power_sgd_hook(hook)
     elif isinstance(hook, str):
         function = default_hooks.fp16_compress_hook if hook == "fp16" else default_hooks.bf16_compress_hook
     cast(Any, replica).register_comm_hook(state, _anonymous(function))

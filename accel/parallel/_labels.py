@@ -21,7 +21,7 @@ def label_parameters(model: nn.Module, *, needed: bool = False, viewed: bool = F
     """Label the model's parameters. Mutates them by one attribute, which nothing computes with.
 
     Args:
-        model: whose names they get.
+        model: its parameters get its names for them.
         needed: whether a step needs a gradient of each, because ranks exchange all or none.
         viewed: whether a gradient that ranks have exchanged is a view of the bucket that it travelled in.
     """
@@ -40,8 +40,8 @@ def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
 
     Args:
         name: the parameter's.
-        old: what the model has no longer.
-        new: what it has; it gets the attributes that users have given to the old one.
+        old: the parameter that the model had.
+        new: the parameter in its place; it gets the attributes that users have given to the old one.
     """
     for key, value in vars(old).items():
         if key not in vars(new):

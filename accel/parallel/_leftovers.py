@@ -76,7 +76,8 @@ class _Found(NamedTuple):
 
     Attributes:
         parameter: as an optimizer has it.
-        reached: what a backward computes a gradient of before it adds to this one; None if `zero_grad` cannot clear it.
+        reached: the tensor whose gradient a backward computes before it adds to this one; None if `zero_grad` cannot
+            clear it.
         grad: the gradient.
     """
 

@@ -105,8 +105,8 @@ def local_sgd_step(
         ctx: the context.
         model: from `prepare_local_model`. Mutated.
         local: the record; the same on every rank.
-        optimizer: whose floating-point state is averaged too, so that ranks are equal afterwards in all that a
-            checkpoint holds. None leaves each rank its own.
+        optimizer: its floating-point state is averaged too, so that ranks are equal afterwards in all that a checkpoint
+            holds. None leaves each rank its own.
         last: whether no step follows, so that the average is due in any case.
 
     Returns:

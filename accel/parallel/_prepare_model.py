@@ -58,9 +58,9 @@ def prepare_model(
         broadcast_buffers: whether rank 0's buffers replace the others' before each forward.
         bucket_cap_mb, static_graph, gradient_as_bucket_view: as in DistributedDataParallel, under `ddp` only; the
             bucket's unit is MiB.
-        comm_hook: how gradients travel, under `ddp` only: "fp16" or "bf16" sends them in that dtype, a `PowerSgd` as
-            thin matrices; or a function for DDP's register_comm_hook, whose state is the process group. None sends
-            them as they are.
+        comm_hook: format of travelling gradients, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
+            a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
+            state. None sends them as they are.
 
     Returns:
         The model to call in the training loop.

@@ -18,7 +18,7 @@ def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Modul
     """Return the chosen modules by name, outermost ones only; the model itself has the name "".
 
     Args:
-        model: where to look.
+        model: the model to search.
         select: "repeated" for the blocks that a ModuleList or Sequential holds at least two of, of one class that has
             modules of its own; a class, or several; or a function of a module's name and the module.
         where: the call, for errors.

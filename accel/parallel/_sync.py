@@ -95,7 +95,8 @@ def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Ten
     Args:
         ctx: the context.
         model: from `prepare_model`.
-        loss: what the block calls backward on; needed for find_unused_parameters, which follows it to the parameters.
+        loss: the tensor that the block calls backward on; needed for find_unused_parameters, which follows it to the
+            parameters.
 
     Raises:
         PrepareError: a trainable model that is not prepared, or find_unused_parameters without `loss`.

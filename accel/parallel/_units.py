@@ -49,7 +49,8 @@ class _Paths(NamedTuple):
 
 
 def _paths(model: nn.Module) -> _Paths:
-    parameters, modules = dict[int, list[str]](), dict[int, list[str]]()
+    parameters: dict[int, list[str]] = {}
+    modules: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameters.setdefault(id(parameter), []).append(name)
     for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)):
@@ -92,9 +93,9 @@ def _is_closed(module: nn.Module, paths: _Paths) -> bool:
 
 def _of_other_dtypes(model: nn.Module, unit: str, blocks: Sequence[str], paths: _Paths) -> list[str]:
     """Modules of a unit that need to be units of their own, because their parameters have another dtype than most."""
-    top, taken = model.get_submodule(unit), set[int]()
-    if not unit:
-        taken = {id(each) for name in blocks for each in model.get_submodule(name).parameters()}
+    top = model.get_submodule(unit)
+    others = () if unit else blocks
+    taken = {id(each) for name in others for each in model.get_submodule(name).parameters()}
     sizes = Counter[torch.dtype]()
     for parameter in _trained(top, taken):
         sizes[parameter.dtype] += parameter.numel()

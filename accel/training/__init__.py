@@ -10,9 +10,9 @@ from accel.training._ema import Ema as Ema
 from accel.training._ema import ema_decay as ema_decay
 from accel.training._evaluating import evaluating as evaluating
 from accel.training._fused import fused_step as fused_step
+from accel.training._prepare import prepare as prepare
 from accel.training._prepare import prepare_optimizer as prepare_optimizer
 from accel.training._prepare import prepare_scheduler as prepare_scheduler
-from accel.training._prepare_typed import prepare as prepare
 from accel.training._resume import resume as resume
 from accel.training._step import StepResult as StepResult
 from accel.training._step import optimizer_step as optimizer_step

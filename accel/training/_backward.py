@@ -121,7 +121,7 @@ def backward(
         loss: shape [], a mean over `weight` units on this rank.
         scaler: a `TrainState` within a batch; or a loss scale, from `loss_scale` or the latest step.
         accum: beside a loss scale, the current micro-batch; None for a script that takes a step after each backward.
-        weight: how many real units the mean is over: samples (`batch.valid`) or valid tokens. 0 adds nothing, so long
+        weight: number of real units behind the mean: samples (`batch.valid`) or valid tokens. 0 adds nothing, so long
             as the loss's own gradient is finite: divide by tokens.clamp(min=1). Left out beside a `TrainState`, it is
             `batch.valid`; left out beside its parts, every micro-batch of every rank counts the same, once, whatever
             its number of backward passes.
@@ -221,10 +221,11 @@ def _weigh(
     else:
         known = _own_weight(ctx, weight)
         factor = known / unit * scaler.scale
-        alone = ctx.world_size == 1
-        world, own = (known if alone else 0.0), (None if alone else known)
-        if same_units:
-            world, own = 0.0, None
+        world, own = 0.0, None
+        if not same_units and ctx.world_size == 1:
+            world = known
+        elif not same_units:
+            own = known
     return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world, own=own), factor
 
 

@@ -54,7 +54,7 @@ def clip_grad_norm_(
 
     Args:
         ctx: the context.
-        parameters: whose gradients are clipped together.
+        parameters: all that share the norm.
         max_norm: longest norm.
         scaler, accum: as for `optimizer_step`.
         norm_type: p of the p-norm, above 0; inf for the largest absolute value.
@@ -100,7 +100,7 @@ def clip_grad_value_(
 
     Args:
         ctx: the context.
-        parameters: whose gradients are clipped, replicated or sharded.
+        parameters: replicated or sharded.
         clip_value: largest absolute value.
         scaler, accum: as for `optimizer_step`.
 

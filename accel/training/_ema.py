@@ -65,7 +65,7 @@ class Ema(nn.Module):
         for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
             _ = _child(self.weights, clean_name(model, name))  # in the model's order, which that of tensors follows
         for name, live in _named(model, buffers=self.averages_buffers):
-            _place(self.weights, name, live)
+            _add_copy(self.weights, name, live)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device="cpu"))  # read without a wait
 
     def update_(self, model: nn.Module, step: Stepped | None = None) -> None:
@@ -73,7 +73,7 @@ class Ema(nn.Module):
 
         Args:
             model: the one that the average was made of.
-            step: what `optimizer_step` returned; a step that was skipped leaves the average alone.
+            step: result of `optimizer_step`; a step that was skipped leaves the average alone.
 
         Raises:
             PrepareError: another model, or one that was prepared after the average was made.
@@ -103,7 +103,8 @@ class Ema(nn.Module):
             PrepareError: as `update_`.
         """
         pairs = self._pairs(model)
-        averages, live = [pair[0].detach() for pair in pairs], [pair[1].detach() for pair in pairs]
+        averages = [average.detach() for average, _ in pairs]
+        live = [tensor.detach() for _, tensor in pairs]
         own = [each.clone() for each in live]
         try:
             _copy(averages, live)
@@ -119,8 +120,9 @@ class Ema(nn.Module):
 
     def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Averages and the model's tensors, in the model's order, which is that of the averages too."""
-        own, live = [*self.weights.parameters(), *self.weights.buffers()], self._live(model)
-        if list(map(_layout, own)) != list(map(_layout, live)):
+        own = [*self.weights.parameters(), *self.weights.buffers()]
+        live = self._live(model)
+        if list(map(_shape_and_place, own)) != list(map(_shape_and_place, live)):
             raise self._other_model(model)
         return list(zip(own, live, strict=True))
 
@@ -142,7 +144,7 @@ def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
     """Return the share of the average that an update keeps.
 
     Args:
-        updates: how many there were before.
+        updates: number of earlier ones.
         decay: the most.
         warmup: whether it grows up to that: (1 + updates) / (10 + updates).
     """
@@ -158,10 +160,11 @@ def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]
     return [(clean_name(model, name), each) for name, each in named]
 
 
-def _place(root: nn.Module, name: str, live: torch.Tensor) -> None:
+def _add_copy(root: nn.Module, name: str, live: torch.Tensor) -> None:
     """Store a copy under the name that it has in the model."""
     path, _, leaf = name.rpartition(".")
-    root, copy = _child(root, path), live.detach().clone()
+    root = _child(root, path)
+    copy = live.detach().clone()
     if _averaged(copy):
         copy = copy.to(torch.promote_types(copy.dtype, torch.float32))
     if isinstance(live, nn.Parameter):
@@ -205,7 +208,7 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
     torch.clear_autocast_cache()  # an autocast around goes on with copies of what the targets were
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+def _shape_and_place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.device, placements_of(tensor)
 
 

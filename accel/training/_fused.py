@@ -12,7 +12,7 @@ from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import first_nonfinite, gradients, parameters_of
-from accel.parallel import name_of
+from accel.parallel import engine_of, name_of
 from accel.precision import LossScale
 from accel.tensors import is_dtensor
 from accel.training._backward import backward
@@ -34,9 +34,9 @@ def fused_step(
 
     Args:
         ctx: the context. For local SGD pass `accel.single(ctx.device)`.
-        loss: shape [], what is minimised: the mean over the batch. Ranks count the same.
+        loss: shape [], the mean over the batch, to be minimised. Ranks count the same.
         optimizer: one that steps each parameter by itself, as those of torch.optim do.
-        nonfinite: what inf or NaN does: `raise`, which costs several ranks two small messages, or `ignore`, which does
+        nonfinite: policy for inf or NaN: `raise`, which costs several ranks two small messages, or `ignore`, which does
             not look and so never waits for the device.
 
     Raises:
@@ -56,7 +56,8 @@ def fused_step(
     if looks:
         with agreed(ctx.comm, call):
             _check_loss(loss)
-    done, spoilt = set[int](), list[NonFiniteError]()
+    done: set[int] = set()
+    spoilt: list[NonFiniteError] = []
 
     def step_one(parameter: torch.Tensor) -> None:
         _check_once(parameter, done)
@@ -148,6 +149,7 @@ def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]
     """The group of each parameter, by `id`, after a look at what would make this wrong."""
     ctx.comm.check_open()
     refused = {
+        "an engine steps all of its parameters at once": engine_of(ctx) is not None,
         "ranks exchange the gradients of unsharded parameters after the backward, so nothing would be saved": (
             ctx.world_size > 1
             and any(not is_dtensor(each) and each.requires_grad for each in parameters_of([optimizer]))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `prepare` does: everything a loop needs is checked against each other, then prepared."""
+"""`prepare`: everything a loop needs, in one call, checked against each other; typed for up to five objects."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, cast, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from typing_extensions import TypeVar
 
 from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
@@ -20,12 +21,98 @@ from accel.items import is_zero
 from accel.parallel import check_model, engine_of, heir_of, prepare_model, replaces_parameters, unwrap_model
 from accel.precision import apply_precision
 
+Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
+Data: TypeAlias = DataLoader[Any]
+Kept: TypeAlias = Optimizer | LRScheduler | Loader | StreamLoader | None
+# `A | Data` is A for an object that is kept. A DataLoader leaves A unsolved, so that its default, Loader, is the result.
+A = TypeVar("A", bound=Kept, default=Loader)
+B = TypeVar("B", bound=Kept, default=Loader)
+C = TypeVar("C", bound=Kept, default=Loader)
+D = TypeVar("D", bound=Kept, default=Loader)
+E = TypeVar("E", bound=Kept, default=Loader)
 O_ = TypeVar("O_", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)
 
 
-def prepare_objects(ctx: DistContext, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Carry out `prepare`, which documents it. A collective."""
+# Models first, then the others in any order; tests/typing/check.py compares the list with this rule.
+# fmt: off
+# ruff: noqa: E501
+@overload
+def prepare(ctx: DistContext, a: Net, /) -> Net: ...
+@overload
+def prepare(ctx: DistContext, a: A | Data, /) -> A: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, /) -> tuple[Net, Net]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: B | Data, /) -> tuple[Net, B]: ...
+@overload
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, /) -> tuple[A, B]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, /) -> tuple[Net, Net, Net]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, /) -> tuple[Net, Net, C]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, /) -> tuple[Net, B, C]: ...
+@overload
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, /) -> tuple[A, B, C]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, /) -> tuple[Net, Net, Net, Net]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, /) -> tuple[Net, Net, Net, D]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, /) -> tuple[Net, Net, C, D]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, /) -> tuple[Net, B, C, D]: ...
+@overload
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, /) -> tuple[A, B, C, D]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: Net, /) -> tuple[Net, Net, Net, Net, Net]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: Net, e: E | Data, /) -> tuple[Net, Net, Net, Net, E]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: Net, d: D | Data, e: E | Data, /) -> tuple[Net, Net, Net, D, E]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: Net, c: C | Data, d: D | Data, e: E | Data, /) -> tuple[Net, Net, C, D, E]: ...
+@overload
+def prepare(ctx: DistContext, a: Net, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /) -> tuple[Net, B, C, D, E]: ...
+@overload
+def prepare(ctx: DistContext, a: A | Data, b: B | Data, c: C | Data, d: D | Data, e: E | Data, /) -> tuple[A, B, C, D, E]: ...
+@overload
+def prepare(ctx: DistContext, /, *objects: Net | Data | Kept) -> Any: ...
+# fmt: on
+
+
+@context_first
+def prepare(ctx: DistContext, /, *objects: Any) -> Any:
+    """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
+
+    Under the strategy `fsdp` the optimizers go on with the shards that took the place of the models' parameters.
+
+    Args:
+        ctx: the context.
+        objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number; and loaders that
+            `prepare_loader` has prepared, which stay as they are. None is given back.
+
+    Returns:
+        One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,
+        optimizers and schedulers themselves. A model's type is `nn.Module`, since on several ranks it is DDP's
+        wrapper; call its own methods on the module that was passed, or on `unwrap_model`'s. Optimizers and schedulers
+        keep their types. Models after other objects, or more than five objects, come back as `Any`.
+
+    Raises:
+        PrepareError: an object of another kind; an optimizer whose parameters belong to none of the models, or that has
+            state of parameters that are to be sharded; a scheduler of none of the optimizers. Nothing has been changed
+            then.
+        DeviceError, PrepareError, DataError: as `prepare_model` and `prepare_loader`.
+        ContextClosedError: the context is closed.
+
+    Example:
+        >>> net = nn.Linear(4, 1)
+        >>> adam = torch.optim.Adam(net.parameters())
+        >>> model, optimizer, loader = accel.prepare(ctx, net, adam, DataLoader(dataset, batch_size=4))
+        >>> optimizer is adam, loader.samples
+        (True, 10)
+    """
     engine = engine_of(ctx)
     with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
         _check_kinds(objects)
@@ -35,9 +122,11 @@ def prepare_objects(ctx: DistContext, objects: tuple[Any, ...]) -> tuple[Any, ..
             _convert_models(ctx, objects)
     loaded = [prepare_loader(ctx, cast(Any, each)) if isinstance(each, DataLoader) else each for each in objects]
     if engine is not None:
-        return tuple(engine.prepare(ctx, loaded))
-    models = [prepare_model(ctx, each) if isinstance(each, nn.Module) else each for each in loaded]
-    return tuple(_prepare_stepped(ctx, each) for each in models)
+        prepared = engine.prepare(ctx, loaded)
+    else:
+        models = [prepare_model(ctx, each) if isinstance(each, nn.Module) else each for each in loaded]
+        prepared = [_prepare_stepped(ctx, each) for each in models]
+    return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 
 @context_first

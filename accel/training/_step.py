@@ -18,9 +18,9 @@ from accel.optim import Accumulation, first_nonfinite, parameters_of
 from accel.parallel import StepRequest, engine_of, name_of
 from accel.precision import LossScale
 from accel.tensors import is_dtensor
+from accel.training._idle_settings import check_settings
 from accel.training._leftovers import refuse_leftovers
 from accel.training._schedulers import check_not_exhausted
-from accel.training._settings import check_settings
 from accel.training._step_effects import clear_here, step_by, step_here
 from accel.training._train_state import TrainState, after_step, ended_window
 from accel.training._window import check_alone, check_limit, check_norm_type, checked_window, division, total_weight
@@ -128,7 +128,7 @@ def optimizer_step(
             together, a list has one for each. None does not clip.
         norm_type: p of the p-norm, above 0; inf for the largest absolute value.
         max_value: largest absolute value of a gradient's element, instead of `max_norm`.
-        nonfinite: what inf or NaN in a gradient does: `raise`, `skip` the step, or `ignore`, which does not look (and
+        nonfinite: policy for inf or NaN in a gradient: `raise`, `skip` the step, or `ignore`, which does not look (and
             so need not wait for the device; a window without weight is then a step with zero gradients). Under a
             dynamic loss scale an overflow is always skipped.
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,9 @@ from torch.optim import SGD
 
 import accel
 from accel import PrepareError
+from accel.parallel._composition import _ORDER, composition
 from accel.testing import Simulator
-from accel.topology import AXIS_NAMES
+from accel.topology import AXIS_NAMES, Dimension
 
 
 def _stage(ctx: accel.DistContext) -> nn.Module:
@@ -40,6 +43,18 @@ def test_stages_and_experts_keep_their_values(ranks: Simulator, mesh: str, strat
     for said in ranks.run(rank, 4, default_group=True):
         assert said.split(";")[0] in mesh
         assert "out of the mesh" in said
+
+
+def test_every_dimension_has_a_turn_and_is_spread_as_the_strategy_says(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> list[str]:
+        return [
+            each.dimension
+            for mesh, strategy in (("dp=4", "ddp"), ("dp=4", "fsdp"), ("dp_replicate=2,dp_shard=2", "fsdp"))
+            for each in composition(accel.replace(ctx, mesh=mesh, strategy=strategy))
+        ]
+
+    assert ranks.run(rank, 4, default_group=True) == [["replicate", "shard", "shard"]] * 4
+    assert {*_ORDER, "data"} == set(get_args(Dimension)) == AXIS_NAMES.keys()
 
 
 @pytest.mark.parametrize("name", AXIS_NAMES["pipeline"] + AXIS_NAMES["expert"])

@@ -161,6 +161,8 @@ def test_what_an_engine_cannot_do_is_refused(ranks):
             state = accel.backward(ctx, items["model"](batch.data).square().mean(), state)
         with pytest.raises(ConfigError, match="an engine divides its gradients within the step"):
             accel.unscale_gradients(ctx, items["optimizer"], state)
+        with pytest.raises(ConfigError, match="an engine steps all of its parameters at once"):
+            accel.fused_step(ctx, items["model"](batch.data).square().mean(), items["optimizer"])
         return True
 
     assert all(ranks.run(rank, 2))

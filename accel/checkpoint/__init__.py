@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import tensors_in as tensors_in
     from accel.checkpoint._held import checksum as checksum
     from accel.checkpoint._held import held_box as held_box
-    from accel.checkpoint._held import is_sharded as is_sharded
-    from accel.checkpoint._held import like as like
-    from accel.checkpoint._held import local_part as local_part
     from accel.checkpoint._held import memory_id as memory_id
     from accel.checkpoint._held import tied as tied
     from accel.checkpoint._merge import differing_values as differing_values
@@ -89,7 +86,7 @@ _WITH_TORCH = {
     "_read": ("Saved", "open_checkpoint"),
     "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),
-    "_held": ("checksum", "held_box", "is_sharded", "like", "local_part", "memory_id", "tied"),
+    "_held": ("checksum", "held_box", "memory_id", "tied"),
     "_snapshot": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

@@ -11,9 +11,7 @@ import torch
 from accel import xla
 from accel.checkpoint._plan import Box, Split, local_box, whole
 from accel.errors import CheckpointError
-from accel.tensors import dtensor_like, is_dtensor, is_partial, local_part
-
-like, is_sharded = dtensor_like, is_dtensor
+from accel.tensors import is_dtensor, is_partial, local_part
 
 
 def held_box(tensor: torch.Tensor, path: str) -> Box | None:

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from accel.checkpoint import is_sharded
 from accel.errors import CheckpointError, ConfigError
 from accel.items._source import Problems, facts
+from accel.tensors import is_dtensor
 
 BASE = "$base"  # the key in a module's value; "$" keeps it apart from any name
 _RUN = 1 << 24  # elements at a time, so that a digest takes little memory
@@ -58,7 +58,7 @@ def compare_base(
 
 def _digest(name: str, tensor: torch.Tensor) -> str:
     """A digest of dtype, shape and bits, the same on every device; bits are summed there, by their places."""
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         raise CheckpointError(
             "a frozen parameter that is sharded has no digest",
             where=name,

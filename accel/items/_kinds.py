@@ -13,9 +13,10 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import ItemKind, is_record, is_sharded
+from accel.checkpoint import ItemKind, is_record
 from accel.errors import CheckpointError, ConfigError
 from accel.parallel import unwrap_model
+from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -81,7 +82,7 @@ def kind_of(item: object) -> ItemKind:
 
 def type_name(item: object) -> str:
     """Return the name of an item's class, without wrappers."""
-    if isinstance(item, torch.Tensor) and is_sharded(item):
+    if isinstance(item, torch.Tensor) and is_dtensor(item):
         return "Tensor"  # what a mesh spreads, another mesh or none takes back
     if isinstance(item, torch.optim.Optimizer):
         return type(local_optimizer(bare_optimizer(item))).__qualname__

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.checkpoint import Box, Item, MisfitError, Saved, held_box, is_record, local_part, named_classes
+from accel.checkpoint import Box, Item, MisfitError, Saved, held_box, is_record, named_classes
 from accel.context import DistContext
 from accel.data import Cursor, Mean, Sum
 from accel.errors import CheckpointError
@@ -26,6 +26,7 @@ from accel.optim import Accumulation
 from accel.parallel import LocalSgd, clear_gradients, clear_parameters, engine_items
 from accel.precision import LossScale
 from accel.random import Key, RngState
+from accel.tensors import local_part
 
 _OWN_RECORDS = (Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState)  # made without a live one
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor, checksum, is_sharded, tied
+from accel.checkpoint import check_tensor, checksum, tied
 from accel.comm import Call, agreed, agreed_values, call_site, exchange_values, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
-from accel.items._whole import facts, live_tensors, whole
+from accel.items._whole import facts, live_tensors
 from accel.storage import (
     encode_index,
     file_names,
@@ -33,6 +33,7 @@ from accel.storage import (
     take_lock,
     write_tensors,
 )
+from accel.tensors import full_tensor, is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +141,15 @@ def _plan(ctx: DistContext, model: nn.Module, limit: int) -> _Weights:
     kept: dict[str, torch.Tensor] = {}
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
-    groups = tied({name: tensor for name, tensor in live.items() if not is_sharded(tensor)})
+    groups = tied({name: tensor for name, tensor in live.items() if not is_dtensor(tensor)})
     for name, tensor in live.items():
-        group = id(tensor) if is_sharded(tensor) else groups.get(name, name)
+        group = id(tensor) if is_dtensor(tensor) else groups.get(name, name)
         if (known := first.setdefault(group, name)) == name:
             kept[name] = tensor
         else:
             aliases[name] = known
     shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
-    compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_sharded(tensor)}
+    compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_dtensor(tensor)}
     return _Weights(kept, shards, aliases, checksum(compared))
 
 
@@ -161,9 +162,9 @@ def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) ->
         mine: dict[str, torch.Tensor] = {}
         for at in range(start, min(start + writers, len(files))):
             for name in weights.shards[at]:
-                tensor = whole(weights.tensors[name])
+                tensor = full_tensor(weights.tensors[name])
                 if at - start == ctx.rank and error is None:
-                    mine[name] = tensor.cpu() if is_sharded(weights.tensors[name]) else tensor
+                    mine[name] = tensor.cpu() if is_dtensor(weights.tensors[name]) else tensor
         if mine and error is None:
             try:
                 write_tensors(stage, files[start + ctx.rank], mine, metadata)

@@ -18,8 +18,6 @@ from accel.checkpoint import (
     check_tensor,
     encode,
     has_records,
-    is_sharded,
-    local_part,
 )
 from accel.errors import CheckpointError
 from accel.items._bases import BASE, compare_base
@@ -27,6 +25,7 @@ from accel.items._kinds import type_name
 from accel.items._overlaps import overlap_change
 from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
 from accel.parallel import wrapped_name
+from accel.tensors import is_dtensor, local_part
 
 _EXTRA_STATE = "_extra_state"  # the key that torch gives to what get_extra_state() returns
 
@@ -208,7 +207,7 @@ def _unwritable(tensor: torch.Tensor) -> str:
     """Why a tensor cannot be loaded in place, "" if it can."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "one that was made in inference mode; make the module outside of it, or load within it"
-    return "a DTensor whose elements share memory; clone it" if is_sharded(tensor) and overlaps(tensor) else ""
+    return "a DTensor whose elements share memory; clone it" if is_dtensor(tensor) and overlaps(tensor) else ""
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint import Item, Kept, has_records, is_sharded, like, local_part, memory_id, tensors_in
+from accel.checkpoint import Item, Kept, has_records, memory_id, tensors_in
 from accel.errors import CheckpointError
 from accel.items import _zero
 from accel.items._kinds import is_zero, local_optimizer, type_name
@@ -23,6 +23,7 @@ from accel.items._optimizer_state import (
     named_parameters,
 )
 from accel.items._source import Change, ItemLoad, facts, is_floating
+from accel.tensors import dtensor_like, is_dtensor, local_part, mesh_of, placements_of
 
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
@@ -137,8 +138,8 @@ class OptimizerLoad(ItemLoad):
         """A tensor of a parameter's state: spread as that is, and cast as that is, where it was of its dtype."""
         parameter = owner.parameter
         read = self.source.read_like(key, {key: parameter})
-        if not is_sharded(read) and is_sharded(parameter) and read.dim():  # what belongs to rows, columns or blocks
-            read = like(read, parameter)
+        if not is_dtensor(read) and is_dtensor(parameter) and read.dim():  # what belongs to rows, columns or blocks
+            read = dtensor_like(read, parameter)
         return read.to(self._state_dtype(key, owner))
 
     def _state_dtype(self, key: str, owner: _Owner) -> torch.dtype:
@@ -229,10 +230,7 @@ def _lies_like(slot: object, parameter: torch.Tensor) -> bool:
     """Whether a state tensor is spread as its parameter is, in memory that holds nothing else."""
     if not isinstance(slot, torch.Tensor) or slot.shape != parameter.shape or slot.device != parameter.device:
         return False
-    if is_sharded(slot) and is_sharded(parameter):
-        if (slot.device_mesh, slot.placements) != (parameter.device_mesh, parameter.placements):
-            return False
-    elif is_sharded(slot) or is_sharded(parameter):
+    if (mesh_of(slot), placements_of(slot)) != (mesh_of(parameter), placements_of(parameter)):
         return False
     part = local_part(slot)
     return (

@@ -12,12 +12,13 @@ import msgspec
 import torch
 
 from accel import xla
-from accel.checkpoint import RANKS, Box, Saved, decode, encode, is_sharded
+from accel.checkpoint import RANKS, Box, Saved, decode, encode
 from accel.comm import as_bytes
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import Key, RngState, capture_rng, restore_rng, seed_rng
 from accel.storage import dtype_name, stored_dtype
+from accel.tensors import is_dtensor
 
 _NUMPY_WORDS = 624
 _LENGTH_BYTES = 4
@@ -172,7 +173,7 @@ def _rehearse(state: RngState, device: torch.device) -> None:
 
 
 def _to_bytes(name: str, tensor: torch.Tensor) -> _Tensor:
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         raise CheckpointError("a DTensor in what each rank keeps for itself", where=name, fix="Keep its to_local().")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), bytes(flat.numpy()))

@@ -21,7 +21,6 @@ from accel.checkpoint import (
     Saving,
     check_keep,
     check_metrics,
-    local_part,
     save,
     save_async,
     step_of,
@@ -48,6 +47,7 @@ from accel.items._transforms import SaveTransform, transformed_tensors
 from accel.items._value import capture_value, check_records
 from accel.parallel import engine_items
 from accel.storage import RemotePath, as_place
+from accel.tensors import local_part
 
 SaveMode = Literal["sync", "async"]
 

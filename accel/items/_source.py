@@ -19,9 +19,6 @@ from accel.checkpoint import (
     Saved,
     decode,
     held_box,
-    is_sharded,
-    like,
-    local_part,
     named_classes,
     tensors_in,
 )
@@ -30,6 +27,7 @@ from accel.errors import CheckpointError
 from accel.items._rng import Row, with_own_part
 from accel.items._transforms import LoadTransform
 from accel.storage import dtype_name
+from accel.tensors import dtensor_like, is_dtensor, local_part
 
 Facts = tuple[str, tuple[int, ...]]  # dtype and shape
 Wanted = tuple[str, Box | None]  # a tensor's name, and the part that this rank reads; None for all of it
@@ -181,7 +179,7 @@ class Source:
         wanted: list[Wanted] = []
         for key in keys:
             template = self._template(key, live)
-            if template is None or not is_sharded(template):
+            if template is None or not is_dtensor(template):
                 wanted.append((key, None))
             elif (box := held_box(template, key)) is not None:
                 wanted.append((key, box))
@@ -190,13 +188,13 @@ class Source:
     def read_like(self, key: str, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a stored tensor in new memory: spread as its live namesake is, else whole and on the CPU."""
         template = self._template(key, live)
-        if template is None or not is_sharded(template):
+        if template is None or not is_dtensor(template):
             return self.saved.read(key)
         part = torch.empty(local_part(template).shape, dtype=self.saved.stub(key).dtype)
         box = held_box(template, key)
         if box is not None and part.numel():
             self.saved.read_into(part, key, box)
-        return like(part, template, template.shape)
+        return dtensor_like(part, template, template.shape)
 
     def tensors(
         self, name: str, value: Any, live: Mapping[str, torch.Tensor], device: torch.device = _CPU
@@ -210,7 +208,7 @@ class Source:
                 continue
             if self.options.cast and read.is_floating_point() and namesake.is_floating_point():
                 read = read.to(namesake.dtype)
-            tensors[key] = read if is_sharded(read) else read.to(namesake.device)
+            tensors[key] = read if is_dtensor(read) else read.to(namesake.device)
         return tensors
 
     def decode(self, path: str, value: Any, live: Mapping[str, torch.Tensor], kept: Kept) -> Any:

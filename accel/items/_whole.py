@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, cast, overload
+from typing import overload
 
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor, is_sharded
+from accel.checkpoint import check_tensor
 from accel.collectives import check_rank
 from accel.comm import Call, barrier, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.items._module import clean_name
 from accel.storage import dtype_name
+from accel.tensors import full_tensor, is_dtensor
 
 _EXTRA_STATE = "_extra_state"
 
@@ -56,12 +57,12 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
     barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), site))
     if dst not in (None, ctx.rank):
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
-            _ = whole(tensor)
+            _ = full_tensor(tensor)
         return None
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in found:
-            found[id(tensor)] = whole(tensor).cpu()
+            found[id(tensor)] = full_tensor(tensor).cpu()
     return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
 
@@ -76,7 +77,7 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         name = clean_name(model, raw)
         if isinstance(value, torch.Tensor):
             check_tensor(value, name)
-            tensors[name] = value if is_sharded(value) else value.detach()  # tied shards are known by being one object
+            tensors[name] = value if is_dtensor(value) else value.detach()  # tied shards are known by being one object
         elif raw.rpartition(".")[2] == _EXTRA_STATE:
             logger = logging.getLogger("accel.checkpoint")
             logger.warning("%s is left out: it is extra state, and no tensor", name)
@@ -86,13 +87,3 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return what ranks must agree on, a line for each tensor."""
     return [f"{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in tensors.items()]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in one piece; a DTensor is gathered, which is a collective of its mesh."""
-    if not is_sharded(tensor):
-        return tensor.detach()
-    spread = cast(Any, tensor.detach())
-    if spread.device.type != spread.device_mesh.device_type:  # offloaded, while its ranks talk through their devices
-        spread = spread.to(spread.device_mesh.device_type)
-    return spread.full_tensor()

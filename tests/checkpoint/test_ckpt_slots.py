@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import accel
-from accel.checkpoint import local_part
 from accel.context import DistContext
 from accel.errors import CheckpointError
+from accel.tensors import local_part
 from accel.testing import simulate
 
 

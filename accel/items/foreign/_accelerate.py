@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.checkpoint import is_sharded
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
@@ -27,6 +26,7 @@ from accel.items._optimizer import optimizer_change
 from accel.items._source import Change, Problems, facts
 from accel.precision import LossScale
 from accel.storage import open_directory, read_reference
+from accel.tensors import is_dtensor
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 
@@ -140,7 +140,7 @@ def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies
     with open_directory(path.parent) as folder:
         stored = read_reference(folder, path.name)
     tensors = {**live.parameters, **live.buffers}
-    if any(is_sharded(tensor) for tensor in tensors.values()):
+    if any(is_dtensor(tensor) for tensor in tensors.values()):
         fix = "Load into the plain model, then spread it."
         raise CheckpointError("a sharded model takes no whole tensors", where=f"{_WHERE}, {name}", fix=fix)
     held = {id(tensors[key]) for key in tensors.keys() & stored.keys()}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
@@ -94,3 +95,14 @@ def decorated(ctx: accel.DistContext) -> None:
 
     assert_type(accel.on_main_process(ctx, report)(3), str | None)
     assert_type(accel.find_executable_batch_size(ctx, lambda size: size * 1.5, starting_batch_size=64), float)
+
+
+def configured(ctx: accel.DistContext, group: dist.ProcessGroup) -> None:
+    assert_type((ctx.device, ctx.backend, ctx.precision), tuple[torch.device, str, accel.Precision])
+    assert_type((ctx.accumulation, ctx.timeout_s), tuple[int, float])
+    assert_type(accel.from_env({}, device="cpu", backend="gloo", mesh="dp=2", timeout_s=5), accel.DistContext)
+    assert_type(accel.replace(ctx, precision=accel.Precision(compute="bf16"), strategy="fsdp"), accel.DistContext)
+    assert_type(accel.single(torch.device("cpu"), accumulation=4), accel.DistContext)
+    accel.single(precision="fp4")  # pyright: ignore[reportArgumentType]
+    accel.from_group(group, backend="gloo")  # pyright: ignore[reportCallIssue]
+    accel.session(precison="bf16")  # pyright: ignore[reportCallIssue]

@@ -133,10 +133,10 @@ def _verify(args: argparse.Namespace) -> int:
     found = [each.path for each in steps] or [find_checkpoint(args.path)]
     total = sum(each.size for each in steps) or manifest_of(found[0]).nbytes
     with byte_progress("verify", total) as advance:
-        told = {path: verify(path, advance) for path in found}
-    for path, problems in told.items():
+        found_problems = {path: verify(path, advance) for path in found}
+    for path, problems in found_problems.items():
         print(show_text(f"{path}: {'; '.join(problems) or 'ok'}"))
-    return _DIFFERENT if any(told.values()) else 0
+    return _DIFFERENT if any(found_problems.values()) else 0
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -150,7 +150,7 @@ def _diff(args: argparse.Namespace) -> int:
         with byte_progress("diff", total) as advance:
             lines += differing_values(*paths, advance=advance)
     elif not same_bytes(one, other):
-        lines.append("tensors may have other values: the files differ (--values tells which)")
+        lines.append("tensors may have other values: the files differ (--values lists them)")
     print("\n".join(map(show_text, lines)) or "no difference")
     return _DIFFERENT if lines else 0
 

@@ -81,9 +81,13 @@ def parser() -> Parser:
         help="a tensor that a step on one rank is called with, such as 16x3x224x224 or 8x512:int64; once for each"
         " (default: :float32, of a config.json :int64)",
     )
-    _ = add("--nproc", type=int, default=1, metavar="N", help="how many ranks share the work (default: 1)")
-    _ = add("--memory", metavar="SIZE", help="of one GPU, such as 24GB: tells what fits, and else with how many ranks")
-    _ = add("--reserve", default="1GB", metavar="SIZE", help="of it for CUDA and fragments (default: 1GB)")
+    _ = add("--nproc", type=int, default=1, metavar="N", help="ranks that share the work (default: 1)")
+    _ = add(
+        "--memory",
+        metavar="SIZE",
+        help="memory of one GPU, such as 24GB: rows show what fits",
+    )
+    _ = add("--reserve", default="1GB", metavar="SIZE", help="part of it for CUDA and fragments (default: 1GB)")
     _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     _ = add("--precision", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(_PRECISIONS)})")
     _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
@@ -117,7 +121,7 @@ def _read(source: str, inputs: Sequence[str]) -> Model:
         raise ConfigError("there is no such source", expected="a path or module:function", got=repr(source), fix=fix)
     if inputs:
         fix = "Name a config.json or module:function, or leave --input out."
-        raise ConfigError("headers do not tell what a forward keeps", got="--input", where=str(path), fix=fix)
+        raise ConfigError("headers lack the activations of a forward", got="--input", where=str(path), fix=fix)
     from accel.estimate import from_headers
 
     return from_headers(path)

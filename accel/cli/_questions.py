@@ -68,8 +68,8 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
 
 
 def _answer(field: Field, default: Any, answers: Mapping[str, Any], *, arrows: bool) -> Any:
-    def check(said: str) -> LaunchConfig:
-        return LaunchConfig(**{**answers, field.name: from_text(field, said, where=field.name)})
+    def check(answer: str) -> LaunchConfig:
+        return LaunchConfig(**{**answers, field.name: from_text(field, answer, where=field.name)})
 
     spelled = to_text(default)
     about = f"{field.doc.partition(';')[0].rstrip('.')}."

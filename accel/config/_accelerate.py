@@ -29,7 +29,7 @@ _INERT: dict[str, tuple[object, ...]] = {  # values that ask for nothing
     "tpu_use_sudo": (False,),
 }
 _ONE_MACHINE = "has no effect on one machine; a free port is found by itself"
-_LAYOUT = "how a model is spread over ranks is said in the script"
+_LAYOUT = "the script says how a model is spread over ranks"
 _SHARDED = 'not used; strategy = "fsdp" shards a model, its optimizer and gradients'
 _TPU = "the hosts of a TPU pod are named by nnodes and rdzv_endpoint"
 _SAGEMAKER = "SageMaker jobs are not submitted"
@@ -155,12 +155,12 @@ def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 def _mesh_of(values: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the text of a file's mesh, and whether the text says all that the file does."""
-    said = values.get("parallelism_config")
-    if not isinstance(said, dict):
+    mesh = values.get("parallelism_config")
+    if not isinstance(mesh, dict):
         return "", False
     keys = {f"parallelism_config_{dim}_size": dim for dim in _DIMENSIONS}
-    sizes = {dim: said[key] for key, dim in keys.items() if said.get(key) not in (None, 1)}  # pyright: ignore
-    return ",".join(f"{dim}={size}" for dim, size in sizes.items()), keys.keys() >= said.keys()  # pyright: ignore
+    sizes = {dim: mesh[key] for key, dim in keys.items() if mesh.get(key) not in (None, 1)}  # pyright: ignore
+    return ",".join(f"{dim}={size}" for dim, size in sizes.items()), keys.keys() >= mesh.keys()  # pyright: ignore
 
 
 def _ids(value: object) -> object:

@@ -55,13 +55,13 @@ class Resolved(NamedTuple):
     sources: Mapping[str, Source]
 
     def sources_variable(self) -> dict[str, str]:
-        """Return the variable that tells ranks the flag or file behind each setting; none if no setting has one."""
-        told = {
+        """Return the variable with the flag or file behind each setting, for the ranks; none if no setting has one."""
+        places = {
             f"{field.variable}={to_text(getattr(self.config, field.name))}": self.sources[field.name].at(field.name)
             for field in SETTINGS
             if self.sources[field.name].kind in ("flag", "file")
         }
-        return {SOURCES_VARIABLE: msgspec.json.encode(told).decode()} if told else {}
+        return {SOURCES_VARIABLE: msgspec.json.encode(places).decode()} if places else {}
 
 
 def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFile | None = None) -> Resolved:

@@ -30,7 +30,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         name: key in a file.
         flag, variable: names on a command line and in the environment.
         default: value of a new record.
-        fallback: value that holds where nobody asks for another; the default unless the annotation has one.
+        fallback: value in place of a choice that is left open; the default unless the annotation has one.
         doc: meaning, one sentence.
         expects: accepted values, in words.
         metavar: placeholder in a usage line; empty for a flag that needs no value.

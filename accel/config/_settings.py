@@ -65,7 +65,7 @@ class SettingKeywords(GroupKeywords, total=False):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a run; `auto`, or an empty text, leaves the choice open.
 
-    Where everybody leaves it open, the extra `fallback` of the field holds.
+    If every source leaves it open, the extra `fallback` of the field holds.
     """
 
     device: Annotated[

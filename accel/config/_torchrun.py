@@ -21,7 +21,7 @@ TORCHRUN_VARIABLES = (
     "PET_MASTER_PORT",
     "PET_MAX_RESTARTS",
 )
-_RDZV_PORT, _MASTER_PORT = "29400", "29500"  # torchrun's, where nobody names one
+_RDZV_PORT, _MASTER_PORT = "29400", "29500"  # torchrun's defaults
 
 
 def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -30,8 +30,8 @@ def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     Raises:
         ConfigError: the hosts are to meet in another way than at a port of one of them.
     """
-    said = {name: text for name in TORCHRUN_VARIABLES if (text := environ.get(name, "").strip())}
-    if (backend := said.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
+    given = {name: text for name in TORCHRUN_VARIABLES if (text := environ.get(name, "").strip())}
+    if (backend := given.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
         raise ConfigError(
             "hosts meet at a port of one of them, and in no other way",
             expected="c10d or static",
@@ -39,17 +39,17 @@ def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
             where="PET_RDZV_BACKEND",
         )
     names = {"nproc_per_node": "PET_NPROC_PER_NODE", "nnodes": "PET_NNODES", "max_restarts": "PET_MAX_RESTARTS"}
-    if ":" not in said.get("PET_NNODES", ""):  # torchrun, too, lets hosts that come and go take any place
+    if ":" not in given.get("PET_NNODES", ""):  # torchrun, too, lets hosts that come and go take any place
         names["node_rank"] = "PET_NODE_RANK"
-    found = {field: (name, said[name]) for field, name in names.items() if name in said}
-    if said.get("PET_NPROC_PER_NODE") == "gpu":
+    found = {field: (name, given[name]) for field, name in names.items() if name in given}
+    if given.get("PET_NPROC_PER_NODE") == "gpu":
         found["nproc_per_node"] = ("PET_NPROC_PER_NODE", "auto")
-    if endpoint := said.get("PET_RDZV_ENDPOINT"):
+    if endpoint := given.get("PET_RDZV_ENDPOINT"):
         host, _, port = endpoint.rpartition(":")
         whole = port.isdecimal() and (":" not in host or host.endswith("]"))
         found["rdzv_endpoint"] = ("PET_RDZV_ENDPOINT", endpoint if whole else _joined(endpoint, _RDZV_PORT))
-    elif host := said.get("PET_MASTER_ADDR"):
-        found["rdzv_endpoint"] = ("PET_MASTER_ADDR", _joined(host, said.get("PET_MASTER_PORT", _MASTER_PORT)))
+    elif host := given.get("PET_MASTER_ADDR"):
+        found["rdzv_endpoint"] = ("PET_MASTER_ADDR", _joined(host, given.get("PET_MASTER_PORT", _MASTER_PORT)))
     return found
 
 

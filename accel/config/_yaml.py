@@ -21,7 +21,7 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
 
     Raises:
         ConfigError: the document is malformed, is no mapping, has a key twice with different values, or is nested or
-            repeated by aliases beyond reason; without PyYAML also if the plain reader does not know what stands there.
+            repeated by aliases beyond reason; without PyYAML also if it is more than the plain reader knows.
             The message has line and column.
     """
     try:

@@ -100,7 +100,7 @@ def _mapping(lines: list[_Line], at: int, indent: int, path: str, depth: int) ->
 
 
 def _value(lines: list[_Line], at: int, rest: str, offset: int, path: str, depth: int) -> tuple[Any, int]:
-    """Return what stands behind a key, on its line or nested below it, and the line after it."""
+    """Return the value of a key, on its line or nested below it, and the line after it."""
     line = lines[at]
     text = _uncommented(rest)
     if text:

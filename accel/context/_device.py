@@ -17,7 +17,7 @@ def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.
 
     Raises:
         DeviceError: no such device, or it is not there.
-        EnvError: a TPU host of several, and nobody who gave this process a place.
+        EnvError: one of several TPU hosts, and a process without a place among theirs.
         MissingExtraError: an XLA device without torch_xla.
     """
     wanted = explicit if explicit is not None else env.device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a context: keywords over what was asked before, over what holds where nobody asks."""
+"""The settings of a context: keywords over settings before, over the fallbacks of open choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECKED_ELSEWHERE = ("device", "precision")  # they take values of torch's and 
 
 
 def settle(keywords: Mapping[str, Any], asked: Settings, known: type[GroupKeywords] = GroupKeywords) -> Settings:
-    """Return the settings that hold: a keyword beats what was asked before, which beats the fallback.
+    """Return the settings that hold: a keyword beats the setting before, which beats the fallback.
 
     Args:
         keywords: values by name of the setting; None says nothing.

@@ -78,7 +78,7 @@ def find_place(environ: Mapping[str, str]) -> LaunchEnv | None:
 
 
 def check_unplaced(environ: Mapping[str, str]) -> None:
-    """Refuse the environment of a rank whose place nothing tells: each would believe to be rank 0 of 1.
+    """Refuse the environment of a rank without a place: each rank would believe to be rank 0 of 1.
 
     Raises:
         EnvError: an MPI names a rank or a number of ranks above one, and not the rank's place on its host.
@@ -283,7 +283,7 @@ def _master_addr(environ: Mapping[str, str], world_size: int, fix: str, *, found
     address = environ.get("MASTER_ADDR") or found
     if not address:
         raise EnvError(
-            "nobody says where rank 0 listens",
+            "the address of rank 0 is unknown",
             expected=f"MASTER_ADDR for {world_size} processes",
             got="no MASTER_ADDR",
             where="the environment",

@@ -64,12 +64,12 @@ def _alone(environ: Mapping[str, str]) -> LaunchEnv:
 def _settings(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings that variables hold, and the place where the user wrote each."""
     check_spelling(environ, [SOURCES_VARIABLE, *(field.variable for field in SETTINGS)])
-    told = _told_sources(environ)
+    places = _launcher_sources(environ)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for field in SETTINGS:
         text = environ.get(field.variable, "")
-        place = told.get(f"{field.variable}={text}", field.variable)
+        place = places.get(f"{field.variable}={text}", field.variable)
         value = from_text(field, text, where=place, error=EnvError) if text else field.default
         if value != field.default:
             values[field.name] = value
@@ -77,7 +77,7 @@ def _settings(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str
     return values, sources
 
 
-def _told_sources(environ: Mapping[str, str]) -> dict[str, str]:
+def _launcher_sources(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the flags and files behind variables that a launcher has set, by "NAME=value"."""
     try:
         return msgspec.json.decode(environ.get(SOURCES_VARIABLE) or "{}", type=dict[str, str])

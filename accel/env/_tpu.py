@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variables of TPU hosts: those of Google Kubernetes Engine's pods, and those that torch_xla hands its processes.
 
-Their names are in torch_xla/core/xla_env_vars.py; https://cloud.google.com/tpu/docs tells of the hosts' own.
+Their names are in torch_xla/core/xla_env_vars.py; https://cloud.google.com/tpu/docs describes the hosts' own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_pod(environ: Mapping[str, str]) -> TpuPod | None:
 
 
 def process_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Return the host of each process that `torch_xla.launch` has started; none for a process of somebody else's.
+    """Return the host of each process that `torch_xla.launch` has started; none for other processes.
 
     Raises:
         EnvError: processes do not fill one host after another, or hosts have different numbers of them.

@@ -103,7 +103,7 @@ def test_what_fits_is_told_and_the_status_says_whether_anything_does(
         (["estimated_nets:net", "--memory", "1GB", "--reserve", "2GB"], "nothing is left of the memory"),
         (["empty"], "no weights in the folder"),
         (["broken.safetensors"], "does not fit the file"),
-        (["broken.safetensors", "--input", "3"], "headers do not tell"),
+        (["broken.safetensors", "--input", "3"], "headers lack the activations"),
         (["config.json"], "not a model's configuration"),
         (["broken.json"], "the file cannot be read"),
     ],

@@ -13,6 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 
+def escaped(text: str) -> str:
+    """Return a text of lines with escapes for all other characters that terminals act on."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class AccelError(Exception):
     """Base of every error that `accel` raises on purpose.
 
@@ -83,7 +90,13 @@ class NonFiniteError(AccelError, FloatingPointError):
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or is of something else; nothing is changed unless it says so."""
+    """A checkpoint cannot be written, is damaged, or is of something else; nothing is changed unless it says so.
+
+    Its text escapes characters that terminals act on, as names from files may hold them; its fields do not.
+    """
+
+    def __str__(self) -> str:
+        return escaped(super().__str__())
 
 
 class CollectiveMismatch(AccelError, RuntimeError):  # noqa: N818 - the name users know from DESIGN and from the reports

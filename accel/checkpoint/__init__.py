@@ -23,7 +23,6 @@ from accel.checkpoint._plan import plan_writes as plan_writes
 from accel.checkpoint._retention import Keep as Keep
 from accel.checkpoint._retention import check_keep as check_keep
 from accel.checkpoint._retention import check_metrics as check_metrics
-from accel.checkpoint._survey import Found as Found
 from accel.checkpoint._survey import all_tensors as all_tensors
 from accel.checkpoint._survey import compare as compare
 from accel.checkpoint._survey import describe as describe
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
     from accel.checkpoint._newest import Held as Held
-    from accel.checkpoint._newest import Skipped as Skipped
+    from accel.checkpoint._newest import SkippedCheckpoints as SkippedCheckpoints
     from accel.checkpoint._newest import hold_newest as hold_newest
     from accel.checkpoint._read import Saved as Saved
     from accel.checkpoint._read import open_checkpoint as open_checkpoint
@@ -82,7 +81,7 @@ _WITH_TORCH = {
         "tensors_in",
     ),
     "_merge": ("differing_values", "merge"),
-    "_newest": ("Held", "Skipped", "hold_newest"),
+    "_newest": ("Held", "SkippedCheckpoints", "hold_newest"),
     "_read": ("Saved", "open_checkpoint"),
     "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),

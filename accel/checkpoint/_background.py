@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from accel.checkpoint._manifest import step_name
-from accel.checkpoint._notes import Note, collect_notes, leave_note, show_life
+from accel.checkpoint._notes import ShareReport, collect_notes, leave_note, show_life
 from accel.checkpoint._retention import Keep, retain
-from accel.checkpoint._save import Share, Stage, begin, commit_stage, write_share
+from accel.checkpoint._save import Stage, WrittenFile, begin, commit_stage, write_share
 from accel.checkpoint._snapshot import Content, Snapshot
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext
@@ -54,7 +54,7 @@ class Saving:
         self._stage = stage
         self._keep = keep
         self._check = check
-        self._written: Future[Share] = Future()
+        self._written: Future[WrittenFile] = Future()
         self._committed: Future[None] = Future()
         self._given_up = threading.Event()
         self._outcome: Exception | Path | RemotePath | None = None
@@ -121,7 +121,7 @@ class Saving:
             with show_life(stage, rank):
                 share = write_share(stage.path, snapshot)
             if rank:
-                leave_note(stage, rank, Note(share=share))
+                leave_note(stage, rank, ShareReport(share=share))
         except Exception as error:
             if rank:
                 _leave_failure(stage, rank, snapshot, error)
@@ -200,7 +200,7 @@ def _leave_failure(stage: Stage, rank: int, snapshot: Snapshot, error: Exception
     with suppress(CheckpointError):
         stage.path.remove([snapshot.file])  # a full disk has room for the note then
     with suppress(CheckpointError):
-        leave_note(stage, rank, Note(error=describe(error)))
+        leave_note(stage, rank, ShareReport(error=describe(error)))
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -214,7 +214,8 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Ten
     Raises:
         RuntimeError: the memory does not suffice, or a device failed.
     """
-    copies, devices = dict[str, torch.Tensor](), set[torch.device]()
+    copies = dict[str, torch.Tensor]()
+    devices = set[torch.device]()
     for name in spare.keys() - tensors.keys():
         del spare[name]
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ import torch
 from accel.checkpoint._directory import manifest_of
 from accel.checkpoint._manifest import RANKS, Manifest
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.checkpoint._survey import all_tensors, check_file
+from accel.checkpoint._survey import all_tensors
 from accel.errors import CheckpointError, did_you_mean
 from accel.storage import (
     Place,
@@ -102,9 +102,7 @@ def open_verified(path: Place, names: Iterable[str], advance: Advance | None = N
     """
     with open_checkpoint(path) as saved:
         files = {piece.file for name in names for piece in saved.entries[name].pieces}
-        with path.open() as folder:
-            for file in sorted(files):
-                check_file(folder, file, saved.manifest.files[file], advance)
+        saved.verify(saved.spans(sorted(files)), advance)
         yield saved
 
 
@@ -119,7 +117,8 @@ def differing_values(one: Place, other: Place, *, advance: Advance | None = None
     names = sorted(manifests[0].tensors.keys() & manifests[1].tensors.keys() - {RANKS})
     with open_verified(one, names, advance) as saved_one, open_verified(other, names, advance) as saved_other:
         for name in names:
-            a, b = saved_one.read(name), saved_other.read(name)
+            a = saved_one.read(name)
+            b = saved_other.read(name)
             if (a.dtype, a.shape) == (b.dtype, b.shape) and not torch.equal(a, b):
                 count, most = int((a != b).sum()), ""
                 if a.is_floating_point() or a.is_complex():
@@ -145,7 +144,8 @@ def _names(manifest: Manifest, item: str, path: Place) -> dict[str, str]:
     extras = sorted(cast("dict[str, object]", value)) if isinstance(value, dict) else []
     if extras:
         logging.getLogger("accel.checkpoint").warning("left out, as extra state is no tensor: %s", ", ".join(extras))
-    names, tensors = dict[str, str](), all_tensors(manifest)
+    names = dict[str, str]()
+    tensors = all_tensors(manifest)
     for full in sorted(tensors):
         name = full.removeprefix(f"{item}.")
         if name == full or any(name == extra or name.startswith((f"{extra}.", f"{extra}[")) for extra in extras):

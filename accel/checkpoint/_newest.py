@@ -33,7 +33,7 @@ class _Pick(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Skipped:
+class SkippedCheckpoints:
     """Checkpoints of a run's folder that are not to be chosen again, by folder name and manifest digest.
 
     Attributes:
@@ -78,7 +78,7 @@ class Held:
 
 @contextlib.contextmanager
 def hold_newest(
-    ctx: DistContext, path: Place, call: Call, skipped: Skipped, error: Exception | None = None
+    ctx: DistContext, path: Place, call: Call, skipped: SkippedCheckpoints, error: Exception | None = None
 ) -> Generator[Held | None]:
     """Hold a checkpoint open for the block: the one at a path, or the newest that can be read in a run's folder.
 
@@ -115,7 +115,7 @@ def hold_newest(
         yield Held(chosen, pick.digest, bool(pick.name), opened or _open_same(stack, chosen, pick.digest))
 
 
-def _pick(stack: contextlib.ExitStack, path: Place, skipped: Skipped) -> tuple[Saved | None, _Pick]:
+def _pick(stack: contextlib.ExitStack, path: Place, skipped: SkippedCheckpoints) -> tuple[Saved | None, _Pick]:
     """Open the checkpoint at a path, or the newest of a run's folder."""
     of_step = step_of(path.name.partition(".")[0]) is not None
     if of_step or MANIFEST in (path.names() if path.exists() else ()):
@@ -126,7 +126,7 @@ def _pick(stack: contextlib.ExitStack, path: Place, skipped: Skipped) -> tuple[S
     return None, _Pick(damaged=tuple(f"{name}: {reason}" for (name, _), reason in skipped.reasons.items()))
 
 
-def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: Skipped) -> Saved | None:
+def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: SkippedCheckpoints) -> Saved | None:
     seen = None
     while (found := candidates(out) if out.exists() else []) != seen:  # a writer may replace all of them meanwhile
         for step, _, path, identity in found:
@@ -146,7 +146,7 @@ def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: Skipped) -> S
     return None
 
 
-def _note_broken(path: Place, error: CheckpointError, skipped: Skipped) -> None:
+def _note_broken(path: Place, error: CheckpointError, skipped: SkippedCheckpoints) -> None:
     """Note a checkpoint that is damaged; a folder without a manifest is what a killed save may leave."""
     try:
         is_checkpoint = MANIFEST in path.names()

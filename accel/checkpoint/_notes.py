@@ -10,20 +10,20 @@ from collections.abc import Iterable
 
 import msgspec
 
-from accel.checkpoint._save import Share, Stage
+from accel.checkpoint._save import Stage, WrittenFile
 from accel.errors import CheckpointError, ErrorRecord
 
 _LARGEST = 1 << 20
 
 
-class Note(msgspec.Struct, frozen=True):
+class ShareReport(msgspec.Struct, frozen=True):
     """What a rank's thread came to: one of the two."""
 
-    share: Share | None = None
+    share: WrittenFile | None = None
     error: ErrorRecord | None = None
 
 
-def leave_note(stage: Stage, rank: int, note: Note) -> None:
+def leave_note(stage: Stage, rank: int, note: ShareReport) -> None:
     """Put a note into the stage, all of it at once.
 
     Raises:
@@ -39,7 +39,7 @@ def show_life(stage: Stage, rank: int) -> contextlib.AbstractContextManager[obje
 
 def collect_notes(
     stage: Stage, ranks: Iterable[int], *, timeout_s: float, given_up: threading.Event
-) -> dict[int, Note]:
+) -> dict[int, ShareReport]:
     """Wait for the notes of ranks, and take them out of the stage once all are there.
 
     Args:
@@ -51,7 +51,8 @@ def collect_notes(
     Raises:
         CheckpointError: ranks have written nothing for too long, and are named; or the disk or store failed.
     """
-    waiting, notes = set(ranks), dict[int, Note]()
+    waiting = set(ranks)
+    notes = dict[int, ShareReport]()
     seen, since = None, time.monotonic()
     while waiting:
         for rank in sorted(waiting):
@@ -72,11 +73,11 @@ def collect_notes(
     return notes
 
 
-def _read(stage: Stage, rank: int) -> Note | None:
+def _read(stage: Stage, rank: int) -> ShareReport | None:
     name = _name(stage, rank)
     data = stage.path.get(name, _LARGEST)
     try:
-        return msgspec.json.decode(data, type=Note) if data is not None else None
+        return msgspec.json.decode(data, type=ShareReport) if data is not None else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"not a note of a rank: {error}", where=str(stage.path / name)) from error
 

@@ -122,7 +122,8 @@ def local_box(
     Returns:
         The box, of extent 0 where nothing is left for a rank; None if the splits contradict each other.
     """
-    offset, extents = [0] * len(shape), list(shape)
+    offset = [0] * len(shape)
+    extents = list(shape)
     for dim in range(len(shape)):
         axes = _order(dim, mesh, splits)
         if axes is None:

@@ -31,7 +31,7 @@ _DIRECT_BYTES = 1 << 20  # from here on a system call costs less than the faults
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredTensor:
     """What a file holds of a tensor.
 
     Attributes:
@@ -61,7 +61,7 @@ class Saved:
     _folder: OpenDirectory
     _listed: Mapping[str, Mapping[str, Piece]]
     _readers: ThreadPoolExecutor
-    _files: dict[str, Mapping[str, _Stored]] = field(default_factory=dict[str, Mapping[str, _Stored]])
+    _files: dict[str, Mapping[str, _StoredTensor]] = field(default_factory=dict[str, Mapping[str, _StoredTensor]])
 
     def stub(self, name: str) -> torch.Tensor:
         """Return a tensor of the right dtype and shape that holds nothing.
@@ -116,12 +116,14 @@ class Saved:
         """Copy what has to be copied; have threads read straight into memory what lies there as in the file."""
         for piece, shared in self._pieces(name, box):
             stored = self._stored(self.manifest.aliases.get(name, name), piece)
-            part, source = target[within(shared, box)], stored.view[within(shared, piece.box)]
+            part = target[within(shared, box)]
+            source = stored.view[within(shared, piece.box)]
             if not _is_one_run(part, source):
                 part.copy_(_aligned(source))
                 continue
             torch.autograd.graph.increment_version(part)
-            memory, start = memory_of(part), stored.start + source.data_ptr() - stored.view.data_ptr()
+            memory = memory_of(part)
+            start = stored.start + source.data_ptr() - stored.view.data_ptr()
             for at in range(0, len(memory), _PIECE_BYTES):
                 run = memory[at : at + _PIECE_BYTES]
                 yield self._readers.submit(self._folder.read_into, piece.file, start + at, run)
@@ -172,27 +174,29 @@ class Saved:
             if shared is not None:
                 yield piece, shared
 
-    def _stored(self, name: str, piece: Piece) -> _Stored:
+    def _stored(self, name: str, piece: Piece) -> _StoredTensor:
         if piece.file not in self._files:
             self._files[piece.file] = self._open(piece.file)
         return self._files[piece.file][name]
 
-    def _open(self, file: str) -> Mapping[str, _Stored]:
+    def _open(self, file: str) -> Mapping[str, _StoredTensor]:
         listed, data = self._listed[file], self._folder.read(file, size=self.manifest.files[file].size)
         header = read_header(data, str(self.path / file), listed)
         if header.tensors.keys() != listed.keys():
             differing = ", ".join(sorted(header.tensors.keys() ^ listed.keys()))
             raise self._folder.refusal(file, "other tensors than the manifest lists", got=differing)
-        found, stored = view_tensors(data, header), dict[str, _Stored]()
+        found = view_tensors(data, header)
+        stored = dict[str, _StoredTensor]()
         for name, piece in listed.items():
             tensor, dtype, shape = found[name], self.manifest.tensors[name].dtype, piece.shape
             pair = dtype == "complex128" and tensor.dtype == torch.float64 and tensor.shape[-1:] == (2,)
             view = torch.view_as_complex(tensor) if pair else tensor
             if (dtype_name(view.dtype), tuple(view.shape)) != (dtype, shape):
-                expected, got = f"{dtype} {list(shape)}", f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+                expected = f"{dtype} {list(shape)}"
+                got = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 problem = f"tensor {name!r} is not what the manifest lists"
                 raise self._folder.refusal(file, problem, expected=expected, got=got)
-            stored[name] = _Stored(view, header.end + header.tensors[name].data_offsets[0])
+            stored[name] = _StoredTensor(view, header.end + header.tensors[name].data_offsets[0])
         return stored
 
 

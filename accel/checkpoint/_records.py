@@ -92,7 +92,8 @@ def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact:
     Raises:
         MisfitError: the class has other fields, or takes no such values.
     """
-    names, gone = stored_names(kind), {name for name, value in fields.items() if value is None}
+    names = stored_names(kind)
+    gone = {name for name, value in fields.items() if value is None}
     missing = [name for name in names if name not in fields]
     if _is_ours(kind):
         missing = []  # an older accel had no such field yet, and the class checks what it needs

@@ -21,7 +21,7 @@ from accel.checkpoint._manifest import MANIFEST, read_manifest, step_of
 from accel.errors import AccelError, CheckpointError, ConfigError, check_choice
 from accel.storage import Place, as_place, remove_flat
 
-Mode = Literal["min", "max"]
+BestMode = Literal["min", "max"]
 
 _MARKED = re.compile(
     r"(tensors-[0-9]+-of-[0-9]+|share-[0-9]+)-(?P<mark>[0-9a-f]{16})\.(safetensors|json|beat)", re.ASCII
@@ -43,7 +43,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     every: int | None = None
     best: int = 0
     by: str = ""
-    mode: Mode = "min"
+    mode: BestMode = "min"
 
 
 def check_keep(keep: int | Keep | None) -> Keep | None:
@@ -66,7 +66,7 @@ def check_keep(keep: int | Keep | None) -> Keep | None:
     if (asked.best > 0) != (asked.by != ""):
         fix = "Write Keep(best=1, by='loss'), and save_state(..., metrics={'loss': loss})."
         raise ConfigError("best= and by= need each other", got=repr(asked), where=where, fix=fix)
-    check_choice(asked.mode, get_args(Mode), "unknown mode", where=where)
+    check_choice(asked.mode, get_args(BestMode), "unknown mode", where=where)
     return asked
 
 

@@ -21,7 +21,7 @@ from accel.errors import CheckpointError
 from accel.storage import FileEntry, Lock, Place, RemotePath, encode_tensors
 
 
-class Share(msgspec.Struct, frozen=True):
+class WrittenFile(msgspec.Struct, frozen=True):
     """A file that a rank has written, None if it had nothing to write."""
 
     name: str
@@ -89,7 +89,7 @@ def save(
     stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
         call = Call("save_state: writing", site=site)
-        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.path, snapshot), Share)
+        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.path, snapshot), WrittenFile)
         with agreed(ctx.comm, Call("save_state: committing", site=site)):
             if ctx.is_main_process:
                 commit_stage(stage, target, snapshot, shares)
@@ -144,7 +144,7 @@ def begin(
     return stage or Stage(target.parent / ranks[0].stage, None, ranks[0].mark), snapshot
 
 
-def write_share(stage: Place, snapshot: Snapshot) -> Share:
+def write_share(stage: Place, snapshot: Snapshot) -> WrittenFile:
     """Write this rank's share. No communication.
 
     Raises:
@@ -152,11 +152,11 @@ def write_share(stage: Place, snapshot: Snapshot) -> Share:
         RuntimeError: a device failed while it was copied from.
     """
     if not snapshot.tensors:
-        return Share(snapshot.file, None)
-    return Share(snapshot.file, stage.write(snapshot.file, encode_tensors(snapshot.tensors)))
+        return WrittenFile(snapshot.file, None)
+    return WrittenFile(snapshot.file, stage.write(snapshot.file, encode_tensors(snapshot.tensors)))
 
 
-def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[Share]) -> None:
+def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> None:
     """Write the manifest of all ranks' files, commit, and log the commit. Rank 0's work; no communication.
 
     Raises:

@@ -269,7 +269,8 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
 
 def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[str, list[_HeldBox | None]]:
     """What each rank holds of every tensor that not all ranks hold alike."""
-    own, first = list[dict[str, _HeldBox | None]](), set[tuple[str, Box | None]]()
+    own = list[dict[str, _HeldBox | None]]()
+    first = set[tuple[str, Box | None]]()
     for rank in ranks:
         places = {each.name: (each.name, each.held.box if each.held is not None else None) for each in rank.own}
         own.append({each.name: each.held for each in rank.own if each.exact or places[each.name] not in first})

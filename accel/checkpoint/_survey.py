@@ -14,7 +14,7 @@ from accel.errors import CheckpointError
 from accel.storage import FileEntry, OpenDirectory, Place, as_place
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundCheckpoint(msgspec.Struct, frozen=True):
     """A folder that has, or had, the name of a checkpoint.
 
     Attributes:
@@ -32,14 +32,14 @@ class Found(msgspec.Struct, frozen=True):
     problem: str
 
 
-def survey(out: Place) -> list[Found]:
+def survey(out: Place) -> list[FoundCheckpoint]:
     """List the checkpoints of a run by step, broken ones too, and what writers left.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
     named = [(step, out / name) for name in out.names() if (step := step_of(name)) is not None]
-    found: list[Found] = []
+    found: list[FoundCheckpoint] = []
     for step, path in sorted(named):
         try:
             found.append(_look(path, manifest_of(path, step), ""))
@@ -108,7 +108,8 @@ def compare(one: Manifest, other: Manifest) -> list[str]:
     tensors = all_tensors(one), all_tensors(other)
     lines += _names("tensor", *tensors)
     for name in sorted(tensors[0].keys() & tensors[1].keys() - {RANKS}):
-        a, b = describe(tensors[0][name]), describe(tensors[1][name])
+        a = describe(tensors[0][name])
+        b = describe(tensors[1][name])
         if a != b:
             lines.append(f"tensor {name}: {a} | {b}")
     return lines
@@ -171,9 +172,9 @@ def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Call
     folder.check_all([(name, span) for span in entry.spans()], advance)
 
 
-def _look(path: Place, manifest: Manifest | None, problem: str) -> Found:
+def _look(path: Place, manifest: Manifest | None, problem: str) -> FoundCheckpoint:
     size, changed = path.usage()
-    return Found(path, size, changed, manifest, problem)
+    return FoundCheckpoint(path, size, changed, manifest, problem)
 
 
 def _facts(one: Manifest, other: Manifest) -> list[tuple[str, object, object]]:

@@ -70,10 +70,12 @@ def make_array(dtype: str, tensor: object) -> Any:
     """Make an array of numpy again; raises as `make_scalar` does."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError("not a tensor")
-    numpy, whole = _numpy(), tensor.detach().cpu()
+    numpy = _numpy()
+    whole = tensor.detach().cpu()
     if not dtype:
         return whole.numpy()
-    wanted, shape = _dtype(dtype), tuple(whole.shape[:-1])
+    wanted = _dtype(dtype)
+    shape = tuple(whole.shape[:-1])
     if whole.dtype != torch.uint8 or whole.dim() == 0 or whole.shape[-1] != wanted.itemsize:
         raise ValueError("not the bytes of such an array")
     return numpy.frombuffer(whole.numpy().tobytes(), wanted, math.prod(shape)).reshape(shape).copy()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from accel.checkpoint import Held, Manifest, Saved, Skipped, hold_newest, plan_checks
+from accel.checkpoint import Held, Manifest, Saved, SkippedCheckpoints, hold_newest, plan_checks
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
@@ -134,7 +134,7 @@ def load_newest(
     except Exception as failure:
         error = failure
     call = Call(verb, f"{folder.name}\nverify {verify}\nstrict {options.strict}", site)
-    skipped = Skipped()
+    skipped = SkippedCheckpoints()
     while True:
         with hold_newest(ctx, folder, call, skipped, error) as held:
             if held is None:

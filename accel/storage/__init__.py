@@ -10,7 +10,6 @@ from accel.storage._files import Span as Span
 from accel.storage._files import disk_errors as disk_errors
 from accel.storage._files import is_file_name as is_file_name
 from accel.storage._files import write_file as write_file
-from accel.storage._folders import Leftover as Leftover
 from accel.storage._folders import commit as commit
 from accel.storage._folders import leftovers as leftovers
 from accel.storage._folders import make_folder as make_folder
@@ -18,7 +17,6 @@ from accel.storage._folders import make_stage as make_stage
 from accel.storage._folders import remove_flat as remove_flat
 from accel.storage._folders import set_aside as set_aside
 from accel.storage._lock import LOCK as LOCK
-from accel.storage._lock import FolderLock as FolderLock
 from accel.storage._lock import take_lock as take_lock
 from accel.storage._objects import RemotePath as RemotePath
 from accel.storage._place import Lock as Lock
@@ -31,9 +29,7 @@ from accel.storage._reading import OpenDirectory as OpenDirectory
 from accel.storage._reading import open_directory as open_directory
 from accel.storage._safetensors import MOST_TENSORS as MOST_TENSORS
 from accel.storage._safetensors import Header as Header
-from accel.storage._safetensors import TensorHeader as TensorHeader
 from accel.storage._safetensors import dtype_name as dtype_name
-from accel.storage._safetensors import encode_header as encode_header
 from accel.storage._safetensors import encode_tensors as encode_tensors
 from accel.storage._safetensors import memory_of as memory_of
 from accel.storage._safetensors import read_header as read_header
@@ -42,7 +38,6 @@ from accel.storage._safetensors import view_tensors as view_tensors
 from accel.storage._safetensors import write_tensors as write_tensors
 from accel.storage._shards import INDEX as INDEX
 from accel.storage._shards import WEIGHTS as WEIGHTS
-from accel.storage._shards import Index as Index
 from accel.storage._shards import decode_index as decode_index
 from accel.storage._shards import encode_index as encode_index
 from accel.storage._shards import file_names as file_names

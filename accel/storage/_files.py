@@ -150,7 +150,8 @@ def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]
 
     The threads are no pool's: that would refuse to start while the interpreter waits for the last save.
     """
-    waiting, found = deque(enumerate(cut(chunks))), dict[int, str]()
+    waiting = deque(enumerate(cut(chunks)))
+    found = dict[int, str]()
     count = len(waiting)
 
     def work() -> None:

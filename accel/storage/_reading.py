@@ -83,7 +83,8 @@ class OpenDirectory:
         Raises:
             CheckpointError: it is damaged; or as for `read_into`.
         """
-        digest, memory = hashlib.sha256(), memoryview(bytearray(min(_HASH_BYTES, span.stop - span.start)))
+        digest = hashlib.sha256()
+        memory = memoryview(bytearray(min(_HASH_BYTES, span.stop - span.start)))
         with self._opened(name) as file:
             for start in range(span.start, span.stop, _HASH_BYTES):
                 chunk = memory[: span.stop - start]

@@ -20,7 +20,8 @@ def read_reference(folder: OpenDirectory, name: str) -> Mapping[str, torch.Tenso
     Raises:
         CheckpointError: the file is missing, a link or damaged, or torch has no such dtype.
     """
-    where, found = str(folder.path / name), dict[str, torch.Tensor]()
+    where = str(folder.path / name)
+    found = dict[str, torch.Tensor]()
     header = read_header(folder.read(name), where)  # bounded in time and memory, unlike the library's own
     with folder.descriptor(name) as path:
         try:

@@ -98,7 +98,8 @@ class RemoteDirectory(OpenDirectory):
         Raises:
             CheckpointError: it is damaged; or as for `read_into`.
         """
-        digest, step = hashlib.sha256(), min(_BLOCK, span.stop - span.start)
+        digest = hashlib.sha256()
+        step = min(_BLOCK, span.stop - span.start)
         memory = memoryview(bytearray(step))
         for start in range(span.start, span.stop, step or 1):
             chunk = memory[: span.stop - start]

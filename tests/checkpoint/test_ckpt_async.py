@@ -19,8 +19,8 @@ from processes import free_port, run_ranks
 
 from accel import load_state, save_state, wait_for_everyone
 from accel.checkpoint import latest_checkpoint
-from accel.checkpoint._notes import Note, collect_notes, leave_note
-from accel.checkpoint._save import Share, Stage
+from accel.checkpoint._notes import ShareReport, collect_notes, leave_note
+from accel.checkpoint._save import Stage, WrittenFile
 from accel.context import DistContext, session, single
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
 from accel.storage import as_place
@@ -163,7 +163,7 @@ def test_a_failure_of_one_rank_is_the_same_error_on_every_rank(
 
 def test_ranks_that_write_nothing_are_named(tmp_path: Path) -> None:
     stage = Stage(as_place(tmp_path), None, "")
-    leave_note(stage, 2, Note(share=Share("x", None)))
+    leave_note(stage, 2, ShareReport(share=WrittenFile("x", None)))
     given_up = threading.Event()
     with pytest.raises(CheckpointError, match=r"nothing was written for 0.1 s: .* got none of rank 1, 3"):
         collect_notes(stage, [1, 2, 3], timeout_s=0.1, given_up=given_up)
@@ -173,7 +173,7 @@ def test_ranks_that_write_nothing_are_named(tmp_path: Path) -> None:
     (tmp_path / "share-00001.json").write_text("[")
     with pytest.raises(CheckpointError, match="not a note"):
         collect_notes(stage, [1], timeout_s=100, given_up=given_up)
-    leave_note(stage, 1, Note(share=Share("y", None)))
+    leave_note(stage, 1, ShareReport(share=WrittenFile("y", None)))
     assert collect_notes(stage, [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}
     assert os.listdir(tmp_path) == []
 
@@ -204,7 +204,7 @@ def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path) -> None:
         for size in range(1, 8):
             time.sleep(0.4)
             (tmp_path / "tensors").write_bytes(bytes(size))
-        leave_note(stage, 1, Note(share=Share("x", None)))
+        leave_note(stage, 1, ShareReport(share=WrittenFile("x", None)))
 
     thread = threading.Thread(target=write)
     thread.start()

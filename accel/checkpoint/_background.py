@@ -2,9 +2,9 @@
 """Saving while training goes on: a copy in host memory, written and committed by a thread of each rank.
 
 The threads use no process group, so that they can neither meet nor delay the collectives of training, and a group that
-another framework made needs no second one. They meet in the stage, which all ranks can see anyhow: when a rank has
-written its share it leaves a note there, and rank 0 commits when it has all of them. Training ranks learn the outcome
-in a collective, `Saving.result`, of which the next save and the end of the session make sure.
+another framework made needs no second one. They meet in the stage, which all ranks can see anyhow: a rank that has
+written its share leaves a note there, and rank 0 commits when it has all notes. Training ranks receive the outcome in a
+collective, `Saving.result`. The next save and the end of the session call it where the user has not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Saving:
     """A checkpoint that is being written while training goes on.
 
     Attributes:
-        path: where it will be once it is committed.
+        path: the folder after the commit.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def save_async(
 
 
 def _written(content: Content, tensors: Mapping[str, torch.Tensor]) -> Content:
-    """What this rank brings, as far as it writes it."""
+    """Return the part of the content that this rank writes."""
     shared, main, own = (
         {name: tensors[name] for name in each.keys() & tensors.keys()}
         for each in (content.shared, content.main, content.own)

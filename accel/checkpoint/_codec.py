@@ -43,7 +43,7 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kep
     Args:
         value: None, bool, int, float, complex, str, bytes, tensor, record, member of an enum, path, scalar or array of
             numpy, or a list, tuple, dict, OrderedDict or Counter of such; of exactly these types.
-        path: the value's name, of which the names of its tensors are made.
+        path: the value's name; the names of its tensors begin with it.
         tensors: receives the tensors by name.
         kept: receives records and members of enums by path.
 
@@ -96,7 +96,7 @@ def encode_record(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Making:
-    """How records are made of what a file holds.
+    """The way from stored fields to records.
 
     Attributes:
         kept: live records by path: a record at the same path has the class of that one.
@@ -330,7 +330,7 @@ def _encode_member(value: enum.Enum, path: str, tensors: dict[str, torch.Tensor]
 
 
 def record_tag(value: object) -> dict[str, Any]:
-    """Return what tells a Struct from others of a union, by its name; nothing of other records."""
+    """Return the tag of a Struct by its field; empty for other records."""
     if not isinstance(value, msgspec.Struct):
         return {}
     config = value.__struct_config__

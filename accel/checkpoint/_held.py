@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live tensors, asked for what this rank holds of them: its box, the memory that names share, and a sum of its bits."""
+"""Live tensors on this rank: the box that it holds, names of the same memory, and sums of bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def held_box(tensor: torch.Tensor, path: str) -> Box | None:
     local = local_part(tensor)
     if box is None or ((box.size or local.numel()) and box.shape != tuple(local.shape)):
         raise CheckpointError(
-            "a DTensor that lies in a way that cannot be told from its placements",
+            "a DTensor that does not lie as its placements say",
             expected=f"this rank's part of {list(tensor.shape)} on a mesh of {tuple(mesh.shape)} by {placements}",
             got=f"a part of {list(local.shape)}",
             where=path,
@@ -86,7 +86,7 @@ def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Sum the bits of tensors, so that ranks can tell whether they hold the same.
+    """Sum the bits of tensors, for ranks to compare.
 
     Args:
         tensors: by name, of any device; read in one pass each, waited for once.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a folder a checkpoint: its name, and `manifest.json`, which is written last and checked first."""
+"""The marks of a checkpoint: its folder's name, and `manifest.json`, which is written last and checked first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         file: the safetensors file.
-        offset: where the box begins in the whole tensor, one index a dimension.
+        offset: first element of the box in the whole tensor, one index a dimension.
         shape: the box's extent.
     """
 
@@ -45,7 +45,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def box(self) -> Box:
-        """Which part of the tensor it is."""
+        """The part of the tensor that it holds."""
         return Box(self.offset, self.shape)
 
 
@@ -64,10 +64,10 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was saved under one name.
+    """The contents that were saved under one name.
 
     Attributes:
-        kind: how it is loaded.
+        kind: the way of loading it.
         type: the class's name.
         value: its non-tensor state, encoded.
     """
@@ -84,11 +84,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         format: version of this format.
         accel, torch: versions that wrote it.
         step, world_size: of the run that wrote it.
-        files: what the folder holds beside the manifest.
+        files: contents of the folder beside the manifest, by name.
         tensors: by full name.
         aliases: other names of tensors.
         items: by the name that they were saved under.
-        metrics: what it is rated by, if anything.
+        metrics: values that it is rated by.
     """
 
     format: int
@@ -224,7 +224,7 @@ def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
 
 
 def _contradiction(manifest: Manifest) -> str:
-    """What is wrong in a manifest by itself, "" if nothing is."""
+    """Return the first contradiction inside a manifest, "" if there is none."""
     if manifest.format < 1:
         return f"there never was a format {manifest.format}"
     for name, entry in manifest.files.items():
@@ -245,7 +245,7 @@ def _contradiction(manifest: Manifest) -> str:
 
 
 def _tensor_problem(entry: TensorEntry, manifest: Manifest) -> str:
-    """What is wrong with a tensor's pieces, "" if nothing is."""
+    """Return the first contradiction among a tensor's pieces, "" if there is none."""
     if problem := shape_problem(entry.shape):
         return problem
     files = [piece.file for piece in entry.pieces]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How threads of different ranks meet without a process group: by files in the stage that all of them see."""
+"""Notes between threads of different ranks, without a process group: files in the stage that all of them see."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 1 << 20
 
 
 class ShareReport(msgspec.Struct, frozen=True):
-    """What a rank's thread came to: one of the two."""
+    """The outcome of a rank's thread: the file that it has written, or its error."""
 
     share: WrittenFile | None = None
     error: ErrorRecord | None = None
@@ -43,10 +43,10 @@ def collect_notes(
     """Wait for the notes of ranks, and take them out of the stage once all are there.
 
     Args:
-        stage: where they are.
-        ranks: whose notes to wait for.
-        timeout_s: how long no rank may write anything, in seconds.
-        given_up: set by whoever no longer wants them.
+        stage: folder of the notes.
+        ranks: writers of the notes.
+        timeout_s: longest time in which no rank writes anything, in seconds.
+        given_up: set when the notes are no longer wanted.
 
     Raises:
         CheckpointError: ranks have written nothing for too long, and are named; or the disk or store failed.

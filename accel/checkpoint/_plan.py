@@ -23,7 +23,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A part of a tensor without holes.
 
     Attributes:
-        offset: where it begins in the whole tensor, one index a dimension.
+        offset: its first element in the whole tensor, one index a dimension.
         shape: its extent.
     """
 
@@ -37,7 +37,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Split(msgspec.Struct, frozen=True):
-    """How a mesh dimension splits a tensor.
+    """The split of a tensor along a dimension of a mesh.
 
     Attributes:
         dim: the tensor's dimension.
@@ -69,7 +69,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def shape_problem(shape: Sequence[int]) -> str:
-    """What makes a shape impossible, "" if nothing does; in little time for any numbers."""
+    """Return the reason why a shape is impossible, "" for none; in little time for any numbers."""
     if len(shape) > _MOST_DIMS:
         return f"has {len(shape)} dimensions, the most is {_MOST_DIMS}"
     if max(shape, default=0) > _MOST_ELEMENTS or math.prod(extent for extent in shape if extent) > _MOST_ELEMENTS:
@@ -117,7 +117,7 @@ def local_box(
         shape: of the whole tensor.
         mesh: the extents of the mesh.
         place: this rank's index in each of its dimensions.
-        splits: what each does to the tensor; None where it holds copies.
+        splits: the split along each of them; None for copies.
 
     Returns:
         The box, of extent 0 where nothing is left for a rank; None if the splits contradict each other.
@@ -144,7 +144,7 @@ def plan_writes(
     Args:
         sizes: bytes of each part.
         holders: the ranks that can write a part, at least one, where these are not all ranks.
-        world_size: how many ranks there are.
+        world_size: number of ranks.
 
     Returns:
         The parts of each rank, in order: each part once, at one of its holders. Where all ranks can write all, ranks
@@ -173,10 +173,10 @@ def plan_checks(counts: Mapping[str, int], readers: Mapping[str, Sequence[int]],
     Args:
         counts: of each file, how many parts have a digest.
         readers: of each file, the ranks that share its parts, at least one.
-        rank: whose work is asked for.
+        rank: the rank whose share is returned.
 
     Returns:
-        Which parts of which files are that rank's: consecutive ones, equally many for each reader of a file to one.
+        Consecutive parts of each file; shares of the readers of a file differ by at most one part.
     """
     found: dict[str, range] = {}
     for at, (name, count) in enumerate(sorted(counts.items())):

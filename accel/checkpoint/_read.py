@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, on one rank: of each tensor the part that is asked for, from the files that hold it."""
+"""An open checkpoint on one rank: boxes of tensors, read from the files that hold them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DIRECT_BYTES = 1 << 20  # from here on a system call costs less than the faults
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """What a file holds of a tensor.
+    """A tensor, or a box of one, in a file.
 
     Attributes:
         view: on the mapped file.
-        start: where its bytes begin in the file.
+        start: its first byte in the file.
     """
 
     view: torch.Tensor

@@ -29,12 +29,12 @@ _MARKED = re.compile(
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """Which checkpoints of a folder stay after a save: all that any of the fields asks for; the others are deleted.
+    """A rule for the checkpoints that stay after a save: all that any field asks for; the others are deleted.
 
     Attributes:
-        newest: how many of the newest, the one just saved included; 1 or above.
+        newest: number of the newest, the one just saved included; 1 or above.
         every: steps that are multiples of it stay for ever; None for none.
-        best: how many with the best metric; 0 for none. Of equal ones the newer stay.
+        best: number with the best metric; 0 for none. Of equal ones the newer stay.
         by: the metric's name, one that `save_state` was given by `metrics=`.
         mode: whether "min" or "max" is best.
     """
@@ -97,7 +97,7 @@ def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep
     Args:
         saved: metrics by step of all checkpoints that there are.
         current: the step just saved, one of them; it stays whatever its number.
-        keep: what else to keep.
+        keep: the rule for the others.
     """
     others = sorted(saved.keys() - {current}, reverse=True)
     stay = {current, *others[: keep.newest - 1]}

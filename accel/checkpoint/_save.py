@@ -71,9 +71,9 @@ def save(
     Args:
         ctx: the context.
         out: the folder or URL of all checkpoints of a run; made if it is missing.
-        content: what this rank holds.
+        content: this rank's share of the state.
         step: names the checkpoint, 0 or above.
-        keep: which committed checkpoints stay; None for all.
+        keep: rule for the committed checkpoints that stay; None for all.
         metrics: stored with it; rank 0's count.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks bring to a checkpoint: each states what it holds, and all derive from the statements who writes what."""
+"""Contents of a checkpoint: each rank states the tensors that it holds, and the plan of writing follows from that."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NamedBox = tuple[str, Box]  # a tensor's name, and which of its elements
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What one rank brings to a checkpoint.
+    """One rank's contents of a checkpoint.
 
     Attributes:
         shared: tensors that are equal on all ranks; any rank may write them.
-        main: tensors of which rank 0's count.
+        main: tensors that ranks may hold in other values; rank 0's count.
         own: tensors that this rank holds and others need not; copies are equal.
-        loose: such tensors of which copies may differ; the lowest rank's counts.
+        loose: such tensors whose copies may differ; the lowest rank's counts.
         items: everything else by item; rank 0's count.
         row: bytes of this rank's own, kept for it.
         divided: bytes of items that ranks divide, for `join`.
@@ -49,7 +49,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What this rank writes of a checkpoint on which all ranks have agreed.
+    """This rank's file of a checkpoint, after all ranks have agreed on the contents.
 
     Attributes:
         file: name of this rank's file.
@@ -80,7 +80,7 @@ class _Own(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """What a rank tells all others before a save.
+    """A rank's message to all others before a save.
 
     Attributes:
         row, divided: as of its `Content`.
@@ -104,14 +104,14 @@ class Statement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What this rank can write, before it knows what others can.
+    """The tensors that this rank can write, before it knows the others'.
 
     Attributes:
-        content: what it was made of.
+        content: the contents that it describes.
         tensors: those that all ranks have, without other names of the same memory.
         aliases: these names.
         shared: names of tensors that are equal on all ranks.
-        sharded: names of tensors of which ranks hold parts, sorted.
+        sharded: names of sharded tensors, sorted.
         facts: lines that are the same on every rank.
         statement: for the other ranks.
     """
@@ -268,7 +268,7 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
 
 
 def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[str, list[_HeldBox | None]]:
-    """What each rank holds of every tensor that not all ranks hold alike."""
+    """Return the parts of each sharded tensor, by name and rank; None where a rank has none."""
     own = list[dict[str, _HeldBox | None]]()
     first = set[tuple[str, Box | None]]()
     for rank in ranks:

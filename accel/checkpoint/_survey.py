@@ -98,7 +98,7 @@ def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
 def compare(one: Manifest, other: Manifest) -> list[str]:
     """Tell in what two checkpoints differ, without reading tensors; a line each.
 
-    Tensors whose values differ are not found, since files are hashed as a whole; that files differ is told.
+    Tensors whose values differ are not found, since files are hashed as a whole; differing files are found.
     """
     lines = [f"{name}: {a} | {b}" for name, a, b in _facts(one, other) if a != b]
     lines += _names("item", one.items, other.items)
@@ -135,7 +135,7 @@ def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
 
     Args:
         out: the folder of a run's checkpoints.
-        keep: which stay; the newest is among them.
+        keep: rule for those that stay; the newest is among them.
         dry_run: whether to delete nothing.
 
     Returns:

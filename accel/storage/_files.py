@@ -46,7 +46,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a written file must look like when it is read.
+    """Size and digests of a written file, which it must have when it is read.
 
     Attributes:
         size: bytes.
@@ -62,7 +62,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return isinstance(self.sha256, str) or len(self.sha256) == -(-self.size // SPAN_BYTES)
 
     def spans(self) -> list[Span]:
-        """Return the file's parts, each of which has a digest of its own; of an entry that is complete."""
+        """Return the parts of the file that have a digest each; the entry must be complete."""
         if isinstance(self.sha256, str):
             return [Span(0, self.size, self.sha256)]
         starts = range(0, self.size, SPAN_BYTES)

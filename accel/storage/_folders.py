@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of a file system, which appear by one rename: a stage is filled beside its target, then takes its name.
 
-Names tell what a folder is, so that a crash at any moment leaves something that the next writer understands:
+Names state the purpose of a folder, so that a crash at any moment leaves something that the next writer understands:
 `<target>.tmp-<host>-<pid>-<hex>` is being written or deleted, `<target>.old-<host>-<pid>-<hex>` was moved aside by a
 writer that was about to take its name.
 """
@@ -35,7 +35,7 @@ class Leftover(msgspec.Struct, frozen=True):
     """A folder that a writer used beside its target.
 
     Attributes:
-        path: where it is.
+        path: the folder.
         target: the name that it had or was to get.
         kind: "tmp" for one being written or deleted, "old" for one moved aside.
         dead: whether its writer ran on this host and is gone.
@@ -91,10 +91,10 @@ def make_stage(target: Path) -> Path:
 
 
 def commit(stage: Path, target: Path) -> Path | None:
-    """Give a filled stage its target's name, durably; whatever had that name is moved aside first.
+    """Give a filled stage its target's name, durably; a former holder of the name is moved aside first.
 
     Args:
-        stage: a folder of which every file is on the disk.
+        stage: a folder whose files are on the disk.
         target: its final path, in the same folder.
 
     Returns:

@@ -31,11 +31,11 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds a lock.
+    """The process that holds a lock.
 
     Attributes:
         host, pid: the process.
-        started: when it started, in the system's own count; "" where that cannot be told.
+        started: its start in clock ticks of the system; "" where unknown.
         since: when it took the lock, in UTC.
     """
 
@@ -104,7 +104,7 @@ def is_gone(holder: Holder) -> bool:
 
 
 def refusal(path: object, holder: Holder | None) -> CheckpointError:
-    """Make the error that names the holder; None for one that cannot be told."""
+    """Make the error that names the holder; None for an unknown one."""
     if holder is None:
         got = "a lock whose holder cannot be told"
     else:
@@ -178,7 +178,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since the system did; "" where that cannot be told."""
+    """Return the start of a process in clock ticks of the system; "" where unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError, UnicodeDecodeError):

@@ -31,7 +31,7 @@ class RemotePath(msgspec.Struct, frozen=True):
 
     Attributes:
         url: the store's scheme and the place in it, without "/" at the end.
-        options: what fsspec passes to the store, such as `{"endpoint_url": ...}`; never shown.
+        options: arguments of the store in fsspec, such as `{"endpoint_url": ...}`; never shown.
 
     Raises:
         ConfigError: the URL names no place.
@@ -80,7 +80,7 @@ class StoredObject(NamedTuple):
 
 @contextlib.contextmanager
 def remote_errors(place: RemotePath) -> Generator[None]:
-    """Turn whatever a store raises in the block into a `CheckpointError` with its text and the URL."""
+    """Turn any error of a store in the block into a `CheckpointError` with its text and the URL."""
     try:
         yield
     except AccelError:
@@ -159,8 +159,8 @@ def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
     """Write a new object in parts, each in memory for itself; it appears when all are there.
 
     Args:
-        folder: where.
-        name: the object's.
+        folder: the folder.
+        name: the new object's name.
         chunks: its bytes, in order.
 
     Raises:

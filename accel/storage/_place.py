@@ -61,7 +61,7 @@ class Place(Protocol):
         ...
 
     def identity(self) -> tuple[int, int]:
-        """Return numbers that tell a folder from another that has its name later; zeros where there are none."""
+        """Return numbers that another folder of the same name does not have; zeros where a store has none."""
         ...
 
     def names(self) -> list[str]:
@@ -131,7 +131,7 @@ class Place(Protocol):
             name: last part of the final path.
             last: the file without which the folder counts for nothing.
             data: contents of that file.
-            files: what has been written beside it.
+            files: the other files, by name.
 
         Returns:
             The former holder of the name, moved aside; None if there was none.

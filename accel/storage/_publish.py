@@ -33,7 +33,7 @@ def stage_files(target: Path) -> Path:
 
 
 def publish_file(stage: Path, name: str, target: Path) -> None:
-    """Move the only file of a stage to its final path, whatever was there.
+    """Move the only file of a stage to its final path, over a former file.
 
     Raises:
         CheckpointError: the disk failed.
@@ -79,7 +79,7 @@ def publish_weights(stage: Path, files: Sequence[str], index: bytes | None) -> N
 
 
 def _read_index(folder: Path) -> tuple[list[str], Index | None]:
-    """What is in a folder, and its index if there is a valid one."""
+    """Return the names in a folder, and its index if it has a valid one."""
     with open_directory(folder) as opened:
         names = opened.names()
         return names, decode_index(opened.read(INDEX, limit=_LARGEST_INDEX)) if INDEX in names else None

@@ -28,7 +28,7 @@ _LONGEST = 4096
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """What the lock's object holds.
+    """The contents of a lock's object.
 
     Attributes:
         holder: the process.

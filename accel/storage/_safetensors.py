@@ -50,7 +50,7 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         dtype: the format's name, such as "F32".
         shape: its sizes.
-        data_offsets: where its bytes begin and end, after the header.
+        data_offsets: first byte and end of its bytes, counted from the end of the header.
     """
 
     dtype: str
@@ -64,7 +64,7 @@ class Header(msgspec.Struct, frozen=True):
     Attributes:
         tensors: by name, in the order of their bytes.
         metadata: texts that the writer put beside them.
-        end: where the bytes of the tensors begin in the file.
+        end: first byte after the header in the file.
     """
 
     tensors: dict[str, TensorHeader]

@@ -26,7 +26,7 @@ _POWERS = " KMGT"
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What the index holds.
+    """The contents of an index.
 
     Attributes:
         metadata: `total_size` in bytes, and what else its writer put there.

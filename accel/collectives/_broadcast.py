@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`broadcast`: the tensors of one rank, for all."""
+"""`broadcast`: the tensors of one rank, on all ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 
 from accel import tree as trees
-from accel.collectives._leaves import Leaves, check_rank, make_call, read_leaves
-from accel.collectives._pack import Packing, bytes_of, plan_packing, plan_parcels, sections, split, write
+from accel.collectives._packing import bytes_of, plan_buckets, plan_packing, sections, split, write
+from accel.collectives._tree_tensors import TreeTensors, check_rank, make_call, read_tensors
 from accel.comm import HEADER_BYTES, Call, blank, broadcast_flat, check_tag, inline_bytes, shared_failure, start
 from accel.context import DistContext, context_first
 
@@ -18,15 +18,14 @@ T = TypeVar("T")
 
 @context_first
 def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None) -> T:
-    """Return the tree with each tensor replaced by that of one rank. A collective.
+    """Broadcast each tensor of a tree from one rank. A collective.
 
     Args:
         ctx: the context.
-        tree: nested containers; each tensor has the same shape and dtype on every rank, whatever it holds there; and
-            None.
-        src: the rank whose tensors all get.
-        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
-            whose order may differ between ranks by mistake, as in a loop over keys.
+        tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
+        src: the rank that sends its tensors.
+        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+            differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         The same containers with new tensors, which belong to no autograd graph, each on the kind of device where this
@@ -41,7 +40,7 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None
     with shared_failure(ctx.comm, Call("broadcast")):
         check_tag(tag, "broadcast")
         check_rank(ctx, src, "broadcast, src=")
-        leaves = read_leaves(ctx, tree)
+        leaves = read_tensors(ctx, tree)
     if ctx.world_size == 1:
         ctx.comm.check_open()
         received = [leaf.detach().clone() for leaf in leaves.tensors]
@@ -50,9 +49,10 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None
     return trees.replace_tensors(tree, received, ctx.containers)
 
 
-def _broadcast(ctx: DistContext, leaves: Leaves, call: Call, src: int) -> list[torch.Tensor]:
-    """Send what is small in the checked message; the rest follows, when all ranks are known to expect the same."""
-    counts, sends = tuple([leaf.numel() for leaf in leaves.tensors]), ctx.rank == src
+def _broadcast(ctx: DistContext, leaves: TreeTensors, call: Call, src: int) -> list[torch.Tensor]:
+    """Send small tensors in the checked message; the rest follows once all ranks are known to expect the same."""
+    counts = tuple([leaf.numel() for leaf in leaves.tensors])
+    sends = ctx.rank == src
     received: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts)
     if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
@@ -64,14 +64,13 @@ def _broadcast(ctx: DistContext, leaves: Leaves, call: Call, src: int) -> list[t
             received.update(split(group, answers.elements(group.dtype, group.start, sum(group.counts))[src]))
     else:
         _ = start(ctx.comm, call)()
-        for chosen in plan_parcels(leaves.dtypes, counts, leaves.places):
-            packing, device = plan_packing(leaves.dtypes, counts, chosen), leaves.tensors[chosen[0]].device
-            buffer = bytes_of(packing, leaves.tensors) if sends else _room(packing, device)
+        for chosen in plan_buckets(leaves.dtypes, counts, leaves.device_types):
+            packing = plan_packing(leaves.dtypes, counts, chosen)
+            if sends:
+                buffer = bytes_of(packing, leaves.tensors)
+            else:
+                buffer = torch.empty(packing.nbytes, dtype=torch.uint8, device=leaves.tensors[chosen[0]].device)
             broadcast_flat(ctx.comm, buffer, source=src)
             for group, elements in sections(packing, buffer):
                 received.update(split(group, elements, give=not sends))
     return [received[i].view(shape) for i, shape in enumerate(leaves.shapes)]
-
-
-def _room(packing: Packing, device: torch.device) -> torch.Tensor:
-    return torch.empty(packing.nbytes, dtype=torch.uint8, device=device)

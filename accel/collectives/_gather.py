@@ -1,18 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gather`: the tensors of all ranks, joined along the first dimension."""
+"""`gather`: the tensors of all ranks, joined along the first dimension.
+
+Small tensors travel in the checked message, large ones straight from their own memory.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar, overload
+import functools
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeVar, overload
+
+import msgspec
+import torch
 
 from accel import tree as trees
-from accel.collectives._leaves import check_rank, make_call, read_leaves
-from accel.collectives._rows import gather_rows
-from accel.comm import Call, check_tag, shared_failure
+from accel.collectives._packing import (
+    KEPT_PLANS,
+    DtypeGroup,
+    Packing,
+    aligned,
+    bytes_of,
+    plan_buckets,
+    plan_packing,
+    sections,
+    split,
+    write,
+)
+from accel.collectives._tree_tensors import TreeTensors, check_rank, make_call, read_tensors
+from accel.comm import (
+    HEADER_BYTES,
+    Answers,
+    Call,
+    all_gather_flat,
+    as_bytes,
+    blank,
+    check_tag,
+    fill,
+    gather_bytes,
+    inline_bytes,
+    shared_failure,
+    start,
+)
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
 T = TypeVar("T")
+
+_LENGTH = struct.Struct("<I")
 
 
 @overload
@@ -36,16 +72,16 @@ def gather(
     to: Literal["cpu"] | None = None,
     tag: str | None = None,
 ) -> T | None:
-    """Return the tree with each tensor replaced by all ranks' tensors, joined in rank order. A collective.
+    """Gather each tensor of a tree from all ranks, joined in rank order. A collective.
 
     Args:
         ctx: the context.
-        tree: nested containers; tensors of shape [rows, ...], where rows may differ between ranks, or of shape [],
-            which count as one row; and None.
+        tree: nested containers of None and of tensors of shape [rows, ...], where rows may differ between ranks. A
+            tensor of shape [] counts as one row.
         dst: the only rank that gets the result, so that the others need no memory for it; None for all.
         to: "cpu" to get the result on the CPU; None to get it where the tensors are.
-        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
-            whose order may differ between ranks by mistake, as in a loop over keys.
+        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+            differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         The same containers with new tensors of shape [rows of all ranks, ...] and the same dtypes, which belong to no
@@ -62,13 +98,192 @@ def gather(
         check_rank(ctx, dst, "gather, dst=")
         if to not in (None, "cpu"):
             raise ConfigError("no such place", expected="'cpu' or None", got=repr(to), where="gather, to=")
-        leaves = read_leaves(ctx, tree)
+        leaves = read_tensors(ctx, tree)
     if ctx.world_size == 1:
         ctx.comm.check_open()
         joined = [leaf.detach().clone().reshape(leaf.shape or 1) for leaf in leaves.tensors]
     else:
         call = make_call(ctx, "gather", tree, leaves, f"dst={dst}", tag=tag, open_dim=0)
-        joined = gather_rows(ctx, leaves, call, dst)
+        joined = _gather_rows(ctx, leaves, call, dst)
     if joined is None:
         return None
     return trees.replace_tensors(tree, [leaf.to(to) for leaf in joined] if to else joined, ctx.containers)
+
+
+class _RankPlan(NamedTuple):
+    """The layout of one rank's tensors in a gather.
+
+    Attributes:
+        rows, counts: rows and elements of each tensor.
+        head: the rows, encoded.
+        inline: layout of the tensors in the first message, behind the head; None if they do not fit.
+        buckets: numbers and layout of the tensors in each bucket, if all ranks have this plan and they do not fit.
+    """
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    head: bytes
+    inline: Packing | None
+    buckets: tuple[tuple[tuple[int, ...], Packing], ...]
+
+
+class _Bucket(NamedTuple):
+    """Tensors that travel together: their numbers, their layout on each rank, and this rank's bytes."""
+
+    chosen: tuple[int, ...]
+    packings: list[Packing]
+    mine: torch.Tensor
+
+
+def _gather_rows(ctx: DistContext, leaves: TreeTensors, call: Call, dst: int | None) -> list[torch.Tensor] | None:
+    """Join the tensors of all ranks along the first dimension. A collective of more than one rank.
+
+    Args:
+        ctx: the context.
+        leaves: this rank's tensors.
+        call: the description that ranks compare.
+        dst: the rank that gets the result; None for all.
+
+    Returns:
+        New tensors; None on ranks other than `dst`.
+    """
+    room = inline_bytes(ctx.comm) if leaves.on_cpu else 0
+    own = _rank_plan(leaves.dtypes, leaves.shapes, leaves.device_types, room)
+    wait = start(ctx.comm, call, *_first_message(ctx, leaves, own), variant=own.head)
+    plans = [own] * ctx.world_size
+    buckets = _buckets(ctx, leaves, plans) if own.inline is None else []  # packed while the first message travels
+    answers = wait()
+    if not answers.same:
+        plans = _all_plans(ctx, leaves, own, room, answers)
+    wanted = dst in (None, ctx.rank)
+    different = [own] if answers.same else plans
+    packings = [plan.inline for plan in different if plan.inline is not None]
+    if len(packings) == len(different):
+        return _join_first(leaves, plans, packings, answers) if wanted else None
+    if not answers.same:
+        buckets = _buckets(ctx, leaves, plans)
+    joined: dict[int, torch.Tensor] = {}
+    for chosen, packings, mine in buckets:
+        sizes = [packing.nbytes for packing in packings]
+        everything = gather_bytes(ctx.comm, mine, sizes, dst)
+        if everything is None:
+            continue
+        if len(chosen) == 1:  # the ranks' rows lie one after another already
+            i = chosen[0]
+            total = sum(plan.rows[i] for plan in plans)
+            joined[i] = _shaped(everything.view(leaves.dtypes[i]), leaves.shapes[i], total)
+        elif answers.same and everything.numel():  # rows of no bytes cannot be viewed as another dtype
+            joined.update(_join(leaves, plans, sections(packings[0], everything.view(len(sizes), -1))))
+        else:
+            joined.update(_join_ragged(leaves, plans, packings, torch.split(everything, sizes)))
+    return [joined[i] for i in range(len(leaves.shapes))] if wanted else None
+
+
+@functools.lru_cache(maxsize=KEPT_PLANS)
+def _rank_plan(
+    dtypes: tuple[torch.dtype, ...], shapes: tuple[Sequence[int], ...], device_types: tuple[str, ...], room: int
+) -> _RankPlan:
+    """Lay out one rank's tensors; `room` is the number of bytes that fit into the first message."""
+    rows = tuple([shape[0] if shape else 1 for shape in shapes])
+    counts = tuple([math.prod(shape) for shape in shapes])
+    encoded = msgspec.msgpack.encode(rows)
+    head = _LENGTH.pack(len(encoded)) + encoded
+    packing = plan_packing(dtypes, counts)
+    if aligned(len(head)) + packing.nbytes <= room:
+        return _RankPlan(rows, counts, head, packing, ())
+    buckets = [(chosen, plan_packing(dtypes, counts, chosen)) for chosen in plan_buckets(dtypes, counts, device_types)]
+    return _RankPlan(rows, counts, head, None, tuple(buckets))
+
+
+def _first_message(ctx: DistContext, leaves: TreeTensors, own: _RankPlan) -> tuple[bytearray, int]:
+    """Return the message and the bytes of its payload: rows and tensors, or only the rows, or nothing."""
+    message = blank(ctx.comm)
+    begin = HEADER_BYTES + aligned(len(own.head))
+    if begin > len(message):
+        return message, 0
+    fill(message, own.head)
+    if own.inline is None:
+        return message, len(own.head)
+    write(own.inline, leaves.tensors, message, begin)
+    return message, begin - HEADER_BYTES + own.inline.nbytes
+
+
+def _all_plans(ctx: DistContext, leaves: TreeTensors, own: _RankPlan, room: int, answers: Answers) -> list[_RankPlan]:
+    if all(answers.sizes):
+        data = [as_bytes(row) for row in answers.inline]
+        stops = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in data]
+        encoded = [each[_LENGTH.size : stop] for each, stop in zip(data, stops, strict=True)]
+        everyones = [msgspec.msgpack.decode(each, type=list[int]) for each in encoded]
+    else:  # so many tensors that not even the rows fit
+        gathered = all_gather_flat(ctx.comm, torch.tensor(own.rows, device=ctx.comm.control))
+        everyones = [[int(n) for n in each] for each in gathered.cpu()]
+    rests = [tuple(shape[1:]) for shape in leaves.shapes]
+    shapes = [tuple([(n, *rest) for n, rest in zip(rows, rests, strict=True)]) for rows in everyones]
+    return [_rank_plan(leaves.dtypes, each, leaves.device_types, room) for each in shapes]
+
+
+def _buckets(ctx: DistContext, leaves: TreeTensors, plans: list[_RankPlan]) -> list[_Bucket]:
+    different = {id(plan): plan for plan in plans}
+    if len(different) == 1:
+        planned = plans[0].buckets
+        return [_Bucket(each, [packing] * len(plans), bytes_of(packing, leaves.tensors)) for each, packing in planned]
+    most = [max(counts) for counts in zip(*(plan.counts for plan in different.values()), strict=True)]
+    buckets: list[_Bucket] = []
+    for chosen in plan_buckets(leaves.dtypes, most, leaves.device_types):
+        planned = {key: plan_packing(leaves.dtypes, plan.counts, chosen) for key, plan in different.items()}
+        packings = [planned[id(plan)] for plan in plans]
+        buckets.append(_Bucket(chosen, packings, bytes_of(packings[ctx.rank], leaves.tensors)))
+    return buckets
+
+
+def _join_first(
+    leaves: TreeTensors, plans: list[_RankPlan], packings: list[Packing], answers: Answers
+) -> list[torch.Tensor]:
+    """Join the tensors of the first message."""
+    if answers.same and len(leaves.tensors) == 1:
+        (group,) = packings[0].groups
+        elements = answers.elements(group.dtype, aligned(len(plans[0].head)), group.counts[0])
+        joined = elements.clone(memory_format=torch.contiguous_format)
+        return [_shaped(joined, leaves.shapes[0], plans[0].rows[0] * len(plans))]
+    if answers.same:
+        own = packings[0]
+        skip = aligned(len(plans[0].head))
+        parts = ((each, answers.elements(each.dtype, skip + each.start, sum(each.counts))) for each in own.groups)
+        joined = _join(leaves, plans, parts)
+    else:
+        behind = [row[aligned(len(plan.head)) :] for row, plan in zip(answers.inline, plans, strict=True)]
+        joined = _join_ragged(leaves, plans, packings, behind)
+    return [joined[i] for i in range(len(leaves.shapes))]
+
+
+def _join(
+    leaves: TreeTensors, plans: list[_RankPlan], parts: Iterable[tuple[DtypeGroup, torch.Tensor]]
+) -> dict[int, torch.Tensor]:
+    """Join tensors of the same shapes on all ranks, from each group's elements, shape [ranks, elements]."""
+    rows = plans[0].rows
+    return {
+        i: _shaped(part, leaves.shapes[i], rows[i] * len(plans))
+        for group, elements in parts
+        for i, part in split(group, elements)
+    }
+
+
+def _join_ragged(
+    leaves: TreeTensors, plans: list[_RankPlan], packings: list[Packing], parts: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Join the ranks' parts of each tensor, from each rank's bytes."""
+    joined: dict[int, torch.Tensor] = {}
+    found: dict[int, list[torch.Tensor]] = {}
+    for packing, part in zip(packings, parts, strict=True):
+        for group, elements in sections(packing, part):
+            for i, own in zip(group.members, torch.split(elements, list(group.counts)), strict=True):
+                found.setdefault(i, []).append(own)
+    for i, same in found.items():
+        whole = same[0].new_empty(sum(map(len, same)))
+        torch.cat(same, out=whole)  # into a given tensor, because autocast takes part in a plain cat
+        joined[i] = _shaped(whole, leaves.shapes[i], sum(plan.rows[i] for plan in plans))
+    return joined
+
+
+def _shaped(elements: torch.Tensor, shape: torch.Size, rows: int) -> torch.Tensor:
+    return elements.view(rows) if len(shape) < 2 else elements.view(rows, *shape[1:])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from accel.collectives._leaves import check_rank
+from accel.collectives._tree_tensors import check_rank
 from accel.comm import Call, as_bytes, as_tensor, check_tag, exchange, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import not_pickled, not_unpickled
@@ -31,17 +31,17 @@ def gather_object(ctx: DistContext, obj: T, *, dst: int, tag: str | None = None)
 
 @context_first
 def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None, tag: str | None = None) -> list[T] | None:
-    """Return the objects of all ranks, one for each, in rank order. A collective.
+    """Gather an object from each rank, in rank order. A collective.
 
-    Objects are pickled: for ranks of one job, which trust each other. Tensors go faster through `gather`, and on a
-    device of their own rank only there.
+    Objects are pickled: for ranks of one job, which trust each other. Tensors travel faster through `gather`, and
+    tensors on a rank's own device only there.
 
     Args:
         ctx: the context.
-        obj: anything that pickle takes.
-        dst: the only rank that gets them; None for all.
-        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
-            whose order may differ between ranks by mistake, as in a loop over keys.
+        obj: an object that pickle takes.
+        dst: the only rank that gets the list; None for all.
+        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+            differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         A list as long as there are ranks, its elements copies; None on ranks other than `dst`.
@@ -63,16 +63,16 @@ def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None, tag: str 
 
 @context_first
 def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 0, tag: str | None = None) -> list[T]:
-    """Return the objects of one rank, on all. A collective.
+    """Broadcast a list of objects from one rank. A collective.
 
     Objects are pickled: for ranks of one job, which trust each other.
 
     Args:
         ctx: the context.
-        objects: on rank `src` anything that pickle takes; elsewhere as many of anything, such as None.
-        src: the rank whose objects all get.
-        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
-            whose order may differ between ranks by mistake, as in a loop over keys.
+        objects: objects that pickle takes on rank `src`; elsewhere a sequence of the same length, such as of None.
+        src: the rank that sends its objects.
+        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+            differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         A new list; its elements are copies, and on rank `src` copies as well.
@@ -101,7 +101,7 @@ def _pickled(obj: object, where: str) -> torch.Tensor:
 
 
 def _all_unpickled(ctx: DistContext, parts: Sequence[torch.Tensor], name: str) -> list[Any]:
-    """Unpickle; where that fails on one rank, it fails on all. A collective."""
+    """Unpickle; an error on one rank is raised on all. A collective."""
     with shared_failure(ctx.comm, Call(name)):
         try:
             objects = [pickle.loads(as_bytes(part)) for part in parts]

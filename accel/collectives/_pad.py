@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from accel import tree as trees
-from accel.collectives._leaves import Leaves, make_call, read_leaves
+from accel.collectives._tree_tensors import TreeTensors, make_call, read_tensors
 from accel.comm import Call, check_tag, exchange_values, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, TreeError
@@ -27,18 +27,18 @@ def pad_across_processes(
     pad_first: bool = False,
     tag: str | None = None,
 ) -> T:
-    """Return the tree with each tensor filled up to the largest size that it has on any rank. A collective.
+    """Pad each tensor of a tree to its largest size on any rank. A collective.
 
-    Only sizes travel. `gather` needs no padding; this is for what must have one shape everywhere.
+    Only sizes travel. `gather` needs no padding; this is for tensors that must have one shape everywhere.
 
     Args:
         ctx: the context.
-        tree: nested containers; tensors that differ between ranks in `dim` only; and None.
-        dim: the dimension to fill up; negative to count from the last.
-        pad_index: what to fill with; a number that every tensor's dtype can hold.
-        pad_first: whether to fill at the beginning instead of the end.
-        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
-            whose order may differ between ranks by mistake, as in a loop over keys.
+        tree: nested containers of None and of tensors, which differ between ranks in `dim` only.
+        dim: the dimension to pad; negative to count from the last.
+        pad_index: the fill value, a number that every tensor's dtype can hold.
+        pad_first: whether to pad at the beginning instead of the end.
+        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+            differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         The same containers with new tensors of the same dtypes and devices. Padding is local arithmetic, so they belong
@@ -58,7 +58,7 @@ def pad_across_processes(
             )
         if type(dim) is not int:
             raise ConfigError("not a dimension", expected="an int", got=repr(dim), where="pad_across_processes, dim=")
-        leaves = read_leaves(ctx, tree)
+        leaves = read_tensors(ctx, tree)
         for path, leaf in trees.tensors(tree, ctx.containers):
             _check(path, leaf, dim, pad_index)
     options = f"dim={dim}, pad_index={pad_index!r}, pad_first={pad_first}"
@@ -68,10 +68,11 @@ def pad_across_processes(
     return trees.replace_tensors(tree, _padded(leaves, dim, most, pad_index, pad_first=pad_first), ctx.containers)
 
 
-def _padded(leaves: Leaves, dim: int, most: list[int], value: complex, *, pad_first: bool) -> list[torch.Tensor]:
+def _padded(leaves: TreeTensors, dim: int, most: list[int], value: complex, *, pad_first: bool) -> list[torch.Tensor]:
     padded: list[torch.Tensor] = []
     for leaf, size in zip(leaves.tensors, most, strict=True):
-        own, shape = leaf.shape[dim], list(leaf.shape)
+        own = leaf.shape[dim]
+        shape = list(leaf.shape)
         shape[dim] = size
         whole = leaf.new_full(shape, value)
         padded.append(whole)

@@ -8,8 +8,8 @@ from typing import Literal, TypeVar, get_args
 import torch
 
 from accel import tree as trees
-from accel.collectives._leaves import Leaves, make_call, read_leaves
-from accel.collectives._pack import plan_packing, plan_parcels, sections, split, to_bytes, write
+from accel.collectives._packing import plan_buckets, plan_packing, sections, split, to_bytes, write
+from accel.collectives._tree_tensors import TreeTensors, make_call, read_tensors
 from accel.comm import (
     HEADER_BYTES,
     Call,
@@ -33,18 +33,18 @@ _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.
 
 @context_first
 def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None = None) -> T:
-    """Return the tree with each tensor replaced by its combination over all ranks. A collective.
+    """Reduce each tensor of a tree over all ranks. A collective.
 
-    All ranks get the same bits. How floating-point sums round depends on the size of the tree, because small ones are
-    added in rank order and large ones as the backend does it.
+    All ranks get the same bits. The rounding of floating-point sums depends on the size of the tree: small ones are
+    added in rank order, large ones in the backend's.
 
     Args:
         ctx: the context.
-        tree: nested containers; each tensor has the same shape and dtype on every rank; and None.
+        tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
         op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so are arithmetic on bool and
             anything but sum and mean of complex numbers.
-        tag: name of the call, compared between ranks if any rank gives one. It tells apart calls of one kind and shape
-            whose order may differ between ranks by mistake, as in a loop over keys.
+        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+            differ between ranks by mistake, as in a loop over keys.
 
     Returns:
         The same containers with new tensors of the same shape, dtype and device, which belong to no autograd graph.
@@ -58,7 +58,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None 
     with shared_failure(ctx.comm, Call("reduce")):
         check_tag(tag, "reduce")
         check_choice(op, get_args(Reduction), "unknown operation", where="reduce(op=)")
-        leaves = read_leaves(ctx, tree)
+        leaves = read_tensors(ctx, tree)
         if any(_refusal(dtype, op) for dtype in set(leaves.dtypes)):
             _refuse(ctx, tree, op)
     if ctx.world_size == 1:
@@ -69,8 +69,8 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None 
     return trees.replace_tensors(tree, reduced, ctx.containers)
 
 
-def _reduce(ctx: DistContext, leaves: Leaves, call: Call, op: Reduction) -> list[torch.Tensor]:
-    """Combine what is small in the checked message, in rank order; the rest by all-reduce, one for each dtype."""
+def _reduce(ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction) -> list[torch.Tensor]:
+    """Reduce small tensors in the checked message, in rank order; the rest by all-reduce, one for each dtype."""
     counts = tuple([leaf.numel() for leaf in leaves.tensors])
     reduced: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts)
@@ -83,8 +83,8 @@ def _reduce(ctx: DistContext, leaves: Leaves, call: Call, op: Reduction) -> list
             reduced.update(split(group, _combine(elements, op), give=True))
     else:
         wait = start(ctx.comm, call)
-        parcels = plan_parcels(leaves.dtypes, counts, leaves.places)
-        packings = [plan_packing(leaves.dtypes, counts, chosen) for chosen in parcels]
+        buckets = plan_buckets(leaves.dtypes, counts, leaves.device_types)
+        packings = [plan_packing(leaves.dtypes, counts, chosen) for chosen in buckets]
         buffers = [to_bytes(packing, leaves.tensors) for packing in packings]  # while the first message travels
         _ = wait()
         for packing, buffer in zip(packings, buffers, strict=True):
@@ -94,7 +94,7 @@ def _reduce(ctx: DistContext, leaves: Leaves, call: Call, op: Reduction) -> list
 
 
 def _all_reduce(ctx: DistContext, flat: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """Combine a flat tensor over all ranks; it may be overwritten."""
+    """Reduce a flat tensor over all ranks; it may be overwritten."""
     wire_op: ReduceOp = "sum" if op == "mean" else op
     wire = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
     if op == "mean" and flat.dtype in (torch.float16, torch.bfloat16):
@@ -106,7 +106,7 @@ def _all_reduce(ctx: DistContext, flat: torch.Tensor, op: Reduction) -> torch.Te
 
 
 def _combine(ranks: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """Combine along the first dimension."""
+    """Reduce along the first dimension."""
     if op == "sum":
         return ranks.sum(0, dtype=ranks.dtype)
     if op == "mean":
@@ -123,7 +123,7 @@ def _refuse(ctx: DistContext, tree: object, op: Reduction) -> None:
 
 
 def _refusal(dtype: torch.dtype, op: Reduction) -> str:
-    """Say why a dtype cannot be combined so; "" if it can."""
+    """Return the reason why a dtype cannot be reduced by an operation; "" if it can."""
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return "a mean of integers is not an integer"
     if dtype == torch.bool and op in ("sum", "product"):

@@ -10,21 +10,21 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-_LARGE_BYTES = 64 * 1024  # a tensor of so many travels by itself, which costs less than to copy it
+_LARGE_BYTES = 64 * 1024  # from this size on, a tensor travels by itself: that costs less than a copy
 
 KEPT_PLANS = 64  # training repeats few calls, and plans follow from dtypes and shapes alone
 
 _ALIGN = 16  # the widest dtype's size
 
 
-class Group(NamedTuple):
+class DtypeGroup(NamedTuple):
     """The tensors of one dtype in a packed buffer.
 
     Attributes:
-        dtype: theirs.
-        members: their numbers in the list that is packed.
+        dtype: dtype of all.
+        members: their numbers in the packed list.
         counts: elements of each.
-        start, stop: where they are in the buffer, in bytes.
+        start, stop: their range in the buffer, in bytes.
     """
 
     dtype: torch.dtype
@@ -35,29 +35,31 @@ class Group(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Where tensors are in a packed buffer of so many bytes."""
+    """Layout of tensors in a packed buffer of `nbytes` bytes."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[DtypeGroup, ...]
     nbytes: int
 
 
 def is_large(dtype: torch.dtype, count: int) -> bool:
-    """Return whether a tensor of so many elements travels by itself."""
+    """Return whether a tensor of `count` elements travels by itself."""
     return count * dtype.itemsize >= _LARGE_BYTES
 
 
-def plan_parcels(dtypes: Sequence[torch.dtype], counts: Sequence[int], places: Sequence[str]) -> list[tuple[int, ...]]:
-    """Choose what travels together: the small tensors of each kind of device, and each large one alone.
+def plan_buckets(
+    dtypes: Sequence[torch.dtype], counts: Sequence[int], device_types: Sequence[str]
+) -> list[tuple[int, ...]]:
+    """Put tensors that travel together into buckets: small ones by type of device, each large one alone.
 
     Args:
-        dtypes, counts, places: dtype, elements and type of device of each tensor of a list.
+        dtypes, counts, device_types: dtype, elements and type of device of each tensor of a list.
 
     Returns:
-        The numbers of the tensors of each parcel.
+        The numbers of the tensors in each bucket.
     """
     small: dict[str, list[int]] = {}
     large: list[tuple[int, ...]] = []
-    for i, (dtype, count, place) in enumerate(zip(dtypes, counts, places, strict=True)):
+    for i, (dtype, count, place) in enumerate(zip(dtypes, counts, device_types, strict=True)):
         if is_large(dtype, count):
             large.append((i,))
         else:
@@ -79,12 +81,12 @@ def plan_packing(
     members: dict[torch.dtype, list[int]] = {}
     for i in chosen:
         members.setdefault(dtypes[i], []).append(i)
-    groups: list[Group] = []
+    groups: list[DtypeGroup] = []
     at = 0
     for dtype, same in members.items():
         own = [counts[i] for i in same]
         stop = at + sum(own) * dtype.itemsize
-        groups.append(Group(dtype, tuple(same), tuple(own), at, stop))
+        groups.append(DtypeGroup(dtype, tuple(same), tuple(own), at, stop))
         at = aligned(stop)
     return Packing(tuple(groups), at if len(chosen) > 1 else sum(group.stop for group in groups))
 
@@ -93,8 +95,8 @@ def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy tensors into a new buffer: uint8, shape [packing.nbytes], on the device of the first.
 
     Args:
-        packing: where they go.
-        tensors: the list that was planned.
+        packing: their layout.
+        tensors: the planned list.
     """
     device = tensors[packing.groups[0].members[0]].device if packing.groups else "cpu"
     buffer = torch.empty(packing.nbytes, dtype=torch.uint8, device=device)
@@ -107,10 +109,10 @@ def write(packing: Packing, tensors: Sequence[torch.Tensor], message: bytearray,
     """Copy tensors on the CPU into a message.
 
     Args:
-        packing: where they go, from `at` on.
-        tensors: the list that was planned.
-        message: with room for them; overwritten.
-        at: where they begin, in bytes; a multiple of 16.
+        packing: their layout.
+        tensors: the planned list.
+        message: buffer with room for them; overwritten.
+        at: their first byte, a multiple of 16.
     """
     for group in packing.groups:
         if count := sum(group.counts):
@@ -130,11 +132,11 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:
+def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[DtypeGroup, torch.Tensor]]:
     """View the parts of a buffer by dtype.
 
     Args:
-        packing: what was packed.
+        packing: the layout.
         buffer: uint8, shape [..., packing.nbytes or more].
 
     Yields:
@@ -144,11 +146,11 @@ def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[Group, to
         yield group, buffer[..., group.start : group.stop].view(group.dtype)
 
 
-def split(group: Group, elements: torch.Tensor, *, give: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+def split(group: DtypeGroup, elements: torch.Tensor, *, give: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
     """Take the elements of a group apart, each tensor into memory of its own.
 
     Args:
-        group: what is in `elements`.
+        group: layout of `elements`.
         elements: shape [..., elements of the group].
         give: whether a single tensor may keep the memory of `elements`, if that holds nothing else.
 
@@ -163,7 +165,7 @@ def split(group: Group, elements: torch.Tensor, *, give: bool = False) -> Iterat
         yield from zip(group.members, parts, strict=True)
 
 
-def _copy(group: Group, tensors: Sequence[torch.Tensor], elements: torch.Tensor) -> None:
+def _copy(group: DtypeGroup, tensors: Sequence[torch.Tensor], elements: torch.Tensor) -> None:
     if len(group.members) == 1:  # either way resolves conjugation and strides
         single = tensors[group.members[0]].detach()
         _ = elements.view(single.shape).copy_(single)
@@ -175,13 +177,14 @@ def _copy(group: Group, tensors: Sequence[torch.Tensor], elements: torch.Tensor)
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Copy tensors into one new uint8 tensor on a device; `unpack` finds them there by their dtypes and shapes."""
-    dtypes, counts = tuple([tensor.dtype for tensor in tensors]), tuple([tensor.numel() for tensor in tensors])
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    counts = tuple([tensor.numel() for tensor in tensors])
     packing = plan_packing(dtypes, counts)
     return to_bytes(packing, [tensor.to(device) for tensor in tensors])
 
 
 def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """View the tensors that `pack` copied into a buffer; they share its memory."""
+    """View the tensors that `pack` copied into a buffer; they plan its memory."""
     counts = tuple([math.prod(shape) for shape in shapes])
     found: dict[int, torch.Tensor] = {}
     for group, elements in sections(plan_packing(tuple(dtypes), counts), buffer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a tree, checked before they are sent, and what ranks must agree on about them."""
+"""The tensors of a tree, checked before they are sent, and their description, which ranks compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accel import tree as trees
-from accel.collectives._pack import KEPT_PLANS
+from accel.collectives._packing import KEPT_PLANS
 from accel.comm import Call, tagged
 from accel.context import DistContext
 from accel.errors import ConfigError, TreeError
@@ -23,11 +23,12 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, tor
 _LINE = re.compile(r"(?P<kind>.*: \w+)\[(?P<sizes>[^\[\]]*)\](?P<place>.*)")
 
 
-class Leaves(NamedTuple):
+class TreeTensors(NamedTuple):
     """The tensors of a tree in order, with facts that are looked up once.
 
     Attributes:
-        tensors, dtypes, shapes, places: of each tensor; its place is the type of its device.
+        tensors: the tensors.
+        dtypes, shapes, device_types: of each tensor.
         on_cpu: whether all are on the CPU.
         structure: containers and keys as text.
     """
@@ -35,12 +36,12 @@ class Leaves(NamedTuple):
     tensors: list[torch.Tensor]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[torch.Size, ...]
-    places: tuple[str, ...]
+    device_types: tuple[str, ...]
     on_cpu: bool
     structure: str
 
 
-def read_leaves(ctx: DistContext, tree: object) -> Leaves:
+def read_tensors(ctx: DistContext, tree: object) -> TreeTensors:
     """List the tensors of a tree, once all can be sent. No communication.
 
     Raises:
@@ -59,30 +60,30 @@ def read_leaves(ctx: DistContext, tree: object) -> Leaves:
     dense = {leaf.layout for leaf in tensors} <= {torch.strided} and all(map(_is_plain, set(dtypes)))
     if not (here and dense):
         _refuse(ctx, tree)
-    places = ("cpu",) * len(tensors) if on_cpu else tuple([leaf.device.type for leaf in tensors])
-    return Leaves(tensors, dtypes, tuple([leaf.shape for leaf in tensors]), places, on_cpu, structure)
+    device_types = ("cpu",) * len(tensors) if on_cpu else tuple([leaf.device.type for leaf in tensors])
+    return TreeTensors(tensors, dtypes, tuple([leaf.shape for leaf in tensors]), device_types, on_cpu, structure)
 
 
 def make_call(
     ctx: DistContext,
     name: str,
     tree: object,
-    leaves: Leaves,
+    leaves: TreeTensors,
     options: str,
     *,
     tag: str | None,
     open_dim: int | None = None,
 ) -> Call:
-    """Describe a call on a tree, so that ranks can compare theirs.
+    """Describe a call on a tree, for ranks to compare.
 
     Args:
         ctx: the context.
-        name: the public function.
+        name: name of the public function.
         tree: its argument.
-        leaves: the tree's.
-        options: what else must agree.
-        tag: the user's name for the call, which must agree as well; None for none.
-        open_dim: the dimension whose size may differ between ranks; None for none.
+        leaves: the tree's tensors.
+        options: further arguments that must agree.
+        tag: the user's name for the call, which must agree as well; None without one.
+        open_dim: dimension whose size may differ between ranks; None for none.
     """
 
     options = tagged(options, tag)
@@ -94,16 +95,18 @@ def make_call(
         ]
         return "\n".join([options, *lines])
 
-    detail = _detail(options, leaves.structure, leaves.dtypes, leaves.places, leaves.shapes, open_dim)
+    detail = _detail(options, leaves.structure, leaves.dtypes, leaves.device_types, leaves.shapes, open_dim)
     return Call(name, detail, explain=explain, ordered=tag is None, hint=None if open_dim is None else _padding)
 
 
 def _padding(ours: str, theirs: str) -> str:
-    """The way for tensors that differ in a size alone, by the lines that describe them: "$.logits: float32[*, 7]"."""
-    mine, other = _LINE.fullmatch(ours), _LINE.fullmatch(theirs)
+    """Return the fix for tensors that differ in a size alone, from lines such as "$.logits: float32[*, 7]"."""
+    mine = _LINE.fullmatch(ours)
+    other = _LINE.fullmatch(theirs)
     if mine is None or other is None or mine["kind"] != other["kind"] or mine["place"] != other["place"]:
         return ""
-    sizes, others = mine["sizes"].split(", "), other["sizes"].split(", ")
+    sizes = mine["sizes"].split(", ")
+    others = other["sizes"].split(", ")
     differing = [dim for dim, (a, b) in enumerate(zip(sizes, others, strict=False)) if a != b]
     if len(sizes) != len(others) or not differing:
         return ""
@@ -117,7 +120,7 @@ def _detail(
     options: str,
     structure: str,
     dtypes: tuple[torch.dtype, ...],
-    places: tuple[str, ...],
+    device_types: tuple[str, ...],
     shapes: tuple[torch.Size, ...],
     open_dim: int | None,
 ) -> str:
@@ -126,11 +129,11 @@ def _detail(
         compared = [shape[1:] if len(shape) > 1 else len(shape) for shape in shapes]
     elif open_dim is not None:
         compared = [(shape[:open_dim], shape[open_dim:][1:]) for shape in shapes]
-    return repr((options, structure, _summary(dtypes), _summary(places), compared))
+    return repr((options, structure, _summary(dtypes), _summary(device_types), compared))
 
 
 def check_rank(ctx: DistContext, rank: int | None, where: str) -> None:
-    """Raise `ConfigError` unless there is such a rank; None is no rank and fine."""
+    """Raise `ConfigError` unless the rank exists; None is fine."""
     if rank is not None and (type(rank) is not int or not 0 <= rank < ctx.world_size):
         raise ConfigError("no such rank", expected=f"0 to {ctx.world_size - 1}", got=repr(rank), where=where)
 
@@ -151,7 +154,7 @@ def _refuse(ctx: DistContext, tree: object) -> None:
 
 
 def _sendable(leaf: object) -> str:
-    """The way for a leaf that is no tensor."""
+    """Return the fix for a leaf that is no tensor."""
     if isinstance(leaf, Number) or hasattr(leaf, "__array__"):
         return "Pass torch.as_tensor(...) of it."
     return "Send it with accel.gather_object(ctx, ...) or accel.broadcast_object_list(ctx, ...), or leave it out."
@@ -192,7 +195,7 @@ def _summary(values: Sequence[object]) -> object:
 
 
 def _describe(leaf: torch.Tensor, open_dim: int | None) -> str:
-    """Say dtype, shape and kind of device; the dimension that may differ between ranks is left open."""
+    """Return dtype, shape and type of device as text; a dimension that may differ between ranks is `*`."""
     shape = list(map(str, leaf.shape))
     if open_dim is not None and shape:
         shape[open_dim] = "*"

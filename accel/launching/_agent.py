@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One host's part of a launch over several: meet the other hosts, start this one's ranks, start them again if need be.
+"""The agent of one host in a launch over several: meets the other hosts, and supervises the ranks of its own.
 
 It runs as a process of its own, by path: only here, and in the rendezvous, does a launch import torch. Hosts meet in
 torch's rendezvous, https://docs.pytorch.org/docs/stable/elastic/rendezvous.html; the ranks of a host are supervised as
@@ -34,7 +34,7 @@ _CLOSE_S = 2.0
 
 
 def run(order: AgentOrder) -> int:
-    """Run this host's part of a launch; return the exit status.
+    """Carry an order out; return the exit status.
 
     Raises:
         LaunchError: the hosts do not come together, do not agree, or a process cannot be started.
@@ -76,7 +76,7 @@ def run(order: AgentOrder) -> int:
 
 
 def _contents(target: Target) -> str:
-    """Tell a script from others, and another version of itself; modules and programs by name only."""
+    """Return a text that differs for another script, or another version of it; modules and programs count by name."""
     if target.kind != "script":
         return os.path.basename(target.name)
     with open(target.name, "rb") as file:
@@ -84,7 +84,7 @@ def _contents(target: Target) -> str:
 
 
 def main(words: list[str]) -> NoReturn:
-    """Run the agent that an order describes, and end the process: a thread may still wait for a host that is gone."""
+    """Carry an order out, and end the process at once, as a thread may still wait for a lost host."""
     order = msgspec.json.decode(words[0], type=AgentOrder)
     die_with(order.parent)
     if "LOGLEVEL" not in os.environ:  # torch's own switch

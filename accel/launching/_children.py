@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The started processes: who runs, who has ended and how, and signals to them."""
+"""The started processes: their starts, ends and failures, and signals to them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Children:
         self._noticed_s: dict[int, float] = {}
 
     def start(self, plan: LaunchPlan) -> Relay | None:
-        """Start every process of a plan; return the relay that shows their output, None if they show it themselves.
+        """Start every process of a plan; return the relay of their output, None if they write to our streams.
 
         Raises:
-            LaunchError: a log file cannot be written, or the system refuses; what was started has been killed.
+            LaunchError: a log file cannot be written, or the system refuses a process; those started have been killed.
         """
         alone = len(plan.processes) == 1
         logs = _open_logs(plan)
@@ -69,7 +69,7 @@ class Children:
         return [process.rank for process, popen in self._processes if popen.poll() == 0]
 
     def failures(self) -> list[Failure]:
-        """Return how the ranks ended that ended with another status than 0."""
+        """Return the failure of each rank that has ended with another status than 0."""
         now_s = time.time()
         return [
             read_failure(
@@ -80,7 +80,7 @@ class Children:
         ]
 
     def recorded(self) -> list[Failure]:
-        """Return what running ranks have written down of their failures: they are about to end."""
+        """Return the failures that running ranks have recorded; these ranks are about to end."""
         ending = [process for process, popen in self._processes if popen.poll() is None]
         return [
             read_failure(process.rank, 1, process.record, time.time())
@@ -100,11 +100,11 @@ class Children:
                 popen.send_signal(number)
 
     def records(self) -> dict[int, str]:
-        """Return the file for its failure of each rank that has not ended."""
+        """Return the path of the failure record of each rank that has not ended."""
         return {process.rank: process.record for process, popen in self._processes if popen.poll() is None}
 
     def signal_groups(self, number: int) -> bool:
-        """Send a signal (0 for none) to each rank and to what it has started; return False if none of these is left."""
+        """Send a signal (0 for none) to each rank and the processes it has started; return False if none is left."""
         reached = [_signal_group(popen.pid, number) for _, popen in self._processes]
         return any(reached)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A failure as plain values: what the failing process saw of it, and what its parent saw."""
+"""A failure as plain values: the record of the failing process, and the observation of its parent."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ STACK_SIGNAL = signal.SIGRTMAX - 1  # asks a rank for its Python stack; far from
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a failing process wrote down before it ended.
+    """A failure as the failing process records it before it ends.
 
     Attributes:
-        rank: its position among all processes.
-        host: the machine it ran on.
+        rank: rank of the process.
+        host: name of its machine.
         exception: the exception's class, with its module where Python shows one.
         message: the exception's text.
         location: `file:line` of the innermost frame of the user's code; empty if there is none.
         traceback: the whole traceback as Python prints it, without the launcher's frames.
-        time_s: when, in seconds since the epoch.
+        time_s: time of the failure, in seconds since the epoch.
     """
 
     rank: int
@@ -39,14 +39,14 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that ended badly.
+    """The failure of one process.
 
     Attributes:
-        rank: its position among all processes.
+        rank: rank of the process.
         status: its exit status, or minus the number of the signal that killed it.
-        time_s: when the failure was recorded or, without a record, noticed; in seconds since the epoch.
-        record: what it wrote down, None if it had no chance to.
-        crash: what Python's fault handler wrote when a signal like SIGSEGV hit, or nothing.
+        time_s: time when the failure was recorded or, without a record, noticed; in seconds since the epoch.
+        record: its own record, None if it wrote none.
+        crash: the fault handler's dump at a signal like SIGSEGV; empty if there is none.
     """
 
     rank: int
@@ -96,13 +96,13 @@ def newest_checkpoint(records: Iterable[str]) -> str:
 
 
 def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure:
-    """Put together what is known of a process that ended badly.
+    """Return the failure of a process that has ended, with its record and dump.
 
     Args:
-        rank: its position among all processes.
+        rank: rank of the process.
         status: its exit status, or minus the number of the signal that killed it.
-        path: where its record would be.
-        noticed_s: when its end was noticed, in seconds since the epoch.
+        path: path of its record, which may be missing.
+        noticed_s: time when its end was noticed, in seconds since the epoch.
     """
     record = read_file(path, FailureRecord)
     dump = Path(file_beside(path, "crash"))
@@ -113,26 +113,26 @@ def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure
 def culprit(failures: list[Failure]) -> Failure:
     """Return the failure that caused the others.
 
-    When a process goes away, its peers see a closed connection: they raise (and leave a record) or, inside a C++
-    thread, abort. So a death that left no record and is no abort comes first, however late it was noticed; an error
-    that says itself that it repeats another rank's comes last; and among equals the earliest.
+    Peers of a lost process see a closed connection. They raise, which leaves a record, or abort in a C++ thread. So a
+    death without a record comes first, unless it is an abort. An error that names a lost peer comes last. Among equals
+    the earliest counts.
     """
     return min(failures, key=lambda failure: (_echo(failure), failure.time_s, failure.rank))
 
 
 def exit_code(status: int) -> int:
-    """Return what a shell would report: the status, or 128 plus the signal's number."""
+    """Return the exit status as a shell reports it: the status, or 128 plus the signal's number."""
     return status if status >= 0 else 128 - status
 
 
 def stop_number(failure: Failure) -> int:
-    """Return the signal that a rank obeyed when it raised `accel.Stop`; 0 for any other end."""
+    """Return the signal for which a rank raised `accel.Stop`; 0 for any other end."""
     stopped = failure.record is not None and failure.record.exception == "accel.preempt.Stop"
     return failure.status - 128 if stopped else 0
 
 
 def repeats(failure: Failure) -> bool:
-    """Tell whether a failure only says that another rank is gone."""
+    """Return whether a failure only reports that another rank is gone."""
     return _echo(failure) == 2 or (failure.record is None and failure.status == -signal.SIGABRT)
 
 

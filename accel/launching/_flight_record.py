@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which collective a rank is in, or was in last: asked for when it is silent, and read from what torch keeps anyway.
+"""The current or last collective of a rank, read from torch's flight recorder when the launcher asks.
 
-torch's flight recorder notes every collective of c10d, whoever calls it, with its number and stack:
+The recorder keeps every collective of c10d, with its number and stack, and is on by default:
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html. A thread of the rank's own reads it, as the
 main thread may be waiting.
 """
@@ -32,9 +32,9 @@ class EnteredCollective(msgspec.Struct, frozen=True, kw_only=True):
         of_all: whether it is the group of all ranks.
         number: torch counts the collectives of a group and backend from 1.
         operation: c10d's name for it.
-        call: what the user's line called; empty if it stands on no such line.
+        call: function that the user's line called; empty if no frame is the user's.
         place: the user's line, "file:line in function".
-        waiting: whether the rank is in it still.
+        waiting: whether the rank is still in it.
     """
 
     group: str
@@ -63,7 +63,7 @@ class _Frame(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What the flight recorder keeps of a call, as far as it matters here."""
+    """A call in the flight recorder; fields that are not needed are left out."""
 
     process_group: tuple[str, str]
     profiling_name: str
@@ -79,10 +79,10 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def answer_calls(record: str, ask: str) -> None:
-    """Answer, from now on and in the background, each byte in a named pipe with a file of this process's collectives.
+    """Start a thread that answers each byte in a named pipe with a file of this process's collectives.
 
     Args:
-        record: where this rank would write its failure; the file lies beside it.
+        record: path of this rank's failure record; the file lies beside it.
         ask: the pipe.
     """
 
@@ -97,13 +97,13 @@ def answer_calls(record: str, ask: str) -> None:
 
 
 def last_calls(trace: object) -> list[EnteredCollective]:
-    """Return the collective of each group that a rank waits in, or its last; the one to look at first is first.
+    """Return the current or last collective of each group, the most telling one first.
 
     Args:
         trace: a dump of torch's flight recorder, as plain values.
 
     Raises:
-        msgspec.ValidationError: it is no such dump.
+        msgspec.ValidationError: `trace` is no such dump.
     """
     groups: dict[str, list[_Entry]] = {}
     for entry in msgspec.convert(trace, _Trace).entries:

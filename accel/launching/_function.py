@@ -37,27 +37,27 @@ def launch(
     config: LaunchConfig | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Run `fn(ctx, *args)` on several processes of this machine, and return what each of them returned.
+    """Run `fn(ctx, *args)` on several processes of this machine, and return their values.
 
-    Each rank is a fresh interpreter with a context from `session()`, closed when the function has returned. What the
-    function needs is sent to it: functions and classes of modules by name, those of a notebook or a script by value,
-    which takes the extra `notebook`. This process may have used CUDA, and stays as it is. What the ranks print appears
-    here, with their rank in front; Ctrl-C reaches all of them; when one fails, the others are ended.
+    Each rank is a fresh interpreter with a context from `session()`, closed when the function has returned. Functions
+    and classes of modules are sent by name, those of a notebook or a script by value, which takes the extra `notebook`.
+    This process may have used CUDA, and stays as it is. Output of the ranks appears here, with their rank in front.
+    Ctrl-C reaches all ranks; when one fails, the others are ended.
 
     Args:
         fn: called on every rank with its context first.
-        args: what it is called with besides, a copy for each rank.
-        nproc: how many processes, "auto" for one per visible GPU; None for what the configuration says.
-        config: where and how; None for what the `ACCEL_*` variables say.
-        environ: the environment that each process's own one starts from; `os.environ` if None.
+        args: further arguments, a copy for each rank.
+        nproc: number of processes, "auto" for one per visible GPU; None for the number in `config`.
+        config: settings of the launch; None for those of the `ACCEL_*` variables.
+        environ: base environment of each process; `os.environ` if None.
 
     Returns:
-        The value of each rank, in rank order; a copy, so rather on the CPU.
+        A copy of each rank's value, in rank order; tensors should be on the CPU.
 
     Raises:
-        Exception: what the rank raised that failed first, with a note of its rank and traceback.
-        LaunchError: that rank was killed, left without a value, or raised what cannot be sent; the machine has too few
-            GPUs, or this is not the main thread.
+        Exception: the exception of the rank that failed first, with a note of its rank and traceback.
+        LaunchError: that rank was killed, ended without a value, or its exception cannot be sent; the machine has too
+            few GPUs, or this is not the main thread.
         ConfigError: the function, an argument or a value cannot be pickled.
         MissingExtraError: the extra `notebook` is needed.
         EnvError: the environment holds a setting that the processes would refuse.
@@ -92,9 +92,9 @@ def notebook_launcher(
 
     Args:
         fn: called on every rank with its context first; it may be defined in a cell.
-        args: what it is called with besides, a copy for each rank.
-        nproc: how many processes; "auto" for one per visible GPU, one without GPUs.
-        precision: what to compute in; None for what `ACCEL_PRECISION` or the function say.
+        args: further arguments, a copy for each rank.
+        nproc: number of processes; "auto" for one per visible GPU, one without GPUs.
+        precision: precision of the run; None for that of `ACCEL_PRECISION` or of the function.
 
     Returns:
         The value of each rank, in rank order.
@@ -113,8 +113,8 @@ def debug_launcher(fn: Callable[..., T], args: Sequence[Any] = (), *, nproc: int
 
     Args:
         fn: called on every rank with its context first.
-        args: what it is called with besides, a copy for each rank.
-        nproc: how many processes.
+        args: further arguments, a copy for each rank.
+        nproc: number of processes.
 
     Returns:
         The value of each rank, in rank order.
@@ -126,7 +126,7 @@ def debug_launcher(fn: Callable[..., T], args: Sequence[Any] = (), *, nproc: int
 
 
 def _resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> LaunchConfig:
-    """Return what flags and our own variables say: torchrun's are about hosts, each of which runs a script."""
+    """Return the settings of flags and of our own variables, without those of torchrun, which launches scripts only."""
     own = {name: text for name, text in environ.items() if name not in TORCHRUN_VARIABLES}
     return resolve(flags, own).config
 
@@ -154,14 +154,14 @@ def _value(folder: str, rank: int) -> Any:
 
 
 def _stopped(ending: Ending) -> BaseException:
-    """Let the signal do here what it would have done without a launch; return what to raise if that is nothing."""
+    """Raise the signal here, as without a launch; return the exception to raise if a handler goes on."""
     tell(ending.report)
     signal.raise_signal(ending.stopped)
     return LaunchError(f"the launch was stopped by {signal.Signals(ending.stopped).name}")
 
 
 def _failure(ending: Ending, folder: str, world_size: int) -> BaseException:
-    """Return what the first failing rank raised; the note tells which rank, after whom, and where."""
+    """Return the exception of the first failing rank, with a note of its rank, the other failures and the place."""
     assert ending.first is not None
     rank, lines = ending.first.rank, ending.report.splitlines()
     told = [line.removeprefix("accel: ") for line in takewhile(lambda line: line.startswith("accel: "), lines)]

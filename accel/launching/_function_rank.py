@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of a launched function executes, by `_worker`: the call, with its value or exception sent back."""
+"""The module that each rank of a launched function runs: calls the function, and sends its value or exception back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from accel.launching._user_frames import frames_below
 
 
 def main(folder: str) -> None:
-    """Call the function that lies in a folder, and leave there what came of it.
+    """Call the function in a folder, and write its value or exception there.
 
     Raises:
-        BaseException: whatever the function raises.
+        BaseException: the exception of the function.
     """
     rank = int(os.environ["RANK"])
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that have been silent for long: where each of them is, told without ending any."""
+"""Reports of ranks that are silent or missing: where each of them is, asked without ending any."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 class RankAnswer(NamedTuple):
-    """What a rank answered.
+    """The answer of a rank to the question where it is.
 
     Attributes:
-        stack: what the fault handler wrote, the innermost frame first; empty if it gave none.
-        asked: whether it could be asked for its collectives.
-        calls: for each group, the collective that it is in, or was in last; None if it did not answer that.
+        stack: stack from the fault handler, the innermost frame first; empty if there is none.
+        asked: whether the rank could be asked for its collectives.
+        calls: current or last collective of each group; None if the rank gave none.
     """
 
     stack: str = ""
@@ -50,7 +50,7 @@ class RankAnswer(NamedTuple):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where ranks are while others failed for want of one.
+    """Places of the ranks of one host, while other ranks failed for want of one.
 
     Attributes:
         left: ranks that have ended with status 0.
@@ -66,12 +66,12 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Looks after the output of a launch's ranks, and asks them where they are once there has been none for long.
+    """Watches the output of a launch's ranks, and asks them where they are after a silence.
 
     Args:
         children: the ranks.
-        relay: what shows their output.
-        after_s: seconds without output; None to look after nothing.
+        relay: relay of their output.
+        after_s: seconds without output that count as a silence; None to watch nothing.
     """
 
     def __init__(self, children: Children, relay: Relay | None, after_s: float | None) -> None:
@@ -83,13 +83,13 @@ class Watch:
         self._places: dict[int, str] = {}
 
     def left_s(self) -> float | None:
-        """Return in how many seconds to look; None for never."""
+        """Return the seconds until the next look; None for never."""
         if self._after_s is None or self._relay is None:
             return None
         return max(0.0, max(self._relay.last_s, self._told_s) + self._after_s - time.monotonic())
 
     def look(self) -> str:
-        """Return where the ranks are if they have been silent for too long; nothing if that was reported already."""
+        """Return a report of where the ranks are after a silence; empty if none has moved since the last."""
         if self._relay is None or self._after_s is None or self.left_s() != 0:
             return ""
         if self._told_s <= self._relay.last_s:
@@ -102,7 +102,7 @@ class Watch:
         return "" if places == before else hang_report(heard, self._after_s * self._looks)
 
     def ask(self) -> dict[int, RankAnswer]:
-        """Ask each rank that has got so far where it is; return what they answer in time."""
+        """Ask each running rank where it is; return the answers that come in time."""
         records = self._children.records()
         stacks = {rank: file_beside(record, "stack") for rank, record in records.items()}
         sizes = {rank: os.path.getsize(file) for rank, file in stacks.items() if os.path.exists(file)}
@@ -130,11 +130,11 @@ class Watch:
 
 
 def hang_report(heard: Mapping[int, RankAnswer], after_s: float) -> str:
-    """Return where ranks are: who waits for whom, one line for each place, and the stack of one rank there.
+    """Return a report of where ranks are: groups with waiting ranks, one line for each place, a stack for each place.
 
     Args:
-        heard: what each rank answered.
-        after_s: for how long there has been no output, in seconds.
+        heard: answer of each rank.
+        after_s: seconds without output.
     """
     places: dict[str, list[int]] = {}
     for rank, each in heard.items():
@@ -152,7 +152,7 @@ def hang_report(heard: Mapping[int, RankAnswer], after_s: float) -> str:
 
 
 def locate(heard: Mapping[int, RankAnswer], left: Sequence[int]) -> Whereabouts:
-    """Return where the ranks of one host are.
+    """Sort the ranks of one host by whether they wait in a collective.
 
     Args:
         heard: answers of the ranks that still run.
@@ -166,10 +166,10 @@ def locate(heard: Mapping[int, RankAnswer], left: Sequence[int]) -> Whereabouts:
 
 
 def absent_report(whereabouts: Iterable[Whereabouts], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return which ranks did not come to a collective that failed, one line for each place, those to look at first.
+    """Return a report of the ranks that others missed: one line for each place, missing ranks first.
 
     Args:
-        whereabouts: where the ranks of each host are.
+        whereabouts: places of the ranks of each host.
         hosts: the host of each rank; empty where there is one host only.
     """
     found = list(whereabouts)
@@ -185,7 +185,7 @@ def absent_report(whereabouts: Iterable[Whereabouts], hosts: Mapping[int, str] =
 
 
 def _is_waiting(heard: RankAnswer) -> bool:
-    """Whether a rank is in a collective: as it answers, or else by the functions that its user's line has called."""
+    """Whether a rank is in a collective, by its flight record, or else by its stack."""
     if heard.calls:
         return heard.calls[0].waiting
     files = [file for file, _, _ in cast("list[tuple[str, str, str]]", _FRAME.findall(heard.stack))]
@@ -194,7 +194,7 @@ def _is_waiting(heard: RankAnswer) -> bool:
 
 
 def _waits(heard: Mapping[int, RankAnswer]) -> list[str]:
-    """Say for each group which ranks wait in a collective, and which of the ranks that are known have not come."""
+    """Return a line for each group: ranks that wait in a collective, and known ranks that are missing in it."""
     answers = {rank: each.calls for rank, each in heard.items() if each.calls is not None}
     told: list[str] = []
     for group, of_all in dict.fromkeys((each.group, each.of_all) for calls in answers.values() for each in calls):
@@ -220,7 +220,7 @@ def _waits(heard: Mapping[int, RankAnswer]) -> list[str]:
 
 
 def _place(heard: RankAnswer) -> str:
-    """Say which line of the user's a rank is at, what was called there, and which collective it is in or was in."""
+    """Return a rank's current user line, call and collective."""
     line = _line(heard.stack)
     if not heard.calls:
         return f"{line}; it does not answer" if heard.asked and heard.calls is None else line
@@ -247,7 +247,7 @@ def _subject(ranks: Sequence[int], hosts: Mapping[int, str] = MappingProxyType({
 
 
 def _request(record: str) -> bool:
-    """Ask a rank for its collectives; return whether it listens."""
+    """Ask a rank for its collectives; return whether it listens at its pipe."""
     with contextlib.suppress(OSError):  # it does not
         Path(file_beside(record, "calls")).unlink(missing_ok=True)
         pipe = os.open(file_beside(record, "ask"), os.O_WRONLY | os.O_NONBLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launch over several hosts, as far as it goes without torch: find the meeting point, and start this host's agent."""
+"""A launch over several hosts, before torch is imported: wait for the first host, and start this host's agent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accel.launching._target import Target
 
 _AGENT = str(Path(__file__).with_name("_agent.py"))
 _RETRY_S = 0.5
-_SILENT_S = 0.5  # until the user is told that somebody is waited for
+_SILENT_S = 0.5  # until a line says what is awaited
 _KILL_AFTER_S = 10.0  # an agent may be waiting for a host that is cut off
 # Without the first, a host that comes back finds nobody at the address that rank 0 once had (torch 2.13).
 _AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -50,10 +50,10 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_endpoint(config: LaunchConfig) -> str:
-    """Return the host where all meet, or refuse a meeting point that no host could use.
+    """Return the host of the rendezvous endpoint, or refuse an endpoint that no host can use.
 
     Raises:
-        LaunchError: there is none, its host is not known here, or its port is not one.
+        LaunchError: there is no endpoint, its host does not resolve, or its port is out of range.
     """
     if not config.rdzv_endpoint:
         raise LaunchError(
@@ -80,7 +80,7 @@ def await_name(config: LaunchConfig, environ: Mapping[str, str], signals: Signal
 
 
 def is_here(host: str, port: int) -> bool:
-    """Tell whether a host's name stands for this machine."""
+    """Return whether a host's name is one of this machine."""
     for family, kind, protocol, _, address in _addresses(host, port):
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -103,9 +103,10 @@ def await_first_host(config: LaunchConfig, signals: Signals) -> int:
     host, port = split_endpoint(config.rdzv_endpoint)
     if config.node_rank == 0 or is_here(host, port):
         return 0
-    first = f"the first host at {config.rdzv_endpoint}"
     try:
-        return _await(first, lambda limit_s: probe(host, port, limit_s), config, signals)
+        return _await(
+            f"the first host at {config.rdzv_endpoint}", lambda limit_s: probe(host, port, limit_s), config, signals
+        )
     except OSError as error:
         raise LaunchError(
             "nobody answers where the hosts meet",
@@ -138,7 +139,7 @@ def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -
         if deadline is not None and time.monotonic() > deadline:
             agent.kill()  # which ends its ranks
     status = agent.wait()
-    if -status in STOPPING:  # it had not come so far as to say so
+    if -status in STOPPING:  # it was killed before it could print this
         tell(f"accel: stopped by {signal.Signals(-status).name}\n")
     return status if status >= 0 else 128 - status
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from a script's name to an exit status: look at the system, plan, run."""
+"""A launch of a script: checks, a plan for this machine, and its supervision or an agent for several hosts."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def run_launch(
     """Run a script on N processes of this machine, alone or together with launches on other hosts, and wait for them.
 
     Args:
-        script: path of the script every process runs; with `kind`, a module's dotted name or a program.
-        args: the script's own arguments, handed on as they are.
-        config: how many processes, where, and how; None for what `environ` says, as for `accel launch`.
-        kind: what `script` is.
-        environ: the environment that each process's own one starts from; `os.environ` is never written.
+        script: path of the script; with `kind`, a module's dotted name or a program.
+        args: arguments of the script, passed on unchanged.
+        config: settings of the launch; None for those of `environ`, as `accel launch` resolves them.
+        kind: kind of `script`.
+        environ: base environment of each process; `os.environ` is never written.
         summary: whether the last line on stderr reports the end of a run of several ranks, or of one with log files.
 
     Returns:
         The exit status: 0, the failing rank's, or 128 plus the number of the signal that stopped the launch.
 
     Raises:
-        LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses; or the first of
-            several hosts is not known here, or does not answer.
-        ConfigError: a variable holds what its field does not take.
-        EnvError: `environ` holds another setting that the processes would refuse.
+        LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses a process; or the
+            first of several hosts does not resolve, or does not answer.
+        ConfigError: a variable has an invalid value.
+        EnvError: `environ` has another setting that the processes would refuse.
     """
     target = Target(kind=kind, name=script, args=tuple(args))
     config = on_pod(resolve({}, environ), environ) if config is None else config
@@ -72,7 +72,7 @@ def run_launch(
 
 
 def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, summary: bool) -> int:
-    fewest, most = config.hosts  # refuses now what the agent would refuse
+    fewest, most = config.hosts  # raises now what the agent would raise
     plan = plan_here(target, config, environ, record_dir="", port=1, position=HostPosition(num_nodes=fewest))
     for hosts in range(fewest + 1, most + 1):
         check_mesh(config, hosts * len(plan.processes))
@@ -95,7 +95,7 @@ def plan_here(
     position: HostPosition = HostPosition(),  # noqa: B008 - a frozen value
     port: int | None = None,
 ) -> LaunchPlan:
-    """Plan a launch on this machine, now: its cores and GPUs, a free port, this process as the parent.
+    """Plan a launch on this machine: its cores and GPUs, a free port, this process as the parent.
 
     Raises:
         LaunchError, EnvError: as `plan_launch` does, or there is no free port.
@@ -114,10 +114,10 @@ def plan_here(
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody uses at the moment.
+    """Return a TCP port of 127.0.0.1 that is free at the moment.
 
     Raises:
-        LaunchError: the machine gives none.
+        LaunchError: there is none.
     """
     try:
         with socket.socket() as probe:
@@ -133,7 +133,7 @@ def free_port() -> int:
 
 
 def make_log_dir(folder: str) -> None:
-    """Make the folder for log files, unless it is there, or none is wanted.
+    """Make the folder for log files, if one is wanted.
 
     Raises:
         LaunchError: it cannot be made.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has to start processes on, learnt without torch."""
+"""Cores, GPUs and TPU chips of this machine, read without torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OTHER_GPUS = ("/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu")  # of AMD, below Windo
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU of NVIDIA's.
+    """An NVIDIA GPU.
 
     Attributes:
-        name: its model.
+        name: model name.
         generation: the first number of its compute capability, 8 for Ampere and 9 for Hopper.
     """
 
@@ -30,13 +30,13 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What processes on this machine share.
+    """The resources that processes on this machine share.
 
     Attributes:
         cores: CPU cores that this process may use.
-        gpus: the GPUs that NVIDIA's driver knows; None where GPUs are of a kind that nobody here can count.
-        tpu_chips: the TPU chips that are one device of XLA's each.
-        core_ids: those cores by their numbers, those that share memory beside each other; empty if nobody looked.
+        gpus: GPUs of NVIDIA's driver; None where there are GPUs of another vendor, which cannot be counted.
+        tpu_chips: number of TPU chips that are one XLA device each.
+        core_ids: numbers of those cores, grouped by memory node; empty if unknown.
     """
 
     cores: int
@@ -46,7 +46,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_machine() -> Machine:
-    """Look at this machine: its usable cores, and the GPUs of NVIDIA's driver."""
+    """Read the resources of this machine: usable cores, GPUs of NVIDIA's driver, TPU chips."""
     try:
         gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"))
     except OSError:
@@ -57,11 +57,11 @@ def read_machine() -> Machine:
 
 
 def order_cores(usable: Collection[int], nodes: Iterable[str]) -> tuple[int, ...]:
-    """Return cores so that those of one memory node stand together.
+    """Return cores grouped by memory node.
 
     Args:
-        usable: the cores, by number.
-        nodes: each node's cores as Linux lists them, such as "0-3,8-11"; none if nobody knows.
+        usable: numbers of the cores.
+        nodes: cores of each node as Linux lists them, such as "0-3,8-11"; empty if unknown.
     """
     listed: list[int] = []
     for text in nodes:
@@ -73,7 +73,7 @@ def order_cores(usable: Collection[int], nodes: Iterable[str]) -> tuple[int, ...
 
 
 def read_gpus(nvml: Any) -> tuple[Gpu, ...]:
-    """Ask NVIDIA's management library, https://docs.nvidia.com/deploy/nvml-api, which GPUs there are."""
+    """Ask NVIDIA's management library, https://docs.nvidia.com/deploy/nvml-api, for its GPUs."""
     with _opened(nvml) as usable:
         count = ctypes.c_uint()
         if not usable or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
@@ -82,16 +82,16 @@ def read_gpus(nvml: Any) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(variable: str | None, count: int | None) -> tuple[str, ...] | None:
-    """Return what CUDA shows a process of the GPUs, each as CUDA_VISIBLE_DEVICES names it.
+    """Return the GPUs that CUDA shows to a process, as CUDA_VISIBLE_DEVICES names them.
 
-    Like CUDA, it stops at the first name that is none. A name that begins with letters is taken as it is.
+    Like CUDA, it stops at the first invalid index. A name that begins with letters is not checked.
 
     Args:
         variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
-        count: how many GPUs there are; None if nobody knows.
+        count: number of GPUs; None if unknown.
 
     Returns:
-        The names; None if nobody knows them.
+        The names; None if unknown.
     """
     if variable is None:
         return None if count is None else tuple(str(index) for index in range(count))
@@ -106,7 +106,7 @@ def visible_gpus(variable: str | None, count: int | None) -> tuple[str, ...] | N
 
 
 def _read_nodes() -> list[str]:
-    """Return what /sys says of memory nodes' cores; nothing where it says nothing."""
+    """Return the cores of each memory node from /sys; empty where it lists none."""
     found = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
     return [path.read_text() for path in sorted(found, key=lambda path: int(path.parent.name[4:]))]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and values on their way between a process and the ranks that it has started, pickled.
+"""Functions and values, pickled and sent between a process and the ranks that it has started.
 
-Unpickling runs code that the sender chose. Here both ends are one program: the parcels lie in a folder that was made
-for one launch, that only its user can open, and that goes with it.
+Unpickling runs code that the sender chooses. Here both ends are one program: the files lie in a temporary folder of one
+launch, which only its user can open.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CALL, _VALUE, _ERROR = "call", "value-{}", "error-{}"
 
 
 class SentError(NamedTuple):
-    """What a rank raised.
+    """An exception that a rank has sent.
 
     Attributes:
-        error: the exception; None if it cannot travel.
-        traceback: as Python prints it, from the first line of the function on.
+        error: the exception; None if it cannot be pickled.
+        traceback: its text, from the first frame of the function on.
     """
 
     error: BaseException | None
@@ -36,10 +36,10 @@ class SentError(NamedTuple):
 
 
 def pack(obj: object, where: str) -> bytes:
-    """Return an object as bytes; what no module holds goes by value, which takes the extra `notebook`.
+    """Pickle an object; functions and classes of no module go by value, which takes the extra `notebook`.
 
     Raises:
-        MissingExtraError: it is made of functions or classes that no module holds, and the extra is not installed.
+        MissingExtraError: it holds functions or classes of no module, and the extra is not installed.
         ConfigError: it cannot be pickled.
     """
     try:
@@ -58,7 +58,7 @@ def unpack(data: bytes, where: str) -> Any:
     """Return the object that `pack` has packed.
 
     Raises:
-        ConfigError: it cannot be put together in this process.
+        ConfigError: it cannot be unpickled in this process.
     """
     try:
         return pickle.loads(data)
@@ -67,13 +67,13 @@ def unpack(data: bytes, where: str) -> Any:
 
 
 def send_call(folder: str, call: bytes) -> None:
-    """Leave a packed call for the ranks, with this process's import path and the sources that are in no file."""
+    """Write a packed call for the ranks, with this process's import path and sources that are in no file."""
     sources = {name: linecache.getlines(name) for name in list(linecache.cache) if not os.path.exists(name)}
     _ = Path(folder, _CALL).write_bytes(pickle.dumps((sys.path, sources, call)))
 
 
 def receive_call(folder: str) -> bytes:
-    """Take over what `send_call` has left: import from where the parent does, show lines of its notebook's cells.
+    """Read what `send_call` has written; take over the parent's import path and the sources of its notebook's cells.
 
     Returns:
         The packed call.
@@ -85,18 +85,18 @@ def receive_call(folder: str) -> bytes:
 
 
 def send_value(folder: str, rank: int, value: bytes) -> None:
-    """Leave a packed value for the parent."""
+    """Write a packed value for the parent."""
     _ = Path(folder, _VALUE.format(rank)).write_bytes(value)
 
 
 def receive_value(folder: str, rank: int) -> bytes | None:
-    """Return what `send_value` has left; None if the rank came to no value."""
+    """Read what `send_value` has written; None if there is no value."""
     path = Path(folder, _VALUE.format(rank))
     return path.read_bytes() if path.exists() else None
 
 
 def send_error(folder: str, rank: int, error: BaseException, traceback: str) -> None:
-    """Leave an exception for the parent; of one that cannot travel, the traceback alone."""
+    """Write an exception for the parent; only the traceback if it cannot be pickled."""
     try:
         packed = pack(error, "an exception")
         packed = packed if type(unpack(packed, "an exception")) is type(error) else None
@@ -106,7 +106,7 @@ def send_error(folder: str, rank: int, error: BaseException, traceback: str) -> 
 
 
 def receive_error(folder: str, rank: int) -> SentError | None:
-    """Return what `send_error` has left; None if the rank left nothing."""
+    """Read what `send_error` has written; None if there is no exception."""
     path = Path(folder, _ERROR.format(rank))
     if not path.exists():
         return None
@@ -118,7 +118,7 @@ def receive_error(folder: str, rank: int) -> SentError | None:
 
 
 class _ByReference(pickle.Pickler):
-    """A pickler that says at once what the other end could not find."""
+    """A pickler that refuses at once what the other end could not import."""
 
     def reducer_override(self, obj: Any, /) -> Any:
         if isinstance(obj, type | FunctionType) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch will start: plain values in, a frozen plan out. Nothing here touches the system."""
+"""The plan of a launch on one host, a pure function of plain values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from accel.launching._target import Target
 from accel.launching._tpu import count_processes
 from accel.topology import fit_mesh
 
-# Another launcher's notes to its own children. One of them makes torch look for a store that its agent holds open,
-# and there is no such agent here.
+# Variables of torchrun for its own workers. One of them makes torch look for a store of torchrun's agent, and there is
+# no such agent here.
 _FOREIGN = "TORCHELASTIC_"
 
 
 class HostPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the processes of this host stand in the whole job; every host has as many.
+    """The position of this host's ranks in the launch; all hosts have equally many.
 
     Attributes:
-        node_rank, num_nodes: position of this host.
-        master_addr: the address of rank 0.
-        restarts: how often the job has started again.
+        node_rank: rank of this host.
+        num_nodes: number of hosts.
+        master_addr: address of rank 0.
+        restarts: number of times that all ranks have started again.
     """
 
     node_rank: int = 0
@@ -40,12 +41,12 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a launch.
 
     Attributes:
-        rank: its position among all processes.
-        program: what it amounts to, as a user would type it.
-        command: what to execute, program first.
-        environ: its whole environment.
-        record: the file it writes its failure to, should it fail.
-        cores: the CPU cores that it may use; empty for all.
+        rank: rank of the process.
+        program: command line as a user would type it.
+        command: command line to execute.
+        environ: complete environment.
+        record: path of its failure record.
+        cores: CPU cores that it may use; empty for all.
     """
 
     rank: int
@@ -57,16 +58,16 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All processes of a launch on one host, in order of rank, and what the launcher does for them.
+    """All processes of a launch on one host, in order of rank, and the settings of their supervisor.
 
     Attributes:
-        processes: what to start.
-        log_dir: the folder for a log file of each process; empty for none.
-        prefix: whether lines of output begin with their rank, where there are several processes.
-        quiet: whether the output of rank 0 alone is shown.
-        stop_grace_s: seconds between the wish to stop and the end by force.
+        processes: processes to start.
+        log_dir: folder for a log file of each process; empty for none.
+        prefix: whether lines of output begin with their rank, if there are several processes.
+        quiet: whether only rank 0's output is shown.
+        stop_grace_s: seconds between a signal to stop and SIGKILL.
         restarts: number of times that all ranks have started again.
-        hang_timeout_s: seconds without output until each rank's stack is shown; None for never.
+        hang_timeout_s: seconds without output until ranks are asked where they are; None for never.
     """
 
     processes: tuple[ProcessPlan, ...]
@@ -94,14 +95,14 @@ def plan_launch(
 
     Args:
         target: what every process runs.
-        config: how; `ACCEL_*` variables of its fields in `environ` count for nothing beside it.
-        environ: the environment that each process's own one starts from.
-        machine: what the processes share.
-        interpreter: the command that runs the worker: program and leading arguments.
-        parent_pid: the process that will start them; they end when it does.
-        port: where rank 0 is to listen.
-        record_dir: the folder for failure records.
-        position: where the processes stand among those of other hosts.
+        config: settings of the launch; it overrides the `ACCEL_*` variables of `environ`.
+        environ: base environment of each process.
+        machine: resources of the machine.
+        interpreter: command that runs the worker: program and leading arguments.
+        parent_pid: process that will start them, and whose end ends them.
+        port: port at which rank 0 is to listen.
+        record_dir: folder for failure records.
+        position: position of this host among all.
 
     Returns:
         The plan; planning the same values twice gives equal plans.
@@ -109,7 +110,7 @@ def plan_launch(
     Raises:
         LaunchError: more processes than GPUs, GPUs that are not there, another number of processes than of TPU chips,
             or a mesh of another number of processes.
-        EnvError: `environ` holds a setting that the processes would refuse.
+        EnvError: `environ` has a setting that the processes would refuse.
     """
     known = None if machine.gpus is None else len(machine.gpus)
     gpus = _usable_gpus(config, visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), known))
@@ -148,18 +149,18 @@ def check_mesh(config: LaunchConfig, world_size: int) -> None:
     """Refuse a mesh of another number of processes than the launch has.
 
     Raises:
-        LaunchError: so it is.
+        LaunchError: it does not fit.
     """
     _ = fit_mesh(config.mesh, world_size, where="--mesh", error=LaunchError)
 
 
 def share_cores(cores: Sequence[int], local_rank: int, count: int) -> tuple[int, ...]:
-    """Return a process's share of the cores, one after another; processes share cores only if there are too few.
+    """Return a process's part of the cores, in one piece; processes share cores only if there are too few.
 
     Args:
-        cores: the cores, by number.
-        local_rank: whose share.
-        count: how many processes there are.
+        cores: numbers of the cores.
+        local_rank: rank of the process on this host.
+        count: number of processes.
     """
     if len(cores) < count:
         return (cores[local_rank % len(cores)],) if cores else ()
@@ -169,7 +170,7 @@ def share_cores(cores: Sequence[int], local_rank: int, count: int) -> tuple[int,
 
 
 def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the names of the GPUs that processes may share out; none if they use others or nobody knows them."""
+    """Return the names of the GPUs to give to processes; empty if they use other devices, or the GPUs are unknown."""
     if not config.device.startswith(("auto", "cuda")):
         return ()
     if visible is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show what several processes print as whole lines, each with its rank in front."""
+"""The output of several processes, shown as whole lines with their rank in front."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUIET_S = 0.2
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    r"""Return the lines of `data` with their ends ("\n", "\r\n", or the "\r" of a progress bar), and what is left."""
+    r"""Return the lines of `data` with their ends ("\n", "\r\n", or the "\r" of a progress bar), and the rest."""
     lines = data.splitlines(keepends=True)
     # What ends in "\r" is left as well: it may be the first half of "\r\n".
     rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -24,7 +24,7 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 class Sink:
-    """A stream of this process that the lines of all ranks go to."""
+    """A stream of this process, to which the lines of all ranks go."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -34,7 +34,7 @@ class Sink:
         """Write whole lines; a rank overwrites its own progress bar only, never another rank's.
 
         Raises:
-            OSError: nobody reads the stream any more, or it cannot be written.
+            OSError: the stream has no reader any more, or cannot be written.
         """
         text = bytearray()
         for line in lines:
@@ -54,11 +54,11 @@ class Sink:
 
 
 class Log:
-    """The file that keeps what one rank prints, behind what earlier launches left in it.
+    """The file of one rank's output, appended to that of earlier launches.
 
     Args:
-        folder: where it is.
-        rank: whose it is.
+        folder: folder of the file.
+        rank: rank of the process.
 
     Raises:
         OSError: it cannot be opened.
@@ -68,7 +68,7 @@ class Log:
         self._file = open(log_path(folder, rank), "ab", buffering=0)  # noqa: SIM115 - open until the relay ends
 
     def write(self, lines: Iterable[bytes]) -> None:
-        """Write whole lines; when the disk is full, say so once and write no more."""
+        """Write whole lines; when the disk is full, print that once and write no more."""
         if self._file.closed:
             return
         try:
@@ -90,7 +90,7 @@ def log_path(folder: str, rank: int) -> str:
 class Relay(threading.Thread):
     """A thread that copies pipes to sinks until all are at their end.
 
-    It is a thread of its own so that a reader who does not read delays the output only, never the launcher.
+    It is a thread, so that a slow reader of the output never delays the launcher.
     """
 
     def __init__(self, pipes: Iterable[Pipe], logs: Iterable[Log] = ()) -> None:
@@ -101,7 +101,7 @@ class Relay(threading.Thread):
         self.last_s = time.monotonic()  # when something was printed, or this was made
 
     def end(self) -> None:
-        """Say that the ranks are gone: a pipe that some process of theirs still holds is left once it is quiet."""
+        """Note that the ranks have ended: a pipe that a process of theirs still holds is left once it is quiet."""
         self._ended.set()
 
     def run(self) -> None:
@@ -121,13 +121,13 @@ class Relay(threading.Thread):
 
 
 class Pipe:
-    """What one process prints on one of its streams.
+    """One output stream of one process.
 
     Args:
-        source: where it can be read.
-        sink: where its lines are shown; None for nowhere.
-        prefix: what each line shown begins with.
-        log: where its lines are kept besides.
+        source: pipe to read from.
+        sink: stream that shows its lines; None to hide them.
+        prefix: text in front of each line shown.
+        log: file for its lines; None for none.
     """
 
     def __init__(self, source: IO[bytes], sink: Sink | None, *, prefix: bytes, log: Log | None = None) -> None:
@@ -138,7 +138,7 @@ class Pipe:
         self._rest = b""
 
     def copy(self) -> bool:
-        """Copy what has come; return False once nothing more can."""
+        """Copy the output that is there; return False at its end."""
         chunk = os.read(self.source.fileno(), _CHUNK_BYTES)
         lines, self._rest = split_lines(self._rest + chunk)
         try:
@@ -151,7 +151,7 @@ class Pipe:
         return bool(chunk)
 
     def close(self) -> None:
-        """Write the line that never got its end, and close the pipe; closing twice is closing once."""
+        """Write the last line if it has no end, and close the pipe; closing twice is closing once."""
         if self.source.closed:
             return
         self.source.close()

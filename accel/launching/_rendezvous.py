@@ -41,7 +41,7 @@ _JOB = "accel"
 _RUNNING = "accel/running"  # terms of the hosts that run; a later host must fit them, or all would end
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_CALL_S = 30.0  # torch's, for more hosts than there must be
-_SILENT_S = 1.0  # until the user is told that others are waited for
+_SILENT_S = 1.0  # until a line says that other hosts are awaited
 _READ_S = 1.5  # for others to read the terms in the store of this process
 _ANSWER_S = 10.0
 _POLL_S = 0.1
@@ -103,7 +103,7 @@ class Rendezvous:
 
         Raises:
             NotMetError: too few hosts came in time, the first one does not answer, or another has ended the job.
-            LaunchError: the hosts were told different things.
+            LaunchError: settings of the hosts differ.
         """
         is_first = self._round is None
         if self._round is not None:
@@ -133,7 +133,7 @@ class Rendezvous:
         return self._round, address, port
 
     def leave(self, seconds: float) -> None:
-        """End the job for all hosts, within some seconds; the process that serves the store lets the others read."""
+        """End the launch for all hosts, within some seconds; the process that serves the store lets the others read."""
         current = self._round
         if current is None or current.noted_s is None:  # nobody can be told
             return
@@ -173,7 +173,7 @@ class Rendezvous:
 
 
 def _open_store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
-    """Return the store, and whether this process serves it: another launcher on this machine may do so already."""
+    """Return the store, and whether this process serves it; another launcher on this machine may already serve it."""
     if may_serve:
         with contextlib.suppress(DistError):
             return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT), True

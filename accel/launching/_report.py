@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher says at the end, as text. The first line of a report names the rank, the error and the place."""
+"""Reports of the launcher as text. The first line of a report names the rank, the error and the place."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def failure_report(
     """Return the report of a failed run: one line for the culprit, one for the others, the culprit's traceback.
 
     Args:
-        first: the culprit's failure.
-        others: those of other ranks.
-        log: the file that has the culprit's output.
-        hosts: the host of each rank, where there are several.
-        where: which ranks run on which host, if the failure is that one is missing.
-        absent: from `absent_report`, if so.
+        first: failure of the culprit.
+        others: failures of other ranks.
+        log: path of the culprit's output.
+        hosts: host of each rank, if there are several.
+        where: line with the ranks of each host, if a rank is missing.
+        absent: result of `absent_report`, if a rank is missing.
     """
 
     def told(failure: Failure) -> str:
@@ -105,7 +105,7 @@ def last_line(
 
 
 def stop_report(signum: int, failures: Iterable[Failure], killed: Sequence[int]) -> str:
-    """Return the report of a run that was asked to stop: where the ranks were, and which had to be killed."""
+    """Return the report of a run that a signal stopped: places of the ranks, and ranks that had to be killed."""
     name = signal.Signals(signum).name
     places = [
         f"rank {failure.rank} was at {failure.record.location}"
@@ -145,7 +145,7 @@ def _place(failure: Failure) -> str:
 
 
 def _is_same(first: Failure, other: Failure) -> bool:
-    """Whether two ranks raised one error that is long enough to be told once."""
+    """Whether two ranks raised the same error, so long that one line is enough."""
     one, two = first.record, other.record
     if one is None or two is None or len(one.message) < _LONG:
         return False
@@ -153,14 +153,14 @@ def _is_same(first: Failure, other: Failure) -> bool:
 
 
 def _raised(record: FailureRecord) -> str:
-    """Return a traceback; without the message at its end if that is long, because the first line has it."""
+    """Return a traceback, without a long message at its end, which the first line of the report has."""
     end = f": {record.message}\n"
     is_told = len(record.message) >= _LONG and len(record.message.splitlines()) == 1
     return f"{record.traceback.removesuffix(end)}\n" if is_told and record.traceback.endswith(end) else record.traceback
 
 
 def _visible(crash: str) -> str:
-    """Leave out of the fault handler's dump what is no frame of the user's: the launcher's, the list of extensions."""
+    """Return the fault handler's dump without the launcher's frames and the list of extensions."""
     lines = crash.rstrip().splitlines(keepends=True)
     shown = "".join(line for line in lines if not (WORKER in line or line.startswith("Extension modules:")))
     return f"{shown.rstrip()}\n" if shown else ""

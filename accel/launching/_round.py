@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hosts of a launch tell one another while their ranks run, through the store where they have met."""
+"""One round of a launch over several hosts: failures, places and ends, exchanged through the store where hosts met."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from accel.launching._hang import Whereabouts
 from accel.launching._supervisor import Exchange, Peers
 
 T = TypeVar("T")
-_NEWS_S = 2.5  # from a failure on, for other hosts to say which rank failed first, and where theirs are
+_NEWS_S = 2.5  # after a failure, for other hosts to report theirs, and the places of their ranks
 _LEAST_NEWS_S = 0.3
 _LOST_S = 1.0  # after which the store is taken not to answer
 _LOOK_S = 0.5
 _LAST_LOOK_S = 0.1  # once the ranks of this host are done
-_LINGER_S = 1.5  # for others to read what the store of this process has
+_LINGER_S = 1.5  # for others to read the store of this process
 
 
 class Round(Peers):
@@ -38,7 +38,7 @@ class Round(Peers):
         count_waiting: returns the number of hosts that wait for all ranks to start again.
 
     Attributes:
-        noted_s: when others were told something, by `time.monotonic`; None once nobody can be told.
+        noted_s: time of the last write for other hosts, by `time.monotonic`; None once the store is lost.
     """
 
     tick_s = 0.1
@@ -56,7 +56,7 @@ class Round(Peers):
         self._reported: set[int] = set()  # ranks whose failure the other hosts can read
         self._done = False
         self._ended = threading.Event()
-        # What the look-out thread has seen last. The supervisor never waits for a store whose host is gone.
+        # The latest observations of the look-out thread: the supervisor never waits for a store whose host is gone.
         self._waiting = 0
         self._reports = 0
         self._hosts_done = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals as values to wait for, instead of handlers that act in the middle of something else."""
+"""Signals as values to wait for, instead of handlers that interrupt other code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from accel.errors import LaunchError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # what they mean is the script's business
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # their meaning is the script's own
 
 
 class Signals:

@@ -22,10 +22,10 @@ def batch_script(target: Target, config: LaunchConfig, given: Collection[str], *
     """Return a script for `sbatch` that launches on the nodes of the job. No communication.
 
     Args:
-        target: what every process runs.
-        config: how; `nnodes` is how many nodes to ask for.
-        given: the fields that somebody has set; the job's launchers are told these.
-        python: the interpreter of the launchers.
+        target: target of every process.
+        config: settings of the launch; `nnodes` is the number of nodes to ask for.
+        given: names of the fields that are set somewhere; these become flags of the job's launchers.
+        python: interpreter of the launchers.
     """
     fewest, most = config.hosts
     lines = [
@@ -55,7 +55,7 @@ def batch_script(target: Target, config: LaunchConfig, given: Collection[str], *
 
 
 def submit(script: str, environ: Mapping[str, str]) -> str:
-    """Hand a script to `sbatch`; return what that says.
+    """Submit a script by `sbatch`; return its output.
 
     Raises:
         LaunchError: there is no Slurm here, or it refuses the job.

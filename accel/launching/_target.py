@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a launch runs, and whether this machine could run it at all."""
+"""The target of a launch, which every process runs, and checks that this machine can run it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from accel.errors import LaunchError, did_you_mean
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process runs.
+    """The target that every process runs.
 
     Attributes:
-        kind: a script of Python, a module as after `python -m`, or any program.
+        kind: a Python script, a module as after `python -m`, or any program.
         name: the script's path, the module's dotted name, or the program.
-        args: its own arguments, handed on as they are.
+        args: its own arguments, passed on unchanged.
     """
 
     kind: Literal["script", "module", "program"] = "script"
@@ -31,14 +31,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_target(target: Target, environ: Mapping[str, str]) -> None:
-    """Refuse what no process could run.
+    """Refuse a target that no process could run.
 
     Args:
-        target: what is to run.
-        environ: the environment that it would run in.
+        target: target of the launch.
+        environ: environment of the launch.
 
     Raises:
-        LaunchError: it is not there, or may not be read or executed.
+        LaunchError: the target does not exist, or may not be read or executed.
     """
     if target.kind == "script":
         _check_script(target.name)
@@ -62,7 +62,7 @@ def _check_script(script: str) -> None:
 
 
 def _check_module(module: str) -> None:
-    """Walk to a module without importing its packages, which may take seconds and print."""
+    """Look a module up without importing its packages, which may take seconds and print."""
     places: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for at, part in enumerate(parts := module.split(".")):

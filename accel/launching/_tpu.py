@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches on TPU hosts: what a host is told by its slice, and how many processes its chips take."""
+"""Launches on TPU hosts: the hosts of a slice, and the number of processes for its chips."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CHIPS = ("0x005e", "0x0062", "0x0063", "0x006f")
 
 
 def count_chips(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Return how many TPU chips this machine has, of those that are one device each.
+    """Return the number of TPU chips of this machine that are one device each.
 
     Args:
-        devices: where Linux lists what is on the PCI bus.
+        devices: folder in which Linux lists PCI devices.
     """
     return sum(
         _read(device / "vendor") == _GOOGLE and _read(device / "device") in _CHIPS for device in _listed(devices)
@@ -30,10 +30,10 @@ def count_chips(devices: Path = Path("/sys/bus/pci/devices")) -> int:
 
 
 def on_pod(resolved: Resolved, environ: Mapping[str, str]) -> LaunchConfig:
-    """Return a configuration with the hosts of this one's slice of TPUs, where nobody says anything of hosts.
+    """Return a configuration with the hosts of this host's TPU slice, unless hosts are set already.
 
     Args:
-        resolved: how to launch, and who set which field.
+        resolved: settings of the launch, and the source of each.
         environ: the variables of the host.
 
     Raises:
@@ -51,11 +51,11 @@ def on_pod(resolved: Resolved, environ: Mapping[str, str]) -> LaunchConfig:
 
 
 def count_processes(config: LaunchConfig, chips: int) -> int | None:
-    """Return how many processes a host starts for its TPU chips; None where TPUs have no say.
+    """Return the number of processes for the TPU chips of a host; None without TPUs.
 
     Args:
-        config: how to launch.
-        chips: how many this host has.
+        config: settings of the launch.
+        chips: number of chips of this host.
 
     Raises:
         LaunchError: neither a process for each, which XLA connects, nor one alone.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which source files are the user's: not the standard library's, not an installed package's, not accel's."""
+"""Frames of the user: not those of the standard library, of an installed package, or of accel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from types import TracebackType
 
 WORKER = "/launching/_worker.py"  # end of the path of what each process executes
-DECORATOR = "wrapper"  # what c10d calls the function around each of its own
+DECORATOR = "wrapper"  # c10d's name for the function around each of its own
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
 
 
 def is_users(file: str) -> bool:
-    """Tell whether a frame of this file is worth pointing at when something failed."""
+    """Return whether a source file is the user's."""
     installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
     return not (installed or file.startswith(("<", *_LIBRARIES)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of a launch executes: the user's script or module as `__main__`, with its failure written down.
+"""The program of each process of a launch: runs the user's script or module as `__main__`, and records its failure.
 
 Run by path, as `python _worker.py RECORD PARENT KIND NAME ARGS...`: with `-m`, files of the current folder could take
 the place of modules imported here, and interpreter flags against that would reach the script's own children.
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> None:
-    """Run a script as `python script.py args...` would, and write down why it failed; or become another program.
+    """Run a script as `python script.py args...` would, and record its failure; or become another program.
 
     Args:
         record: the file to write a failure to.
@@ -38,7 +38,7 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
         args: its own arguments.
 
     Raises:
-        BaseException: whatever the script raises, so that the interpreter ends as it would have without this.
+        BaseException: the exception of the script, so that the interpreter ends as without a launcher.
     """
     die_with(parent)
     if kind == "program":
@@ -76,7 +76,7 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
 
 
 def show_stacks(record: str) -> None:
-    """Let a signal of the launcher's write this process's stack; the file is there once the signal may be sent."""
+    """Let a signal of the launcher write this process's stack; the file exists once the signal may be sent."""
     path = file_beside(record, "stack")
     partial = f"{path}.partial"
     # The fault handler gives a signal back as it was when the interpreter ends; by default this one would kill.
@@ -127,7 +127,7 @@ def run_module(name: str) -> None:
     """Execute a module, or a package's `__main__`, as `python -m` does, in place like a script.
 
     Raises:
-        ImportError: there is none of that name, or it has no code.
+        ImportError: there is no such module, or it has no code.
     """
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:

@@ -2,7 +2,6 @@
 """How a model is spread over ranks, and how to get the plain model back."""
 
 from accel.parallel._autocast_seen import runs_without_autocast as runs_without_autocast
-from accel.parallel._average import average_ as average_
 from accel.parallel._checkpointing import checkpoint_activations as checkpoint_activations
 from accel.parallel._compile import compile_model as compile_model
 from accel.parallel._engines import Engine as Engine
@@ -25,6 +24,7 @@ from accel.parallel._local_sgd import prepare_local_model as prepare_local_model
 from accel.parallel._prepare_model import check_model as check_model
 from accel.parallel._prepare_model import prepare_model as prepare_model
 from accel.parallel._prepare_model import replaces_parameters as replaces_parameters
+from accel.parallel._replicas import average_ as average_
 from accel.parallel._sync import check_prepared as check_prepared
 from accel.parallel._sync import exchanging as exchanging
 from accel.parallel._sync import no_sync as no_sync

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm import broadcast_flat
 from accel.context import DistContext
 from accel.parallel._hooks import ReplicateOptions, register_hook
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
 from accel.parallel._private import rebuild_buckets
+from accel.parallel._replicas import begin_with_rank_0_
 from accel.parallel._sharded import is_sharded
 from accel.parallel._spread import Spread, compare_models
 from accel.parallel._unwrap import wrapped_name
@@ -105,8 +105,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> nn
     uses_all = not options.find_unused_parameters and not options.static_graph
     label_parameters(model, needed=uses_all, viewed=options.gradient_as_bucket_view)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        for tensor in [*model.parameters(), *model.buffers()]:
-            broadcast_flat(ctx.comm, tensor.detach(), source=0)
+        begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
         return model
     return _replicate(ctx, model, options)
 
@@ -135,8 +134,7 @@ def _buffer_options(ctx: DistContext, model: nn.Module, options: ReplicateOption
     """How this torch says that buffers are not sent in forward; at the start they are rank 0's in any case."""
     if options.broadcast_buffers:
         return {}
-    for buffer in model.buffers():
-        broadcast_flat(ctx.comm, buffer.detach(), source=0)
+    begin_with_rank_0_(ctx, model.buffers())
     new = "forward_sync_buffers"  # of torch 2.13, which warns about the old name
     known = inspect.signature(cast(Any, DistributedDataParallel)).parameters
     return {new if new in known else "broadcast_buffers": False}
@@ -146,8 +144,7 @@ def _initial_options(ctx: DistContext, model: nn.Module) -> dict[str, bool]:
     """On XLA, begin with rank 0's tensors without DDP: it sends integers of 64 bits, which TPUs do not combine."""
     if ctx.device.type != "xla":
         return {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        broadcast_flat(ctx.comm, tensor.detach(), source=0)
+    begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
     return {"init_sync": False}
 
 

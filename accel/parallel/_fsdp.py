@@ -20,6 +20,7 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._axes import shard_axes
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters, replace_parameter
+from accel.parallel._replicas import follow_rank_0_
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._units import plan_units
@@ -222,15 +223,7 @@ def _follow_rank_0(ctx: DistContext, model: nn.Module) -> None:
     """Replace buffers by rank 0's before each forward, as DDP does."""
 
     def follow(module: nn.Module, _inputs: Any) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in filterfalse(is_dtensor, module.buffers()):
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-        for same in kinds.values():
-            flat = torch.cat([each.flatten() for each in same])
-            broadcast_flat(ctx.comm, flat, source=0)
-            values = torch.split(flat, [each.numel() for each in same])
-            for each, own in zip(same, values, strict=True):
-                _ = each.copy_(own.view_as(each))
+        follow_rank_0_(ctx, filterfalse(is_dtensor, module.buffers()))
 
     _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.collectives import reduce
-from accel.comm import broadcast_flat
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._composition import check_axes
@@ -22,6 +21,7 @@ from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
 from accel.parallel._prepare_model import check_devices
+from accel.parallel._replicas import begin_with_rank_0_
 from accel.parallel._sharded import is_sharded
 from accel.parallel._unwrap import unwrap_model
 
@@ -83,8 +83,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
     move_model(model, ctx.device)
     label_parameters(model)
     if ctx.world_size > 1:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            broadcast_flat(ctx.comm, tensor.detach(), source=0)
+        begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
     return model
 
 

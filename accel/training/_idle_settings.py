@@ -51,14 +51,8 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
 
 
 def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
-    if ctx.mesh is None:
-        return
-    names = ctx.mesh.mesh_dim_names or ()
-    asked = {
-        name: size
-        for name, size in zip(names, ctx.mesh.shape, strict=False)
-        if size > 1 and name in SHARED_DIMS + AXIS_NAMES["expert"]
-    }
+    spread = SHARED_DIMS + AXIS_NAMES["expert"]
+    asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in spread}
     if not asked:
         return
     used = {name for each in parameters if is_dtensor(each) for name in each.device_mesh.mesh_dim_names or ()}

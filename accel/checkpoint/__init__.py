@@ -28,7 +28,6 @@ from accel.checkpoint._survey import compare as compare
 from accel.checkpoint._survey import describe as describe
 from accel.checkpoint._survey import find_checkpoint as find_checkpoint
 from accel.checkpoint._survey import prune as prune
-from accel.checkpoint._survey import same_bytes as same_bytes
 from accel.checkpoint._survey import survey as survey
 from accel.checkpoint._survey import verify as verify
 from accel.lazy import exports
@@ -46,10 +45,10 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import record_tag as record_tag
     from accel.checkpoint._codec import stored_field as stored_field
     from accel.checkpoint._codec import tensors_in as tensors_in
-    from accel.checkpoint._held import checksum as checksum
-    from accel.checkpoint._held import held_box as held_box
-    from accel.checkpoint._held import memory_id as memory_id
-    from accel.checkpoint._held import tied as tied
+    from accel.checkpoint._live_tensors import checksum as checksum
+    from accel.checkpoint._live_tensors import held_box as held_box
+    from accel.checkpoint._live_tensors import memory_id as memory_id
+    from accel.checkpoint._live_tensors import tied as tied
     from accel.checkpoint._merge import differing_values as differing_values
     from accel.checkpoint._merge import merge as merge
     from accel.checkpoint._newest import Held as Held
@@ -85,7 +84,7 @@ _WITH_TORCH = {
     "_read": ("Saved", "open_checkpoint"),
     "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),
-    "_held": ("checksum", "held_box", "memory_id", "tied"),
+    "_live_tensors": ("checksum", "held_box", "memory_id", "tied"),
     "_snapshot": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

@@ -23,7 +23,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint._held import held_box
+from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._records import Classes, MisfitError, class_name, fields_of, is_record, make_record
 from accel.checkpoint._values import is_special, make_array, make_path, make_scalar, take_apart
 from accel.errors import CheckpointError

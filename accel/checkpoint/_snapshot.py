@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from accel import __version__
-from accel.checkpoint._held import checksum, checksums, held_box, tied
+from accel.checkpoint._live_tensors import checksum, checksums, held_box, tied
 from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
 from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
 from accel.errors import CheckpointError

@@ -115,11 +115,6 @@ def compare(one: Manifest, other: Manifest) -> list[str]:
     return lines
 
 
-def same_bytes(one: Manifest, other: Manifest) -> bool:
-    """Whether two checkpoints hold the same files."""
-    return one.files == other.files
-
-
 def all_tensors(manifest: Manifest) -> dict[str, TensorEntry]:
     """Return every tensor by name, tied ones under each of theirs."""
     return manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}

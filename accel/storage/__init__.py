@@ -36,15 +36,15 @@ from accel.storage._safetensors import read_header as read_header
 from accel.storage._safetensors import stored_dtype as stored_dtype
 from accel.storage._safetensors import view_tensors as view_tensors
 from accel.storage._safetensors import write_tensors as write_tensors
-from accel.storage._shards import INDEX as INDEX
-from accel.storage._shards import WEIGHTS as WEIGHTS
-from accel.storage._shards import decode_index as decode_index
-from accel.storage._shards import encode_index as encode_index
-from accel.storage._shards import file_names as file_names
-from accel.storage._shards import parse_size as parse_size
-from accel.storage._shards import plan_shards as plan_shards
+from accel.storage._weight_files import INDEX as INDEX
+from accel.storage._weight_files import WEIGHTS as WEIGHTS
+from accel.storage._weight_files import decode_index as decode_index
+from accel.storage._weight_files import encode_index as encode_index
+from accel.storage._weight_files import file_names as file_names
+from accel.storage._weight_files import parse_size as parse_size
+from accel.storage._weight_files import plan_shards as plan_shards
 
 if TYPE_CHECKING:
-    from accel.storage._reference import read_reference as read_reference
+    from accel.storage._foreign_safetensors import read_reference as read_reference
 
-__getattr__ = exports("accel.storage", {"_reference": ("read_reference",)})
+__getattr__ = exports("accel.storage", {"_foreign_safetensors": ("read_reference",)})

@@ -138,23 +138,6 @@ def list_objects(folder: RemotePath) -> list[StoredObject]:
     )
 
 
-def list_tree(folder: RemotePath) -> dict[str, list[str]]:
-    """List the objects in the folders of a folder, by folder, at once; those deeper inside by their whole rest of name.
-
-    Raises:
-        CheckpointError: the store failed.
-    """
-    store, key = connect(folder)
-    found: dict[str, list[str]] = {}
-    with remote_errors(folder):
-        store.invalidate_cache()
-        for name in store.find(key):
-            inside, _, last = name.strip("/").removeprefix(f"{key.strip('/')}/").partition("/")
-            if last:
-                found.setdefault(inside, []).append(last)
-    return found
-
-
 def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
     """Write a new object in parts, each in memory for itself; it appears when all are there.
 

@@ -69,7 +69,7 @@ class Place(Protocol):
         ...
 
     def tree(self) -> dict[str, list[str]]:
-        """List the files of all folders inside, by folder, in a store; nothing elsewhere."""
+        """List the files of the folders inside, by folder, in a store; nothing elsewhere."""
         ...
 
     def leftovers(self) -> list[Leftover]:

@@ -15,7 +15,7 @@ from accel.errors import CheckpointError
 from accel.storage._files import disk_errors, write_file
 from accel.storage._folders import leftovers, make_stage, remove_flat, sync_folder
 from accel.storage._reading import open_directory
-from accel.storage._shards import INDEX, WEIGHTS, Index, aside_name, decode_index, replaceable
+from accel.storage._weight_files import INDEX, WEIGHTS, Index, aside_name, decode_index, replaceable
 
 _LARGEST_INDEX = 256 * 2**20
 

@@ -21,9 +21,9 @@ from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, Span
 from accel.storage._folders import Leftover
 from accel.storage._objects import (
     RemotePath,
+    connect,
     get_object,
     list_objects,
-    list_tree,
     put_object,
     remote_errors,
     remove_objects,
@@ -165,7 +165,15 @@ class RemotePlace:
         return [each.name for each in list_objects(self.path)]
 
     def tree(self) -> dict[str, list[str]]:
-        return list_tree(self.path)
+        store, key = connect(self.path)
+        found: dict[str, list[str]] = {}
+        with remote_errors(self.path):
+            store.invalidate_cache()  # other processes write there, too
+            for name in store.find(key):
+                inside, _, last = name.strip("/").removeprefix(f"{key.strip('/')}/").partition("/")
+                if last:
+                    found.setdefault(inside, []).append(last)
+        return found
 
     def leftovers(self) -> list[Leftover]:
         return []

@@ -97,8 +97,17 @@ def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(worksp
 
 
 @pytest.mark.slow
-def test_a_host_whose_ranks_are_done_hears_of_a_failure_on_another(workspace: Workspace) -> None:
-    script = workspace.write("import os, sys, time\nif os.environ['RANK'] == '1': time.sleep(1); sys.exit(3)")
+@pytest.mark.parametrize("rest_s", [0, 600])
+def test_a_host_whose_ranks_are_done_or_computing_hears_of_a_failure_on_another(
+    workspace: Workspace, rest_s: int
+) -> None:
+    script = workspace.write(f"""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+            sys.exit(3)
+        time.sleep({rest_s})
+    """)
     flags = words("--nnodes", 2, endpoint=here())[len(ACCEL) :]
     for launcher in [workspace.start(*map(str, flags), script) for _ in range(2)]:
         status, _, err = ended(launcher, 60)

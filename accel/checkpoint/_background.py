@@ -119,7 +119,7 @@ class Saving:
             if self._check is not None:
                 self._check()
             with show_life(stage, rank):
-                share = write_share(stage.path, snapshot)
+                share = write_share(stage.place, snapshot)
             if rank:
                 leave_note(stage, rank, ShareReport(share=share))
         except Exception as error:
@@ -198,7 +198,7 @@ def _written(content: Content, tensors: Mapping[str, torch.Tensor]) -> Content:
 def _leave_failure(stage: Stage, rank: int, snapshot: Snapshot, error: Exception) -> None:
     """Tell rank 0; where even that cannot be written, `Saving.result` does."""
     with suppress(CheckpointError):
-        stage.path.remove([snapshot.file])  # a full disk has room for the note then
+        stage.place.remove([snapshot.file])  # a full disk has room for the note then
     with suppress(CheckpointError):
         leave_note(stage, rank, ShareReport(error=describe(error)))
 

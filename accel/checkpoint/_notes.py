@@ -29,12 +29,12 @@ def leave_note(stage: Stage, rank: int, note: ShareReport) -> None:
     Raises:
         CheckpointError: the disk or store failed.
     """
-    stage.path.put(_name(stage, rank), msgspec.json.encode(note))
+    stage.place.put(_name(stage, rank), msgspec.json.encode(note))
 
 
 def show_life(stage: Stage, rank: int) -> contextlib.AbstractContextManager[object]:
     """Let rank 0 see that this rank works on, in a store, where nothing of an upload is seen before its end."""
-    return stage.path.beating(f"share-{rank:05d}{stage.mark}.beat") if rank else contextlib.nullcontext()
+    return stage.place.beating(f"share-{rank:05d}{stage.mark}.beat") if rank else contextlib.nullcontext()
 
 
 def collect_notes(
@@ -59,27 +59,27 @@ def collect_notes(
             if (note := _read(stage, rank)) is not None:
                 notes[rank] = note
                 waiting.remove(rank)
-        if (written := stage.path.usage()) != seen:
+        if (written := stage.place.usage()) != seen:
             seen, since = written, time.monotonic()
-        if waiting and (given_up.wait(stage.path.pause_s) or time.monotonic() - since > timeout_s):
+        if waiting and (given_up.wait(stage.place.pause_s) or time.monotonic() - since > timeout_s):
             raise CheckpointError(
                 "the checkpoint was given up" if given_up.is_set() else f"nothing was written for {timeout_s:g} s",
                 expected="the shares of all ranks",
                 got=f"none of rank {', '.join(map(str, sorted(waiting)))}",
-                where=str(stage.path),
+                where=str(stage.place),
                 fix="See whether those ranks have ended, and whether all nodes share this folder.",
             )
-    stage.path.remove(_name(stage, rank) for rank in notes)
+    stage.place.remove(_name(stage, rank) for rank in notes)
     return notes
 
 
 def _read(stage: Stage, rank: int) -> ShareReport | None:
     name = _name(stage, rank)
-    data = stage.path.get(name, _LARGEST)
+    data = stage.place.get(name, _LARGEST)
     try:
         return msgspec.json.decode(data, type=ShareReport) if data is not None else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"not a note of a rank: {error}", where=str(stage.path / name)) from error
+        raise CheckpointError(f"not a note of a rank: {error}", where=str(stage.place / name)) from error
 
 
 def _name(stage: Stage, rank: int) -> str:

@@ -30,16 +30,16 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where a checkpoint is being written.
+    """A checkpoint that is being written.
 
     Attributes:
-        path: the folder, the same on every rank; in a store, the checkpoint's own.
-        lock: on the folder of all checkpoints; rank 0's to release.
-        mark: in the names of the files that are written.
+        place: the folder, the same on every rank; in a store, the checkpoint's own.
+        lock: that of the folder of all checkpoints, on rank 0; None elsewhere.
+        mark: part of the names of all files of this save.
         is_first: whether rank 0 made the folder of all checkpoints for this stage.
     """
 
-    path: Place
+    place: Place
     lock: Lock | None
     mark: str
     is_first: bool = False
@@ -50,12 +50,12 @@ class Stage:
             return
         try:
             with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
-                sweep_objects(self.path, self.mark)
-                self.path.remove_stage()
+                sweep_objects(self.place, self.mark)
+                self.place.remove_stage()
         finally:
             self.lock.release()
         if self.is_first:
-            self.path.parent.unmake()
+            self.place.parent.unmake()
 
     def close(self) -> None:
         """Let the next writer in, if this is rank 0."""
@@ -89,7 +89,7 @@ def save(
     stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
         call = Call("save_state: writing", site=site)
-        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.path, snapshot), WrittenFile)
+        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile)
         with agreed(ctx.comm, Call("save_state: committing", site=site)):
             if ctx.is_main_process:
                 commit_stage(stage, target, snapshot, shares)
@@ -131,7 +131,7 @@ def begin(
                 stage = _open_stage(target)
         mine = offer.statement
         if stage is not None:
-            mine = msgspec.structs.replace(mine, stage=stage.path.name, mark=stage.mark)
+            mine = msgspec.structs.replace(mine, stage=stage.place.name, mark=stage.mark)
         ranks = exchange_values(ctx.comm, call, mine, Statement)
         items = join_items(content, ranks)
         if len({each.facts for each in ranks}) > 1:  # this message shows the difference
@@ -144,7 +144,7 @@ def begin(
     return stage or Stage(target.parent / ranks[0].stage, None, ranks[0].mark), snapshot
 
 
-def write_share(stage: Place, snapshot: Snapshot) -> WrittenFile:
+def write_share(place: Place, snapshot: Snapshot) -> WrittenFile:
     """Write this rank's share. No communication.
 
     Raises:
@@ -153,7 +153,7 @@ def write_share(stage: Place, snapshot: Snapshot) -> WrittenFile:
     """
     if not snapshot.tensors:
         return WrittenFile(snapshot.file, None)
-    return WrittenFile(snapshot.file, stage.write(snapshot.file, encode_tensors(snapshot.tensors)))
+    return WrittenFile(snapshot.file, place.write(snapshot.file, encode_tensors(snapshot.tensors)))
 
 
 def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> None:
@@ -166,7 +166,7 @@ def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))
     if stage.lock is not None:
         stage.lock.check()
-    if (aside := stage.path.commit(target.name, MANIFEST, manifest, files)) is not None:
+    if (aside := stage.place.commit(target.name, MANIFEST, manifest, files)) is not None:
         discard(aside)
     sweep_step(target)
     sys.audit("accel.checkpoint", str(target))  # for the launcher's last line

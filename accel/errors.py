@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error tree: every error says what was expected, what came, where, and what to do.
+"""The error tree: every error reports the expected value, the actual one, the place, and the way out.
 
-All errors derive from `AccelError`. The four answers are fields as well as text, so that a program can read what a
-person reads. `describe` and `rebuild` carry an error across ranks, so that all of them raise the same one.
+All errors derive from `AccelError`, with these facts as fields for programs. `describe` and `rebuild` carry an error
+across ranks, so that all of them raise the same one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def escaped(text: str) -> str:
 
 
 class AccelError(Exception):
-    """Base of every error that `accel` raises on purpose.
+    """Base of all errors of `accel`.
 
     Args:
-        problem: what is wrong, one clause without a full stop.
-        expected: what would have been right.
-        got: what came instead.
-        where: the field, leaf path, file or call that it was found at.
-        fix: what to do about it, one sentence.
+        problem: one clause without a full stop.
+        expected: the expected value.
+        got: the actual value.
+        where: the field, leaf path, file or call.
+        fix: the way out, one sentence.
     """
 
     def __init__(self, problem: str, *, expected: str = "", got: str = "", where: str = "", fix: str = "") -> None:
@@ -54,7 +54,7 @@ class AccelError(Exception):
 
 
 class EnvError(AccelError, ValueError):
-    """The environment contradicts itself, or a variable holds what it cannot mean."""
+    """The environment contradicts itself, or a variable has an invalid value."""
 
 
 class ConfigError(AccelError, ValueError):
@@ -62,11 +62,11 @@ class ConfigError(AccelError, ValueError):
 
 
 class TreeError(AccelError, TypeError):
-    """A nested value holds a container that cannot be taken apart and put together again."""
+    """A nested value holds a container of an unknown kind."""
 
 
 class ContextClosedError(AccelError, RuntimeError):
-    """A context was used after the scope that opened it had ended."""
+    """A context was used after the end of its scope."""
 
 
 class DeviceError(AccelError, RuntimeError):
@@ -90,7 +90,7 @@ class NonFiniteError(AccelError, FloatingPointError):
 
 
 class CheckpointError(AccelError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or is of something else; nothing is changed unless it says so.
+    """A checkpoint cannot be written, is damaged, or does not fit; nothing has changed unless the message says so.
 
     Its text escapes characters that terminals act on, as names from files may hold them; its fields do not.
     """
@@ -100,7 +100,7 @@ class CheckpointError(AccelError, RuntimeError):
 
 
 class CollectiveMismatch(AccelError, RuntimeError):  # noqa: N818 - the name users know from DESIGN and from the reports
-    """Ranks called different collectives, or the same one with values that do not fit together."""
+    """Ranks called different collectives, or one collective with mismatched values."""
 
 
 class PeerError(AccelError, RuntimeError):
@@ -116,7 +116,7 @@ class OutOfMemoryError(AccelError, MemoryError):
 
 
 class MissingExtraError(AccelError, ImportError):
-    """An optional package is needed for this call; the message has the install line."""
+    """An optional package is missing; the message has the install line."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -131,14 +131,14 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 def describe(error: BaseException) -> ErrorRecord:
-    """Turn an error into plain values; errors of other libraries become a `PeerError` that quotes them."""
+    """Convert an error to plain values; errors of other libraries become a `PeerError` that quotes them."""
     if isinstance(error, AccelError):
         return ErrorRecord(type(error).__name__, error.problem, error.expected, error.got, error.where, error.fix)
     return ErrorRecord(PeerError.__name__, f"{type(error).__name__}: {error}")
 
 
 def rebuild(record: ErrorRecord) -> AccelError:
-    """Make the error again that `describe` took apart; an unknown class becomes an `AccelError`."""
+    """Convert the values of `describe` to the error; an unknown class becomes an `AccelError`."""
     classes = {cls.__name__: cls for cls in _subclasses(AccelError)}
     cls = classes.get(record.kind, AccelError)
     return cls(record.problem, expected=record.expected, got=record.got, where=record.where, fix=record.fix)
@@ -149,9 +149,9 @@ def not_pickled(obj: object, error: Exception, where: str, parts: str) -> Config
 
     Args:
         obj: the object.
-        error: whatever its own `__reduce__` raised.
-        where: the call that sends it.
-        parts: what may be sent in its place.
+        error: raised by its own `__reduce__`.
+        where: the sending call.
+        parts: values to send in its place.
     """
     return ConfigError(
         "an object that cannot be pickled",
@@ -162,7 +162,7 @@ def not_pickled(obj: object, error: Exception, where: str, parts: str) -> Config
 
 
 def not_unpickled(error: Exception, where: str) -> ConfigError:
-    """Make the error for an object that cannot be put together here, of whatever its own `__setstate__` raised."""
+    """Make the error for an object that cannot be unpickled here, from the error of its own `__setstate__`."""
     return ConfigError(
         "an object that cannot be unpickled here",
         got=f"{type(error).__name__}: {error}",
@@ -172,7 +172,7 @@ def not_unpickled(error: Exception, where: str) -> ConfigError:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return "Did you mean `x`?" for the valid name closest to `name`, or the list of valid names."""
+    """Return "Did you mean `x`?" with the closest valid name, or the list of valid names."""
     names = sorted(valid)
     return _nearest(name, names) or f"Choose one of {', '.join(names)}."
 
@@ -186,7 +186,7 @@ def check_choice(
     error: type[AccelError] = ConfigError,
     fix: str = "",
 ) -> None:
-    """Raise `error` if a value is none of the choices; the message lists them, with a fix or the closest name."""
+    """Raise `error` unless a value is one of the choices; the message lists them, with a fix or the closest name."""
     if got not in choices:
         raise error(
             problem,
@@ -198,7 +198,7 @@ def check_choice(
 
 
 def check_spelling(environ: Mapping[str, str], known: Sequence[str]) -> None:
-    """Raise `EnvError` for a variable whose name is nearly a known one; what is far from all is other software's."""
+    """Raise `EnvError` for a variable with nearly a known name; other names belong to other software."""
     for name in environ:
         if name.startswith("ACCEL_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)

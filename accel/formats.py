@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats of a run as frozen records: what is computed in which format; and names of strategies. Free of torch.
+"""Number formats of a run as frozen records, and names of strategies. Free of torch.
 
-`precision` turns a name such as "bf16" into its record; what is in a record and has no effect is refused.
+`precision` maps a name such as "bf16" to its record. Settings without an effect are refused.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _FOREIGN: dict[str, PrecisionName] = {
 
 
 class Fp8(msgspec.Struct, frozen=True, kw_only=True):
-    """Which linear layers multiply in 8-bit floats, and how their scales are found.
+    """Linear layers in 8-bit floats: their choice and their scaling.
 
-    Layers whose two sizes are not multiples of 16 stay as they are: the hardware has no such product.
+    Layers with a size that is no multiple of 16 stay unchanged, as the hardware has no such product.
 
     Attributes:
         backend: "torchao" (extra `torchao`) or "transformer_engine" (extra `te`).
         scaling: of torchao "tensorwise", "rowwise" or "rowwise_with_gw_hp", of Transformer Engine "delayed", "current"
             or "mxfp8"; None for the first of the backend's.
-        skip: names of further layers that stay, as patterns such as "head" or "blocks.*.router".
-        first_and_last: whether the model's first and last linear layers are converted too; they are the most sensitive.
-        emulate: torchao: compute as if in fp8, in a wider format, on any device. To try a recipe, not to be fast.
-        fp8_all_gather: torchao, tensorwise: FSDP2 gathers weights in fp8.
-        amax_history: delayed: steps whose largest values make a scale.
-        margin: delayed: powers of two by which scales stay below the largest that fits.
+        skip: patterns of names of further layers to leave unchanged, such as "head" or "blocks.*.router".
+        first_and_last: whether to convert the model's first and last linear layers, too; they are the most sensitive.
+        emulate: torchao: whether to emulate fp8 in a wider format, on any device; slow, to try a recipe.
+        fp8_all_gather: torchao, tensorwise: whether FSDP2 gathers weights in fp8.
+        amax_history: delayed: number of past steps that determine a scale.
+        margin: delayed: powers of two between scales and the largest that fits.
     """
 
     backend: Fp8Backend = "torchao"
@@ -92,22 +92,22 @@ class Fp8(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def how(self) -> Fp8Scaling:
-        """The scaling, the backend's first where none was chosen."""
+        """The scaling; by default the first of the backend."""
         return self.scaling or _SCALINGS[self.backend][0]
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run computes and stores in which format.
+    """The formats in which a run computes and stores.
 
     Attributes:
         compute: matrix products and convolutions: "fp32"; "tf32" for fp32 rounded to 10 bits on the way into them;
             "bf16" or "fp16" for autocast. fp16 has a loss scale.
-        params: what floating-point parameters are stored and stepped in; None for what the model has. There is no
-            "fp16": updates would vanish in it.
-        outputs: what floating-point outputs of the model are converted to; None for what comes out.
-        fp32_modules: names of submodules that keep fp32 parameters, inputs and arithmetic, as patterns such as
-            "head" or "blocks.*.router".
-        fp8: layers that multiply in fp8, beside compute in bf16.
+        params: format of floating-point parameters, stored and stepped; None for the model's own. There is no "fp16":
+            updates would vanish in it.
+        outputs: format of floating-point outputs of the model; None for no conversion.
+        fp32_modules: patterns of names of submodules with fp32 parameters, inputs and arithmetic, such as "head" or
+            "blocks.*.router".
+        fp8: layers in fp8, beside compute in bf16.
     """
 
     compute: Compute = "fp32"
@@ -137,16 +137,16 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name that `precision` knows the record by, "custom" if there is none."""
+        """The name of the record, as of `precision`; "custom" if it has none."""
         return next((name for name, record in _named() if record == self), "custom")
 
 
 def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> Precision:
-    """Return the record of a name; a record is returned as it is.
+    """Return the record of a name, or the record itself.
 
     Args:
-        what: "fp32"; "tf32"; "bf16" and "fp16", autocast over parameters as they are; "pure-bf16", whose parameters
-            are bf16 too; "fp8", torchao's layers in bf16; or a record.
+        what: "fp32"; "tf32"; "bf16" or "fp16" for autocast; "pure-bf16" for bf16 parameters, too; "fp8" for torchao's
+            layers in bf16; or a record.
         where: for errors.
 
     Raises:
@@ -159,7 +159,7 @@ def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> 
 
 
 def precision_fix(what: object) -> str:
-    """Return the sentence that names the precision which others call so, as in "float16" or torch.float16; or ""."""
+    """Return the sentence with this library's name for another one's, such as torch.float16; "" if there is none."""
     name = _FOREIGN.get(str(what).removeprefix("torch.").lower())
     return f'Use "{name}".' if name else ""
 
@@ -167,7 +167,8 @@ def precision_fix(what: object) -> str:
 @functools.cache
 def _named() -> tuple[tuple[str, Precision], ...]:
     plain = [(name, Precision(compute=name)) for name in get_args(Compute)]
-    pure, fp8 = Precision(compute="bf16", params="bf16"), Precision(compute="bf16", fp8=Fp8())
+    pure = Precision(compute="bf16", params="bf16")
+    fp8 = Precision(compute="bf16", fp8=Fp8())
     return (*plain, ("pure-bf16", pure), ("fp8", fp8))
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Randomness: keys derived by name, and the state of the streams that libraries draw from.
 
-A `Key` is a value: folding names and numbers into it gives other keys, the same on every machine, so whatever is
-drawn from a key needs no state in a checkpoint. Global streams (python, numpy, torch, the devices') are drawn from by
-code that is not ours, such as dropout; `capture_rng` and `restore_rng` carry them through a checkpoint,
-`isolated_rng` and `rng_scope` past a block. They touch the devices that they are given, never all that are visible.
+A `Key` is a value: folding names and numbers into it gives other keys, equal on every machine, so numbers drawn from
+a key need no state in a checkpoint. Code of others, such as dropout, draws from global streams (python, numpy, torch,
+the devices'). `capture_rng` and `restore_rng` carry these through a checkpoint, `isolated_rng` and `rng_scope` past a
+block. They touch only the devices passed, never all visible ones.
 
 Counter-based keys: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -30,8 +30,8 @@ class Key(msgspec.Struct, frozen=True):
     """A source of randomness as a value.
 
     Attributes:
-        seed: what the key starts from.
-        path: names and numbers folded in since.
+        seed: start of the key.
+        path: names and numbers folded in.
     """
 
     seed: int
@@ -42,11 +42,11 @@ class Key(msgspec.Struct, frozen=True):
         return Key(self.seed, (*self.path, *map(_plain, names)))
 
     def split(self, count: int) -> tuple[Key, ...]:
-        """Return `count` keys that are unrelated to each other and to those that `fold_in` gives."""
+        """Return `count` keys, unrelated to each other and to the keys of `fold_in`."""
         return tuple(self.fold_in("accel.random.split", i) for i in range(count))
 
     def integers(self, count: int, *, bits: int = 64) -> list[int]:
-        """Return `count` integers of at most 64 `bits`, the same for equal keys on every machine."""
+        """Return `count` integers of at most 64 `bits`; equal keys give equal integers on every machine."""
         text = repr((int(operator.index(self.seed)), tuple(map(_plain, self.path)))).encode()
         words: list[int] = []
         for block in range((count + 7) // 8):
@@ -64,9 +64,9 @@ class RngState(msgspec.Struct, frozen=True):
 
     Attributes:
         python: version, 625 words and the pending gaussian of `random`.
-        torch: the CPU generator's state.
-        devices: kind, such as "cuda", and generator's state of each device in use, in the order they were given.
-        numpy: the legacy global generator's key, position and pending gaussian; None if numpy was not imported.
+        torch: state of the CPU generator.
+        devices: type, such as "cuda", and generator state of each device in use, in the order passed.
+        numpy: key, position and pending gaussian of the legacy global generator; None if numpy was not imported.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
@@ -76,13 +76,13 @@ class RngState(msgspec.Struct, frozen=True):
 
 
 def capture_rng(*devices: torch.device) -> RngState:
-    """Return the state of python's, numpy's, torch's and the devices' global streams.
+    """Return the state of the global streams of python, numpy, torch and devices.
 
     Args:
-        devices: that this rank uses; other devices' streams are not touched. The CPU's is always taken.
+        devices: devices of this rank, beside the CPU; other devices' streams are not touched.
 
     Raises:
-        DeviceError: a kind of device whose stream torch does not give.
+        DeviceError: a type of device without access to its stream in torch.
     """
     version, words, gauss = python_random.getstate()
     return RngState(
@@ -94,16 +94,17 @@ def capture_rng(*devices: torch.device) -> RngState:
 
 
 def restore_rng(state: RngState, *devices: torch.device) -> None:
-    """Put the global streams back to a captured state, in full. Mutates them.
+    """Restore all global streams to a captured state. Mutates them.
 
     Args:
         state: from `capture_rng`.
-        devices: as many and of the same kinds as were captured, in the same order; their numbers may differ.
+        devices: of the captured types, in the same order; their indices may differ.
 
     Raises:
-        ConfigError: the state is of other kinds of devices; no stream was touched.
+        ConfigError: devices of other types than captured; no stream was touched.
     """
-    kinds, own = [kind for kind, _ in state.devices], _own(devices)
+    kinds = [kind for kind, _ in state.devices]
+    own = _own(devices)
     if kinds != [device.type for device in own]:
         raise ConfigError(
             "random streams of other devices",
@@ -133,9 +134,10 @@ def seed_rng(key: Key, *devices: torch.device) -> None:
 
 @contextlib.contextmanager
 def isolated_rng(*devices: torch.device) -> Generator[None]:
-    """Put the global streams of python, numpy (when imported), torch and the devices back at the end of the block."""
+    """Restore the global streams of python, numpy (when imported), torch and devices at the end of the block."""
     numpy = sys.modules.get("numpy")
-    python_state, torch_state = python_random.getstate(), torch.get_rng_state()
+    python_state = python_random.getstate()
+    torch_state = torch.get_rng_state()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     device_states = [(device, _get(device)) for device in _own(devices)]
     try:
@@ -151,21 +153,21 @@ def isolated_rng(*devices: torch.device) -> Generator[None]:
 
 @contextlib.contextmanager
 def rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
-    """Draw from streams seeded by a key within the block; after it they go on as if the block had not been."""
+    """Seed the streams from a key during the block; afterwards they continue as if it had not run."""
     with isolated_rng(*devices):
         seed_rng(key, *devices)
         yield
 
 
 def check_seed(seed: int, *, where: str) -> int:
-    """Return the seed if it is an integer of 63 bits, else raise `ConfigError`."""
+    """Return the seed; raise `ConfigError` unless it is an integer of 63 bits."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError("not a seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed), where=where)
     return seed
 
 
 def _plain(name: str | int) -> str | int:
-    """A name, or an integer of python's own kind: numpy's and True print and encode differently."""
+    """Return a name, or an `int`: numpy's integers and True print and encode differently."""
     return name if isinstance(name, str) else int(operator.index(name))
 
 
@@ -225,7 +227,7 @@ def _capture_numpy() -> tuple[bytes, int, int, float] | None:
 def _restore_numpy(state: tuple[bytes, int, int, float] | None) -> None:
     if state is None:
         return
-    import numpy  # the state says that the run used it
+    import numpy  # the run that was saved used it
 
     words, position, has_gauss, gauss = state
     numpy.random.set_state(("MT19937", numpy.frombuffer(words, dtype=numpy.uint32), position, has_gauss, gauss))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates as functions of the step: frozen records, called with a step, that give a factor.
+"""Learning rates as functions of the step: frozen records that map a step to a factor.
 
 Step 0 is the first optimizer step. A schedule of `steps` begins at `start`, reaches `end` at that step exactly, and
 stays there. Pass one to torch's `LambdaLR`, which multiplies it with each group's learning rate, or call it:
@@ -23,11 +23,11 @@ from accel.errors import ConfigError, check_choice
 Schedule = Callable[[int], float]
 
 
-class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves the __dict__ of what it is given
-    """What the schedules have in common.
+class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves the __dict__ of callables
+    """Base of schedules.
 
     Attributes:
-        steps: how long the piece lasts; None for one without an end.
+        steps: length of the piece; None for no end.
     """
 
     steps: int | None = None
@@ -41,7 +41,7 @@ class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves
         return self.at(_check_step(step, type(self).__name__))
 
     def at(self, step: int) -> float:
-        """Return the factor at a step that is known to be 0 or above."""
+        """Return the factor at a step, 0 or above, without a check."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Constant(Piece, frozen=True, kw_only=True):
 
 
 class InverseSqrt(Piece, frozen=True, kw_only=True):
-    """1 at first, then one over the root of time: 1 / sqrt(1 + step / timescale).
+    """The inverse square root of time: 1 / sqrt(1 + step / timescale).
 
     After `warmup(n)`, `InverseSqrt(timescale=n)` is the schedule of Vaswani et al. 2017, arXiv:1706.03762.
 
@@ -88,7 +88,7 @@ class InverseSqrt(Piece, frozen=True, kw_only=True):
 
 
 class Curve(Piece, frozen=True, kw_only=True):
-    """What goes from `start` to `end` in `steps`, and stays there.
+    """Base of curves from `start` to `end`, which is kept after `steps`.
 
     Attributes:
         start, end: factors at step 0 and from step `steps` on.
@@ -108,7 +108,7 @@ class Curve(Piece, frozen=True, kw_only=True):
         return self.start * (1 - gone) + self.end * gone  # exact at both ends
 
     def gone(self, time: float) -> float:
-        """Return the share of the way that is done at a share of the time, both 0 to 1."""
+        """Return the fraction of the way done at a fraction of the time, both 0 to 1."""
         raise NotImplementedError
 
 
@@ -124,12 +124,12 @@ class Cosine(Curve, frozen=True, kw_only=True):
     """Half a cosine. Loshchilov and Hutter 2017, arXiv:1608.03983."""
 
     def gone(self, time: float) -> float:
-        """Return what a cosine has fallen by."""
+        """Return the fall of a cosine."""
         return (1 - math.cos(math.pi * time)) / 2
 
 
 class Polynomial(Curve, frozen=True, kw_only=True):
-    """A power of the time that remains, or of the time that has gone by.
+    """A power of the remaining or the elapsed time.
 
     Attributes:
         power: 1 is `Linear`.
@@ -147,16 +147,16 @@ class Polynomial(Curve, frozen=True, kw_only=True):
         check_choice(self.of, ("remaining", "elapsed"), "not a part of the time", where="Polynomial.of")
 
     def gone(self, time: float) -> float:
-        """Return the power of the time, or what that of the rest leaves."""
+        """Return the power of the elapsed time, or the complement of that of the remaining time."""
         return time**self.power if self.of == "elapsed" else 1 - (1 - time) ** self.power
 
 
 class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
-    """Pieces one after another; each counts its steps from 0 and hands over when they are done.
+    """A sequence of pieces, each with steps counted from 0.
 
     Attributes:
-        pieces: all but the last with an end.
-        jumps: whether a piece may begin elsewhere than the one before it ended, as warm restarts do.
+        pieces: all but the last with `steps`.
+        jumps: whether the factor may jump between pieces, as in warm restarts.
     """
 
     pieces: tuple[Constant | Linear | Cosine | Polynomial | InverseSqrt, ...]
@@ -180,7 +180,8 @@ class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
                     got=repr(piece),
                     where=f"Joined.pieces[{at}]",
                 )
-            end, start = piece.at(piece.steps), after.at(0)
+            end = piece.at(piece.steps)
+            start = after.at(0)
             if not self.jumps and not math.isclose(end, start, rel_tol=1e-9, abs_tol=1e-12):
                 raise ConfigError(
                     "the factor jumps between two pieces",
@@ -191,7 +192,7 @@ class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
                 )
 
     def __call__(self, step: int) -> float:
-        """Return the factor of the piece that a step falls into.
+        """Return the factor of the piece at a step.
 
         Raises:
             ConfigError: a negative step.
@@ -205,16 +206,16 @@ class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
 
 
 def warmup(steps: int) -> Linear:
-    """Return a line that reaches 1 at `steps`. The first step is not wasted: it gets 1 / (steps + 1)."""
+    """Return a line that reaches 1 at `steps`; it begins at 1 / (steps + 1), so that the first step counts."""
     _check_steps(steps, "warmup(steps=)")
     return Linear(steps, start=1 / (steps + 1), end=1.0)
 
 
 def wsd(warmup_steps: int, stable_steps: int, decay: Linear | Cosine | Polynomial) -> Joined:
-    """Return warm-up, stable, decay: up to 1, as long at 1, then `decay`. Hu et al. 2024, arXiv:2404.06395.
+    """Return a warm-up to 1, a stable phase at 1, then a decay. Hu et al. 2024, arXiv:2404.06395.
 
     Args:
-        warmup_steps, stable_steps: of the first two phases, 1 or above.
+        warmup_steps, stable_steps: lengths of the first two phases, 1 or above.
         decay: the last phase, from 1, such as `Linear(1000)` or `Polynomial(1000, power=0.5, of="elapsed")`.
 
     Raises:

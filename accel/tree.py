@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested containers: take them apart into leaves with paths, and put them together again.
+"""Nested containers: flattened to leaves with paths, and rebuilt.
 
-A container is a dict (or a subclass), list, tuple, namedtuple, dataclass or `msgspec.Struct`, or of a kind that the
-caller names by a `Container`. Everything else is a leaf, except a container of an unknown kind: that is an error with
-its path, because treating it as a leaf would leave the tensors inside untouched without a word.
+A container is a dict (or a subclass), list, tuple, namedtuple, dataclass or `msgspec.Struct`, or of a kind that a
+`Container` describes. Everything else is a leaf, except a container of an unknown kind. That is an error with its path,
+because as a leaf it would silently keep the tensors inside from being processed.
 
-A tensor that appears in two places is two leaves.
+A tensor in two places is two leaves.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ Leaf = tuple[str, Any]
 
 
 class Container(msgspec.Struct, frozen=True):
-    """How to take apart and put together one more kind of container; values of subclasses count as well.
+    """Describes one more kind of container, subclasses included.
 
     Attributes:
         kind: the class.
-        take_apart: gives the children of a value by name; equal names in equal order for equal structures.
-        put_together: makes the new value from the old one and its new children by name. It must be of the old one's
-            class.
+        take_apart: maps a value to its children by name; equal structures give equal names in equal order.
+        put_together: maps a value and its new children by name to the new value, of the same class.
 
     >>> from collections import UserDict
     >>> Container(UserDict, take_apart=dict, put_together=lambda old, children: type(old)(children)).kind.__name__
@@ -44,7 +43,7 @@ class Container(msgspec.Struct, frozen=True):
 
 
 Containers = Sequence[Container]
-_Trail = tuple[Any, object] | None  # the same for the container that a node is in, and the key there; None at the root
+_Trail = tuple[Any, object] | None  # trail of the parent and the key in it; None at the root
 
 _ATOMS = (torch.Tensor, str, bytes, bytearray, memoryview, int, float, complex, type(None))
 
@@ -55,13 +54,13 @@ def leaves(tree: object, containers: Containers = (), *, is_leaf: Callable[[obje
     Args:
         tree: any nesting of containers.
         containers: further kinds of containers.
-        is_leaf: takes what it holds for as a leaf, even if it is a container, known or not.
+        is_leaf: returns whether a node is a leaf; checked before containers, of known or unknown kind.
 
     Returns:
         Pairs of path (such as `$.inputs[0]`) and leaf.
 
     Raises:
-        TreeError: a container of an unknown kind, or one that contains itself, named by its path.
+        TreeError: a container of an unknown kind, or one that contains itself; with the path.
     """
     try:
         return [(path, node) for path, node, ends in _nodes(tree, None, containers, is_leaf) if ends]
@@ -70,7 +69,7 @@ def leaves(tree: object, containers: Containers = (), *, is_leaf: Callable[[obje
 
 
 def nodes(tree: object, containers: Containers = ()) -> list[tuple[str, Any, bool]]:
-    """List path, node, and whether it is a leaf, of everything in a tree; containers before what is in them."""
+    """List the nodes of a tree, parents first: path, node, and whether it is a leaf."""
     try:
         return list(_nodes(tree, None, containers, None))
     except RecursionError as error:
@@ -78,12 +77,12 @@ def nodes(tree: object, containers: Containers = ()) -> list[tuple[str, Any, boo
 
 
 def tensors(tree: object, containers: Containers = ()) -> list[tuple[str, torch.Tensor]]:
-    """List the tensors of a tree with their paths; other leaves are left out."""
+    """List the tensors of a tree with their paths."""
     return [(path, leaf) for path, leaf in leaves(tree, containers) if isinstance(leaf, torch.Tensor)]
 
 
 def flatten(tree: object, containers: Containers = ()) -> tuple[list[Any], str]:
-    """List the leaves of a tree without their paths, together with its `structure`, in one pass."""
+    """Return the leaves of a tree and its `structure`, in one pass."""
     found: list[Any] = []
     tokens: list[str] = []
     try:
@@ -94,7 +93,7 @@ def flatten(tree: object, containers: Containers = ()) -> tuple[list[Any], str]:
 
 
 def structure(tree: object, containers: Containers = ()) -> str:
-    """Describe containers, keys and kinds of leaves as text: equal for trees that can be packed together."""
+    """Return containers, keys and types of leaves as text, equal for trees that can be packed together."""
     return flatten(tree, containers)[1]
 
 
@@ -113,13 +112,13 @@ def map_leaves(
     """Return a copy of the tree in which every leaf is replaced by `function(leaf)`; containers keep type and order.
 
     Args:
-        function: from a leaf to what replaces it.
+        function: maps a leaf to its replacement.
         tree: any nesting of containers.
         containers: further kinds of containers.
-        is_leaf: takes what it holds for as a leaf, even if it is a container, known or not.
+        is_leaf: returns whether a node is a leaf; checked before containers, of known or unknown kind.
 
     Raises:
-        TreeError: as `leaves`; or a `Container` put together a value of another class.
+        TreeError: as `leaves`; or a `Container` returned a value of another class.
     """
     try:
         return cast(T, _map(function, tree, None, containers, is_leaf))
@@ -128,7 +127,7 @@ def map_leaves(
 
 
 def replace_tensors(tree: T, new: Iterable[object], containers: Containers = ()) -> T:
-    """Return a copy of the tree with its tensors replaced, in the order of `tensors`, by the values of `new`."""
+    """Return a copy of the tree with its tensors replaced by values, in the order of `tensors`."""
     source = iter(new)
     if type(tree) is torch.Tensor:
         return cast(T, next(source))
@@ -191,7 +190,7 @@ def _map(
 
 
 def _parts(node: object, trail: _Trail, containers: Containers) -> tuple[Sequence[Any], Iterable[Any]] | None:
-    """The keys and children of a container, or None for a leaf."""
+    """Return the keys and children of a container; None for a leaf."""
     if isinstance(node, _ATOMS):
         return None
     if containers and (container := _container_of(node, containers)) is not None:
@@ -239,7 +238,7 @@ def _put_together(
         mapping = cast(dict[Any, object], node)
         if type(mapping) is dict:
             return dict(zip(keys, children, strict=True))
-        clone = copy.copy(mapping)  # keeps a subclass's own settings, such as a default factory
+        clone = copy.copy(mapping)  # keeps the attributes of a subclass, such as a default factory
         for key, child in zip(keys, children, strict=True):
             clone[key] = child
         return clone
@@ -249,10 +248,10 @@ def _put_together(
         return tuple(children)
     if _is_namedtuple(node):
         return cast(Any, type(node))._make(children)
-    clone = copy.copy(node)  # and no second run of __post_init__
+    clone = copy.copy(node)  # does not run __post_init__ again
     change: Any = msgspec.structs.force_setattr if isinstance(node, msgspec.Struct) else object.__setattr__
     for name, child in zip(keys, children, strict=True):
-        change(clone, name, child)  # frozen ones too
+        change(clone, name, child)  # of frozen classes, too
     return clone
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door to torch_xla: its device, this process's place among its devices, steps.
+"""The only door to torch_xla: its device, this process's rank among its devices, steps.
 
-torch_xla is lazy: operations are noted down, and compiled and run as one graph when a value is needed or a step ends.
-https://docs.pytorch.org/xla has what is called here.
+torch_xla is lazy: it records operations, and compiles and runs them as one graph when a value is needed or a step ends.
+The functions called here are documented at https://docs.pytorch.org/xla.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ STATE_BYTES = 8
 
 
 def require_xla() -> None:
-    """Import torch_xla, after which torch knows the device.
+    """Import torch_xla, which registers the device with torch.
 
     Raises:
-        MissingExtraError: torch_xla is not installed, or is of another version than torch.
+        MissingExtraError: torch_xla is not installed, or does not fit torch's version.
     """
     _ = _package("torch_xla")
 
 
 def join(local_rank: int, local_world_size: int, world_size: int) -> int:
-    """Take one device of this host for this process, and return its rank, as XLA counts the devices of all hosts.
+    """Connect this process to one device of its host, and return the device's rank among those of all hosts.
 
-    The hardware settles that order; a launcher's order of processes says nothing about it. On TPUs this waits until
-    the processes of all hosts have come.
+    The hardware determines that order, not the launcher's order of processes. On TPUs this waits for the processes of
+    all hosts.
 
     Args:
         local_rank, local_world_size: this process's position among those of its host.
-        world_size: how many processes the job has.
+        world_size: number of processes of the job.
 
     Raises:
         ConfigError: XLA does not connect one device of each process.
     """
-    _ = _package("torch_xla.distributed.xla_backend")  # torch.distributed knows the backend from then on
+    _ = _package("torch_xla.distributed.xla_backend")  # registers the backend with torch.distributed
     if world_size > 1:
-        # what torch_xla's own rendezvous does, for torchrun alone
+        # as torch_xla's own rendezvous, which knows only torchrun
         _package("torch_xla._internal.pjrt").initialize_multiprocess(local_rank, local_world_size)
     runtime = _package("torch_xla.runtime")
     if runtime.world_size() != world_size:
@@ -55,12 +55,12 @@ def join(local_rank: int, local_world_size: int, world_size: int) -> int:
 
 
 def end_step() -> None:
-    """Let XLA run what has been noted down so far, the same graph on every rank; the host does not wait for it."""
+    """Run the recorded operations, one graph that is the same on every rank; the host does not wait."""
     _package("torch_xla").sync()
 
 
 def tensor_id(tensor: Any) -> int:
-    """Return a number that is the same for tensors of the same memory; XLA gives no addresses."""
+    """Return a number that identifies the memory of a tensor; XLA has no addresses."""
     return int(_package("torch_xla")._XLAC._xla_get_tensor_id(tensor))
 
 
@@ -71,14 +71,14 @@ def get_random_state(device: str) -> bytes:
 
 
 def set_random_state(device: str, state: bytes) -> None:
-    """Put a device's random stream into a state."""
+    """Set the state of a device's random stream."""
     _package("torch_xla.core.xla_model").set_rng_state(int.from_bytes(state, "little"), device)
 
 
 def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # of another torch, it lacks symbols
+    except (ImportError, OSError) as error:  # OSError: built for another torch, it lacks symbols
         raise MissingExtraError(
             "XLA devices need torch_xla, which does not import",
             expected="torch_xla of the same minor version as torch",

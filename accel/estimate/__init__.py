@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory training takes, before anything is loaded: arithmetic on shapes, and where the shapes come from.
+"""Memory of training, estimated from shapes before anything is loaded; sources of the shapes.
 
 `plan_memory` is pure. `from_headers` reads the headers of safetensors files; `from_config` and `from_function` build a
 model whose tensors have no memory. Names resolve on first use: headers and arithmetic do without torch.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's shapes, and what its forward keeps, from code: built and run on tensors that have no memory."""
+"""A model's shapes and activations from code, built and run on fake tensors, which have no memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # with labels as their inputs
+_LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # models with inputs as labels
 
 
 class Input(NamedTuple):
-    """A tensor that the model is called with.
+    """An input of the model.
 
     Attributes:
         shape: with the batch first.
-        dtype: torch's name.
+        dtype: name in torch.
     """
 
     shape: tuple[int, ...]
@@ -36,14 +36,14 @@ class Input(NamedTuple):
 
 
 def from_function(name: str, inputs: Sequence[Input] = ()) -> Model:
-    """Return the model that a function makes.
+    """Return the model of a function.
 
     Args:
-        name: `module:function`; the function takes nothing and returns an `nn.Module`.
-        inputs: what the model is called with, for what its forward keeps.
+        name: `module:function`; the function takes no argument and returns an `nn.Module`.
+        inputs: inputs of the model, to count activations.
 
     Raises:
-        ConfigError: there is no such function, or it makes no model that can be run without values.
+        ConfigError: there is no such function, or its model cannot run without values.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -62,11 +62,11 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
 
     Args:
         path: the file.
-        inputs: token ids, for what the forward keeps; their own labels.
+        inputs: token ids, to count activations; also the labels.
 
     Raises:
         MissingExtraError: transformers is not installed.
-        ConfigError: it knows no model for the file, or the model cannot be run without values.
+        ConfigError: transformers knows no model for the file, or the model cannot run without values.
     """
     try:
         fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -99,18 +99,18 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
 def measure(
     make: Callable[[], nn.Module], source: str, inputs: Sequence[Input] = (), *, labelled: bool = False
 ) -> Model:
-    """Return a model's shapes and, for inputs, what its forward keeps in each format.
+    """Return a model's shapes and, with inputs, its activations in each format.
 
-    The functions that build and call the model run as they are, on tensors without memory.
+    The functions that build and call the model run unchanged, on fake tensors.
 
     Args:
-        make: makes the model.
-        source: where it comes from, in words.
-        inputs: what it is called with; none for shapes alone.
-        labelled: whether the first input goes in as `labels`, too, for models that compute their loss.
+        make: returns the model.
+        source: origin, in words.
+        inputs: inputs of the model; none for shapes alone.
+        labelled: whether the first input is also passed as `labels`, for models that compute their loss.
 
     Raises:
-        ConfigError: the model is none, or needs the values of its tensors.
+        ConfigError: no `nn.Module`, or one that needs values of tensors.
     """
     fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     with fake, _without_values(source):
@@ -137,7 +137,8 @@ def _activations(model: nn.Module, inputs: Sequence[Input], labelled: bool) -> d
         with nullcontext() if compute is None else torch.autocast("cpu", compute):
             return kept_by_forward(model, [_tensor(each) for each in inputs], labelled, stored)
 
-    fp32, bf16 = kept(None), kept(torch.bfloat16)
+    fp32 = kept(None)
+    bf16 = kept(torch.bfloat16)
     pure = kept(torch.bfloat16, torch.bfloat16)
     return {"fp32": fp32, "tf32": fp32, "bf16": bf16, "fp16": bf16, "pure-bf16": pure}
 
@@ -145,13 +146,13 @@ def _activations(model: nn.Module, inputs: Sequence[Input], labelled: bool) -> d
 def kept_by_forward(
     model: nn.Module, inputs: Sequence[torch.Tensor], labelled: bool = False, stored: torch.dtype | None = None
 ) -> Activations:
-    """Run a forward and return the bytes of what it keeps for a backward, each storage once.
+    """Run a forward and return the bytes that it keeps for a backward, each storage once.
 
     Args:
-        model: its parameters stay as they are.
-        inputs: what it is called with.
-        labelled: whether the first of them are its labels, too.
-        stored: a format that trained parameters are taken to be stored in; None for what they have.
+        model: the model; its parameters stay unchanged.
+        inputs: inputs of the model.
+        labelled: whether the first input is also passed as `labels`.
+        stored: assumed format of trained parameters; None for their own.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,7 +162,7 @@ def kept_by_forward(
         for name, each in model.named_parameters()
     }
     own = {_storage(each)[0] for each in (*parameters.values(), *model.buffers())}
-    storages: dict[int, Any] = {}  # alive, so that none takes the place of another
+    storages: dict[int, Any] = {}  # kept alive, so that addresses stay unique
     copies: dict[int, Any] = {}
 
     class Copies(TorchDispatchMode):
@@ -188,7 +189,7 @@ def kept_by_forward(
 
 
 def as_on_gpus() -> AbstractContextManager[object]:
-    """Let dropout keep a mask of bytes in the block, and attention no matrix: so it is on GPUs, but not on the CPU."""
+    """Count as on GPUs during the block: dropout keeps a mask of bytes, and attention no matrix, unlike on the CPU."""
     import torch
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
@@ -225,7 +226,7 @@ def _tensor(each: Input) -> torch.Tensor:
 def _without_values(source: str) -> Generator[None]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about tensors without memory that are copied
+            warnings.simplefilter("ignore")  # torch warns about copies of fake tensors
             yield
     except AccelError:
         raise

@@ -18,11 +18,11 @@ _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, 
 def from_headers(path: Path) -> Model:
     """Return the model of a safetensors file, of an index, or of a folder with either.
 
-    Floating-point tensors are taken as parameters that are loaded as fp32 for training, whatever they are stored in;
-    others as they are stored, and not trained.
+    Floating-point tensors count as trained parameters in fp32, whatever their stored format. Others keep their format
+    and are not trained.
 
     Raises:
-        ConfigError: there is nothing of the kind.
+        ConfigError: the path holds no weights.
         CheckpointError: a header is damaged.
     """
     files = _files(path)
@@ -37,7 +37,7 @@ def from_headers(path: Path) -> Model:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether `from_headers` finds weights in a folder."""
+    """Return whether `from_headers` finds weights in a folder."""
     return (folder / INDEX).is_file() or (folder / WEIGHTS).is_file()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a training step on each rank, from shapes alone. Nothing here touches the system.
+"""Bytes of a training step on each rank, from shapes alone; pure.
 
 Reference: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv:1910.02054, for what is divided among ranks and what is not.
+arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNIT = re.compile(r"(?:.*?\.)?[0-9]+(?=\.)")
 _MOST_RANKS = 1 << 16
 _COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
-# Values that an optimizer keeps for each of a parameter's, and whether it keeps a step of 4 bytes for each tensor.
+# Values of optimizer state for each value of a parameter, and whether each tensor has a step of 4 bytes.
 OPTIMIZERS: Mapping[str, tuple[int, bool]] = {
     "adamw": (2, True),
     "adam": (2, True),
@@ -33,10 +33,10 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter.
 
     Attributes:
-        name: its name in the model.
-        shape: its sizes.
-        item_bytes: bytes of an element, as the model stores it.
-        trained: whether it gets a gradient.
+        name: name in the model.
+        shape: sizes.
+        item_bytes: bytes of an element as stored.
+        trained: whether the parameter has a gradient.
     """
 
     name: str
@@ -46,16 +46,16 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 class Activations(msgspec.Struct, frozen=True, kw_only=True):
-    """What a forward keeps for the backward.
+    """Tensors that a forward keeps for the backward.
 
     Attributes:
         saved: bytes of tensors that depend on the inputs.
-        copies: bytes of copies of parameters in the format that is computed in.
+        copies: bytes of copies of parameters in the compute format.
     """
 
     saved: int
@@ -63,13 +63,13 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a model.
+    """The shapes of a model.
 
     Attributes:
-        source: where it came from, in words.
+        source: origin, in words.
         parameters: each once, even if several modules share it.
-        buffer_bytes: of its buffers.
-        activations: of one step on one rank, by what is computed in; nothing where no input was given.
+        buffer_bytes: bytes of the buffers.
+        activations: of one step on one rank, by compute format; empty without inputs.
     """
 
     source: str
@@ -79,12 +79,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def count(self) -> int:
-        """How many elements its parameters have."""
+        """The number of elements of all parameters."""
         return sum(parameter.count for parameter in self.parameters)
 
     @property
     def units(self) -> dict[str, list[Parameter]]:
-        """Parameters by the block that `fully_shard` would be called on, such as "layers.0"; "" for the others."""
+        """Parameters by the block for `fully_shard`, such as "layers.0"; "" for the others."""
         units: dict[str, list[Parameter]] = {}
         for parameter in self.parameters:
             match = _UNIT.match(parameter.name)
@@ -93,14 +93,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """What is divided among ranks.
+    """Sharding of a training step.
 
     Attributes:
-        about: in words.
-        optimizer: whether the optimizer's state is.
-        gradients: whether gradients are.
-        parameters: whether parameters are, between uses.
-        regathered: whether each block is gathered again for the backward, and not kept whole from the forward on.
+        about: description.
+        optimizer: whether optimizer state is sharded.
+        gradients: whether gradients are sharded.
+        parameters: whether parameters are sharded between uses.
+        regathered: whether each block is gathered again for the backward.
     """
 
     about: str
@@ -124,11 +124,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on the rank that holds most, at the end of a forward.
 
     Attributes:
-        parameters: with buffers.
-        gradients: of what is trained.
-        optimizer: its state.
-        activations: what the forward keeps; None if no input was given.
-        working: copies in the format that is computed in, and blocks gathered from the other ranks.
+        parameters: of parameters and buffers.
+        gradients: of gradients.
+        optimizer: of optimizer state.
+        activations: of tensors kept for the backward; None without inputs.
+        working: of copies in the compute format, and of blocks gathered from other ranks.
     """
 
     parameters: int
@@ -139,25 +139,25 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """The sum of what is known."""
+        """The sum of all known parts."""
         return self.parameters + self.gradients + self.optimizer + (self.activations or 0) + self.working
 
 
 def plan_memory(
     model: Model, *, precision_name: PrecisionName, strategy: str, optimizer: str = "adamw", nproc: int = 1
 ) -> Memory:
-    """Return what a training step takes on each rank.
+    """Return the memory of a training step on each rank.
 
     Args:
-        model: its parameters, and what its forward keeps.
-        precision_name: as in `accel.formats.precision`; fp8 is taken as bf16, of which it is a part.
-        strategy: one of `STRATEGIES`. Those of FSDP gather in the format that is computed in, as with
+        model: shapes, with activations if known.
+        precision_name: as in `accel.formats.precision`; fp8 counts as bf16.
+        strategy: one of `STRATEGIES`. FSDP gathers in the compute format, as with
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
         optimizer: one of `OPTIMIZERS`.
-        nproc: how many ranks share what is divided.
+        nproc: number of ranks.
 
     Raises:
-        ConfigError: an unknown name, or no rank.
+        ConfigError: an unknown name, or `nproc` below 1.
     """
     check_choice(strategy, list(STRATEGIES), "unknown strategy", where="strategy")
     check_choice(optimizer, list(OPTIMIZERS), "unknown optimizer", where="optimizer")
@@ -181,7 +181,7 @@ def plan_memory(
 def fewest_ranks(
     model: Model, limit: int, *, precision_name: PrecisionName, strategy: str, optimizer: str, least: int = 1
 ) -> int:
-    """Return the fewest ranks, of `least`, twice that and so on, where a step fits into `limit` bytes; 0 for none."""
+    """Return the smallest of `least`, twice that and so on, at which a step fits into `limit` bytes; 0 if none."""
     nproc = least
     while nproc <= _MOST_RANKS:
         memory = plan_memory(model, precision_name=precision_name, strategy=strategy, optimizer=optimizer, nproc=nproc)
@@ -192,7 +192,7 @@ def fewest_ranks(
 
 
 def shard_count(parameter: Parameter, nproc: int) -> int:
-    """Return how many elements of a parameter the rank holds that holds most: its first dimension is divided."""
+    """Return the elements in the largest shard of a parameter, split along its first dimension."""
     if not parameter.shape:
         return 1
     return -(-parameter.shape[0] // nproc) * math.prod(parameter.shape[1:])
@@ -210,7 +210,9 @@ def _state(trained: Sequence[Parameter], optimizer: str, how: Strategy, nproc: i
     values, counts_steps = OPTIMIZERS[optimizer]
     if how.parameters or not how.optimizer:
         return values * _bytes(trained, nproc if how.parameters else 1) + 4 * len(trained) * counts_steps
-    counts, sizes = [0] * nproc, [0] * nproc  # whole parameters, the largest first, each to who has least
+    # ZeroRedundancyOptimizer gives whole parameters, the largest first, each to the rank with the fewest elements
+    counts = [0] * nproc
+    sizes = [0] * nproc
     for parameter in sorted(trained, key=lambda each: each.count, reverse=True):
         rank = counts.index(min(counts))
         counts[rank] += parameter.count
@@ -230,6 +232,6 @@ def _working(
     blocks = {unit: sum(each.count for each in each_of) * compute_bytes for unit, each_of in model.units.items()}
     root = blocks.pop("", 0)
     largest = max(blocks.values(), default=0)
-    if how.regathered:  # the block that computes, the next one on its way, and the gradients of one
+    if how.regathered:  # the current block, the prefetched one, and the gradients of one
         return root + 3 * largest
     return root + sum(blocks.values()) + largest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accumulation window as a frozen record: where in it the run stands, and the weight that its gradients carry."""
+"""The accumulation window as a frozen record: its position and the weight of its gradients."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         steps: micro-batches in a full window.
-        sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last: more
-            communication, but sharded models need no room for gradients that are not sharded. The result is the same.
+        sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
+            communication, but sharded models need no memory for whole gradients. The result is the same.
         micro: micro-batches begun in this window; 0 between windows.
-        backwards: micro-batches of this window that had a backward.
-        latest: the last of them.
+        backwards: micro-batches of this window with a backward.
+        latest: the last of these.
         sync: whether the current micro-batch ends the window.
         updates: optimizer steps taken since the run began.
-        skipped: steps left out because a gradient was not finite.
-        unit: what weights of this window are measured in, so that gradients keep the size of a mean's; 0 before its
-            first backward.
-        world_weight: weight of the window so far that is known for all ranks together; a number where reading one waits
-            for nothing, else float64 of shape [].
-        own_weight: weight of the window so far that only this rank knows, as a number or a tensor too; None if there is
-            none, as after the window's end, when ranks have summed it.
-        scale: loss scale that the window's gradients carry; 0 before its first backward.
-        retained: whether ranks exchanged gradients of a graph that was kept, so that others may have followed.
-        divided: gradients that `unscale_gradients` has divided by weight and loss scale: those of the whole step, or 0.
+        skipped: steps skipped because a gradient was not finite.
+        unit: unit of the weights of this window, which keeps gradients at the size of a mean's; 0 before its first
+            backward.
+        world_weight: weight of the window so far, over all ranks; a number where reading it does not wait for the
+            device, else float64 of shape [].
+        own_weight: weight of the window so far on this rank alone, a number or a tensor; None without one, as after the
+            window's end, when ranks have summed it.
+        scale: loss scale of the window's gradients; 0 before its first backward.
+        retained: whether ranks exchanged gradients of a retained graph, so that further backward passes may follow.
+        divided: number of gradients that `unscale_gradients` has divided by weight and loss scale: all, or 0.
         weighted: whether backward passes of this window gave a weight; None before its first.
     """
 
@@ -65,10 +65,10 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         """Return the record for the next micro-batch.
 
         Args:
-            last: whether no micro-batch follows, so that a window that is not full ends here too.
+            last: whether this is the last micro-batch, which ends a window that is not full.
 
         Raises:
-            StepError: the window before has ended and no optimizer step was taken.
+            StepError: the window before has ended without an optimizer step.
         """
         self.check_latest("accum.next")
         if self.sync:
@@ -96,14 +96,14 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         """Return the record after a backward.
 
         Args:
-            scale: loss scale of the gradients it added.
-            unit: what their weight was measured in.
-            weighted: whether the caller gave it.
+            scale: loss scale of the new gradients.
+            unit: unit of their weight.
+            weighted: whether the caller passed the weight.
             world: their weight over all ranks, where it is known.
             own: else their weight on this rank.
 
         Raises:
-            StepError: no micro-batch was begun, or the loss scale changed within the window.
+            StepError: no micro-batch has begun, or the loss scale changed within the window.
         """
         if self.micro == 0:
             raise StepError(
@@ -128,7 +128,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         )
 
     def share(self, total: float | torch.Tensor) -> Accumulation:
-        """Return the record after ranks have summed what each of them knew alone.
+        """Return the record after ranks have summed their own weights.
 
         Args:
             total: the sum of `own_weight` over all ranks.
@@ -141,8 +141,8 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         Args:
             stepped: whether parameters were changed.
             finite: whether the gradients were finite.
-            spent: loss scale of this window if the step returned another one; the next window refuses this very record.
-                Neither compared nor saved.
+            spent: loss scale of this window if the step returned another one; the next window refuses it. Neither
+                compared nor saved.
         """
         closed = Accumulation(
             steps=self.steps,
@@ -155,11 +155,11 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         return closed
 
     def reset(self) -> Accumulation:
-        """Return the record between two windows after this one was given up."""
+        """Return the record between two windows after this one is abandoned."""
         return self.close(stepped=False, spent=vars(self).get("spent"))
 
     def check_scale(self, scaler: object) -> None:
-        """Raise `StepError` if a window begins with the loss scale of the window before, which its step has replaced.
+        """Raise `StepError` if a window begins with the replaced loss scale of the window before.
 
         Args:
             scaler: loss scale of a backward pass.
@@ -174,18 +174,18 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
             )
 
     def follow(self, call: str) -> None:
-        """Note that a call has returned the record after this one, so that a step with this one is refused.
+        """Note that a call has returned a later record; a step with this one is refused.
 
         Args:
-            call: the call, with the assignment that keeps its result.
+            call: the call, with the assignment of its result.
         """
         vars(self)["followed"] = call
 
     def check_latest(self, where: str) -> None:
-        """Raise `StepError` if a call has returned the record after this one, and its result was dropped.
+        """Raise `StepError` if a call has returned a later record, which was dropped.
 
         Args:
-            where: the call that goes on with this record.
+            where: the call with this record.
         """
         if call := vars(self).get("followed"):
             raise StepError(
@@ -197,7 +197,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
             )
 
     def check_saveable(self) -> None:
-        """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
+        """Raise `ConfigError` within a window: a checkpoint would lose its gradients."""
         if self.micro:
             raise ConfigError(
                 "gradients of an unfinished window cannot be saved",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of optimizers, and passes that change them in place."""
+"""The gradients of optimizers, and in-place passes over them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
 
 
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """List the gradients of parameters, in their order, each once; parameters without are left out.
+    """List the gradients of parameters that have one, in order, each once.
 
-    A gradient of which ranks hold summands is summed first: a collective where tensor parallelism leaves such.
+    Partial gradients, as tensor parallelism leaves some, are summed over ranks first: a collective where there are any.
     """
     found: dict[int, torch.Tensor] = {}
     for each in parameters:
@@ -47,7 +47,7 @@ def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
 
 
 def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
-    """Cut every element of gradients to between -bound and bound, in place. No communication.
+    """Clamp every element of gradients to [-bound, bound], in place. No communication.
 
     Args:
         grads: of any dtypes, devices and placements.
@@ -63,7 +63,7 @@ def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
 
 
 def first_nonfinite(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the place of the first parameter whose gradient holds inf or NaN on this rank; their number if none."""
+    """Return the index of the first parameter with inf or NaN in this rank's gradient; their number if none has."""
     for at, parameter in enumerate(parameters):
         if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):
             return at

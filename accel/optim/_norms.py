@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of many gradients together, wherever their elements lie."""
+"""The total norm of gradients, plain or sharded."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from accel.tensors import is_dtensor, local_part, split_dims
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_Spread = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions along which elements are split
+_MeshDims = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions along which elements are split
 
 
 def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float | torch.Tensor:
-    """Return the norm of all gradients together; inf or NaN if one of them is not finite.
+    """Return the total norm of gradients; inf or NaN if one of them is not finite. A collective of DTensors' meshes.
 
     Args:
-        grads: of any dtypes and devices; whole, or DTensors of any placements. A collective over the meshes over which
-            some are split.
+        grads: plain tensors or DTensors of any placements, of any dtypes and devices.
         norm_type: p of the p-norm, above 0; inf for the largest absolute value.
 
     Returns:
-        A number for gradients on the CPU, where reading it waits for nothing; else a tensor of shape []. The same on
-        all ranks.
+        A number for gradients on the CPU, where reading does not wait; else a tensor of shape []. Equal on all ranks.
     """
     if not grads:
         return 0.0
     if not any(map(is_dtensor, grads)):
         return _local_norm(grads, norm_type)
     whole: list[torch.Tensor] = []
-    spreads: dict[_Spread, list[torch.Tensor]] = {}
+    spreads: dict[_MeshDims, list[torch.Tensor]] = {}
     for grad in grads:
         if is_dtensor(grad):
             spreads.setdefault((grad.device_mesh, split_dims(grad)), []).append(local_part(grad))
@@ -60,11 +58,11 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float) -> float | torc
 
 
 def _spread_norm(
-    spread: _Spread, parts: Sequence[torch.Tensor], norm_type: float, alone: float | torch.Tensor
+    spread: _MeshDims, parts: Sequence[torch.Tensor], norm_type: float, alone: float | torch.Tensor
 ) -> float | torch.Tensor:
-    """The norm of tensors that are split over the same dimensions of the same mesh.
+    """Return the norm of tensors that are split over the same dimensions of one mesh.
 
-    `alone` is 0, or NaN where this rank has a gradient that is not finite and not split: so all ranks hear of it.
+    `alone` is 0, or NaN where a plain gradient of this rank is not finite, which so reaches all ranks.
     """
     mesh, dims = spread
     device = parts[0].device
@@ -80,7 +78,7 @@ def _spread_norm(
 
 
 def _joined(norms: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:
-    """The norm of vectors laid end to end, from the norm of each."""
+    """Return the norm of concatenated vectors from the norm of each."""
     tensors = [norm for norm in norms if isinstance(norm, torch.Tensor)]
     if not tensors:
         return _combined([norm for norm in norms if not isinstance(norm, torch.Tensor)], norm_type)

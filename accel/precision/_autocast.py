@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`autocast`: the formats of a block's arithmetic, and nothing left behind after it."""
+"""`autocast`: the formats of a block's arithmetic, restored at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel.precision._fp8 import fp8_scope
 from accel.precision._products import fp32_products
 from accel.precision._support import DTYPES, check_compute
 
-_AS_IT_IS = contextlib.nullcontext()
+_UNCHANGED = contextlib.nullcontext()
 
 
 @context_first
@@ -30,15 +30,15 @@ def autocast(
 
     Args:
         ctx: the context.
-        precision: instead of the context's.
-        cache: whether the low-precision copies of parameters are kept until the outermost block ends, as in
-            torch.autocast; without it a parameter that changes within the block is read anew.
+        precision: used in place of the context's.
+        cache: whether low-precision copies of parameters are kept until the outermost block ends, as in torch.autocast;
+            False for parameters that change within the block.
 
     Returns:
         A context manager for one block. No communication.
 
     Raises:
-        DeviceError: the device does not compute in that format.
+        DeviceError: the device does not support the format.
         ConfigError: an unknown precision.
 
     Example:
@@ -49,7 +49,7 @@ def autocast(
     """
     chosen = ctx.precision if precision is None else precision_of(precision, where="autocast(precision=)")
     if precision is None and chosen.compute == "fp32":
-        return _AS_IT_IS
+        return _UNCHANGED
     check_compute(ctx.device, chosen.compute)
     scope = _scope(ctx, chosen, cache)
     if precision is None and (chosen.compute == "tf32" or not torch.is_autocast_enabled(ctx.device.type)):
@@ -58,12 +58,12 @@ def autocast(
 
 
 def matmul_precision(ctx: DistContext) -> AbstractContextManager[None]:
-    """Compute the block's fp32 products as the context says: what a backward in tf32 needs outside of `autocast`.
+    """Compute the block's fp32 products in the context's precision, as a backward in tf32 needs outside of `autocast`.
 
-    torch has such settings for the whole process, so blocks of several threads must not overlap.
+    torch's settings are those of the process, so blocks of several threads must not overlap.
     """
     if ctx.precision.compute != "tf32":
-        return _AS_IT_IS
+        return _UNCHANGED
     check_compute(ctx.device, "tf32")
     return fp32_products(ctx.device, rounded=True)
 
@@ -77,7 +77,7 @@ def _scope(ctx: DistContext, chosen: Precision, cache: bool) -> AbstractContextM
 
 @contextlib.contextmanager
 def _nested(device: torch.device, scope: AbstractContextManager[object]) -> Generator[None]:
-    """Enter a scope within others: torch keeps converted parameters whatever format they were converted to."""
+    """Enter a scope within others. torch's cache of converted parameters ignores their format, so it is cleared."""
     available = torch.amp.is_autocast_available(device.type)
     torch.clear_autocast_cache()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in fp8, by torchao or Transformer Engine: which ones, whether this machine can, and the swap.
+"""Linear layers in fp8, by torchao or Transformer Engine: their choice, the check of the hardware, the conversion.
 
 Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 """
@@ -24,15 +24,15 @@ from accel.precision._support import capability
 
 _EXTRAS = {"torchao": "torchao", "transformer_engine": "te"}
 _MODULES = {"torchao": "torchao.float8", "transformer_engine": "transformer_engine.pytorch"}
-_MULTIPLE = 16  # of what both sizes of a product's operands have to be
+_MULTIPLE = 16  # the hardware multiplies matrices with sizes of multiples of this
 
 
 def check_fp8(device: torch.device, recipe: Fp8) -> None:
-    """Raise unless this machine can compute a recipe.
+    """Raise unless this machine supports a recipe.
 
     Raises:
-        MissingExtraError: the package is not there.
-        DeviceError: the hardware is not.
+        MissingExtraError: the package is missing.
+        DeviceError: the device does not support the recipe.
     """
     _ = _package(recipe)
     if recipe.emulate:
@@ -57,11 +57,11 @@ def fp8_layers(model: nn.Module, recipe: Fp8, spared: set[str]) -> list[str]:
 
     Args:
         model: without wrappers.
-        recipe: its `skip` and `first_and_last` leave layers out.
-        spared: names of submodules that stay as they are.
+        recipe: with `skip` and `first_and_last`.
+        spared: names of submodules to leave out.
 
     Raises:
-        ConfigError: none is left.
+        ConfigError: no layer is left.
     """
     linear = [(name, module) for name, module in submodules(model) if type(module) is nn.Linear and name]
     spared = spared | matched(model, recipe.skip, "Fp8.skip")
@@ -83,7 +83,7 @@ def fp8_layers(model: nn.Module, recipe: Fp8, spared: set[str]) -> list[str]:
 
 
 def convert_layers(model: nn.Module, recipe: Fp8, names: list[str]) -> None:
-    """Replace layers in place by those of the recipe's package; they hold the very parameters of the old ones."""
+    """Replace layers in place by layers of the recipe's package, with the same parameter objects."""
     if recipe.backend == "torchao":
         _convert_torchao(model, recipe, set(names))
         return
@@ -106,7 +106,7 @@ def convert_layers(model: nn.Module, recipe: Fp8, names: list[str]) -> None:
 
 @contextlib.contextmanager
 def fp8_scope(ctx: DistContext, recipe: Fp8, around: AbstractContextManager[object]) -> Generator[None]:
-    """Let converted layers of the block compute in fp8, within another scope.
+    """Compute converted layers in fp8 during the block, within another scope.
 
     Raises:
         MissingExtraError, DeviceError: as `check_fp8`.

@@ -12,18 +12,20 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.precision._support import check_compute
 
-_LEAST, _MOST = 2.0**-126, 2.0**127  # what fp32 holds
+_LEAST = 2.0**-126  # the range of fp32
+_MOST = 2.0**127
 
 
 class LossScale(msgspec.Struct, frozen=True):
-    """What losses are multiplied by before backward, so that small gradients survive fp16.
+    """The factor of losses before backward, so that small gradients survive fp16.
 
     Attributes:
         scale: the factor, 2**-126 to 2**127.
-        dynamic: whether it follows overflows; False leaves it as it is.
-        growth_factor, backoff_factor: what it is multiplied by after `growth_interval` good steps, or an overflow.
-        growth_interval: good steps between two growths.
-        good_steps: since the last change.
+        dynamic: whether the scale follows overflows.
+        growth_factor: factor of the scale after `growth_interval` steps without an overflow.
+        backoff_factor: factor of the scale after an overflow.
+        growth_interval: steps without an overflow between two growths.
+        good_steps: steps without an overflow since the last change.
         overflows: overflows in a row.
     """
 
@@ -50,7 +52,7 @@ class LossScale(msgspec.Struct, frozen=True):
         """Return the scale for the next step.
 
         Args:
-            finite: whether this step's gradients were.
+            finite: whether the gradients of this step were finite.
         """
         if not self.dynamic:
             return self
@@ -69,16 +71,16 @@ class LossScale(msgspec.Struct, frozen=True):
 
 @context_first
 def loss_scale(ctx: DistContext, *, initial: float = 2.0**16, growth_interval: int = 2000) -> LossScale:
-    """Return the loss scale to start with: dynamic for fp16, 1 and fixed otherwise.
+    """Return the initial loss scale: dynamic for fp16, else fixed at 1.
 
     Args:
         ctx: the context, for its precision.
         initial: first scale under fp16.
-        growth_interval: good steps between two doublings.
+        growth_interval: steps without an overflow between two doublings.
 
     Raises:
         ConfigError: a value outside its range.
-        DeviceError: the device does not compute in the context's precision.
+        DeviceError: the device does not support the context's precision.
 
     Example:
         >>> accel.loss_scale(ctx).scale

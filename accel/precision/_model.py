@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class InFp32(Mixin, nn.Module):
-    """What a submodule becomes that computes in fp32 within an autocast."""
+    """Mixin of submodules that compute in fp32 within an autocast."""
 
     _accel_device_type = "cpu"  # no name that a user's module may have
     _accel_containers: Sequence[trees.Container] = ()
@@ -38,23 +38,23 @@ class InFp32(Mixin, nn.Module):
 
 
 class WithOutputs(Mixin, nn.Module):
-    """What a model becomes whose outputs are converted."""
+    """Mixin of models with converted outputs."""
 
     _accel_outputs = torch.float32
     _accel_containers: Sequence[trees.Container] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward and convert what comes out."""
+        """Run the model's own forward and convert its outputs."""
         return _cast(cast(Any, super()).forward(*args, **kwargs), self._accel_outputs, self._accel_containers)
 
 
 @context_first
 def apply_precision(ctx: DistContext, model: M) -> M:
-    """Give a model's parts the formats of the context's precision, in place. `prepare` calls it. No communication.
+    """Convert a model to the formats of the context's precision, in place. `prepare` calls it. No communication.
 
-    Parameters are converted and stay the objects that an optimizer may hold already (fp8 weights gathered in fp8 do
-    not: build the optimizer after this). Buffers keep their format, and so do the parameters of batch norms, whose
-    statistics are fp32. Submodules named in `fp32_modules` get fp32 parameters and inputs; names in `state_dict` stay.
+    Parameters are converted and stay the same objects, as an optimizer may hold them. (fp8 weights gathered in fp8 do
+    not: build the optimizer after this call.) Buffers keep their format, and so do the parameters of batch norms, with
+    statistics in fp32. Submodules named in `fp32_modules` get fp32 parameters and inputs. Names in `state_dict` stay.
     A second call changes nothing.
 
     Args:
@@ -66,8 +66,9 @@ def apply_precision(ctx: DistContext, model: M) -> M:
 
     Raises:
         ConfigError: a name that no submodule has, or no layer for fp8.
-        DeviceError, MissingExtraError: what the device or the installation lacks.
-        PrepareError: parameters that are to be converted have gradients, or are sharded.
+        DeviceError: the device does not support a format.
+        MissingExtraError: a package for fp8 is missing.
+        PrepareError: parameters to convert have gradients, or are sharded.
     """
     precision = ctx.precision
     check_compute(ctx.device, precision.compute)
@@ -77,7 +78,7 @@ def apply_precision(ctx: DistContext, model: M) -> M:
         check_fp8(ctx.device, precision.fp8)
         layers = fp8_layers(model, precision.fp8, spared)
     _convert(_formats(model, precision, spared))
-    # those inside of others too: a list of modules has no forward that would cover its own
+    # nested ones too: a list of modules has no forward to cover its own
     in_fp32 = [model.get_submodule(name) for name in spared]
     add_mixin(in_fp32, InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
     if precision.fp8 is not None and layers:
@@ -88,7 +89,7 @@ def apply_precision(ctx: DistContext, model: M) -> M:
 
 
 def _formats(model: nn.Module, precision: Precision, spared: set[str]) -> list[tuple[str, nn.Parameter, torch.dtype]]:
-    """Parameters that are to be converted, each once; one that several modules share is what the strictest wants."""
+    """List parameters to convert, each once; of modules that share one, the wider format wins."""
     wanted: dict[int, torch.dtype] = {}
     for name, module in submodules(model):
         for parameter in module.parameters(recurse=False):
@@ -122,7 +123,7 @@ def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
                 fix="Call optimizer.zero_grad() first, or prepare the model before training it.",
             )
     for _, parameter, dtype in formats:
-        parameter.data = parameter.data.to(dtype)  # the parameter stays the object that optimizers hold
+        parameter.data = parameter.data.to(dtype)  # optimizers hold the parameter object
 
 
 def _has_fp8(model: nn.Module) -> bool:

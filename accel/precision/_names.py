@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Submodules by their names, and by patterns of them."""
+"""Submodules by name and by pattern."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from accel.errors import ConfigError, did_you_mean
 
 
 def submodules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the submodules with their names, the model itself first, as ""."""
+    """List submodules with their names; first the model itself, named ""."""
     return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
 
 
 def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
-    """Return the names of the submodules that patterns match, those inside of them included; a shared one's first.
+    """Return the names of submodules that match a pattern, and of those inside them; of a shared one, the first name.
 
     Args:
         model: without wrappers.
-        patterns: names in which `*` stands for any text, such as "blocks.*.router".
+        patterns: names with `*` for any text, such as "blocks.*.router".
         where: for errors.
 
     Raises:
-        ConfigError: a pattern that matches nothing.
+        ConfigError: a pattern without a match.
     """
     every = list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)))
     names = [name for name, _ in every if name]

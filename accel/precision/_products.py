@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether fp32 matrix products and convolutions round what they multiply to tf32: torch's settings, for one block."""
+"""torch's settings for tf32 in fp32 matrix products and convolutions, for one block."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _backends = cast(Any, torch.backends)
 
 @contextlib.contextmanager
 def fp32_products(device: torch.device, *, rounded: bool) -> Generator[None]:
-    """Let fp32 products of the block round to tf32 or be exact; on devices other than CUDA do nothing.
+    """Round the operands of fp32 products to tf32, or not, during the block. No effect on devices other than CUDA.
 
-    torch 2.9 put newer settings beside its older ones and refuses to read the older where the newer say otherwise.
+    torch 2.9 added newer settings beside the older ones, and refuses to read the older where the two differ.
     """
     if device.type != "cuda":
         yield
         return
     newer = _newer()
-    before, older = [each.fp32_precision for each in newer], _older()
+    before = [each.fp32_precision for each in newer]
+    older = _older()
     if older is None:
         for each in newer:
             each.fp32_precision = "tf32" if rounded else "ieee"
@@ -41,7 +42,12 @@ def _newer() -> list[Any]:
     if not hasattr(_backends.cuda.matmul, "fp32_precision"):
         return []
     cudnn = _backends.cudnn
-    return [_backends.cuda.matmul, cudnn.conv, cudnn.rnn, _backends.mkldnn.matmul]  # what the older ones write to
+    return [
+        _backends.cuda.matmul,
+        cudnn.conv,
+        cudnn.rnn,
+        _backends.mkldnn.matmul,
+    ]  # written by the older settings
 
 
 def _older() -> tuple[str, bool] | None:

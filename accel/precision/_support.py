@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device can compute: a format that it cannot is refused, never replaced by another."""
+"""Formats that a device supports; others are refused, never replaced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_compute(device: torch.device, compute: Compute) -> None:
-    """Raise unless a device computes in a format. The CPU computes in bf16 and fp16, if slowly; only CUDA has tf32.
+    """Raise unless a device supports a format. The CPU supports bf16 and fp16, slowly; only CUDA has tf32.
 
     Raises:
-        DeviceError: it does not; the message has the formats that it has.
+        DeviceError: an unsupported format; lists the supported ones.
     """
     if reason := _reason(device, compute):
         formats: tuple[Compute, ...] = ("fp32", "bf16", "fp16")
@@ -37,7 +37,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def _reason(device: torch.device, compute: Compute) -> str:
-    """Why a device does not compute in a format; empty if it does."""
+    """Return why a device does not support a format; "" if it does."""
     if compute == "fp32" or (device.type == "cpu" and compute != "tf32"):
         return ""
     if device.type == "cuda":
@@ -50,7 +50,7 @@ def _reason(device: torch.device, compute: Compute) -> str:
 
 
 def _autocasts(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether autocast does anything; where it does not know the dtype, torch turns itself off with a warning."""
+    """Whether autocast supports a dtype; if not, it disables itself with a warning."""
     if not torch.amp.is_autocast_available(device_type):
         return False
     with warnings.catch_warnings():

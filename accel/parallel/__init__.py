@@ -3,13 +3,13 @@
 
 from accel.parallel._autocast_seen import runs_without_autocast as runs_without_autocast
 from accel.parallel._checkpointing import checkpoint_activations as checkpoint_activations
+from accel.parallel._comm_hooks import PowerSgd as PowerSgd
 from accel.parallel._compile import compile_model as compile_model
 from accel.parallel._engines import Engine as Engine
 from accel.parallel._engines import StepOutcome as StepOutcome
 from accel.parallel._engines import StepRequest as StepRequest
 from accel.parallel._engines import engine_items as engine_items
 from accel.parallel._engines import engine_of as engine_of
-from accel.parallel._hooks import PowerSgd as PowerSgd
 from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
 from accel.parallel._labels import check_exchanged as check_exchanged
 from accel.parallel._labels import heir_of as heir_of

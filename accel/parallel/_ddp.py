@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext
-from accel.parallel._hooks import ReplicateOptions, register_hook
+from accel.parallel._comm_hooks import ReplicateOptions, register_hook
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
 from accel.parallel._private import rebuild_buckets
@@ -24,7 +24,7 @@ _ddp = cast(Any, DistributedDataParallel)
 
 
 class _Running:
-    """Makes a replica the one whose forward runs, at the ends of whose buckets torch.compile cuts its graphs."""
+    """Marks the replica whose forward runs: torch.compile cuts graphs at the ends of its buckets."""
 
     __slots__ = ("_before", "_replica")
 
@@ -71,11 +71,11 @@ class Replica(DistributedDataParallel):
             return cast(Any, self).module(*inputs, **kwargs)
 
     def _inside_ddp_forward(self) -> Any:
-        """Let torch.compile see whose forward it is, as torch's own does, whose generator costs as much again."""
+        """Mark the forward for torch.compile, without torch's own generator, which takes twice as long."""
         return cast(Any, super())._inside_ddp_forward() if torch.compiler.is_compiling() else _Running(self)
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Begin to tell the other ranks of every forward: those that have no inputs left answer it."""
+        """Announce every forward from now on, so that ranks without inputs can answer it."""
         self.bare = False
         return cast(Any, super()).join_hook(**kwargs)
 
@@ -131,7 +131,7 @@ def _replicate(ctx: DistContext, model: nn.Module, options: ReplicateOptions) ->
 
 
 def _buffer_options(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> dict[str, bool]:
-    """How this torch says that buffers are not sent in forward; at the start they are rank 0's in any case."""
+    """Return this torch's option to leave buffers out of forward. At the start they are rank 0's in any case."""
     if options.broadcast_buffers:
         return {}
     begin_with_rank_0_(ctx, model.buffers())
@@ -149,11 +149,10 @@ def _initial_options(ctx: DistContext, model: nn.Module) -> dict[str, bool]:
 
 
 def _fix_buckets(replica: DistributedDataParallel) -> None:
-    """Let DDP settle the layout of its buckets now, on an order of parameters that is the same in every run.
+    """Let DDP lay out its buckets now, in an order that is the same in every run.
 
-    DDP lays its buckets out anew after the first backward, in the order in which gradients came. Where a gradient lies
-    in its bucket decides in which order ranks are summed, so a run that was resumed would differ in the last bits from
-    one that went on.
+    DDP lays its buckets out anew after the first backward, in the order in which gradients came. A gradient's place in
+    its bucket decides the order in which ranks are summed, so a resumed run would differ in the last bits.
     """
     model = cast(nn.Module, cast(Any, replica).module)
     replica.module = _Touch(model)

@@ -175,7 +175,7 @@ def _check_tensor_parallel(model: nn.Module) -> None:
 
 
 def _begin_alike(ctx: DistContext, mesh: DeviceMesh, tensors: Iterable[torch.Tensor]) -> None:
-    """Give all ranks the first one's values; of a tensor that is spread already, those of the same part."""
+    """Give all ranks rank 0's values; of a DTensor, those of the first rank with the same local part."""
     along = [adopt(mesh.get_group(dim), ctx.device) for dim in range(mesh.ndim)]
     for tensor in tensors:
         if is_dtensor(tensor):
@@ -193,9 +193,9 @@ def _release(parameter: nn.Parameter) -> None:
 
 
 def _gather_outside_of_inference(unit: nn.Module) -> None:
-    """Let whole parameters be ordinary tensors, though the first forward may be in torch.inference_mode.
+    """Make whole parameters ordinary tensors, also where the first forward is in torch.inference_mode.
 
-    `fully_shard` makes them once, and training could not use what was made in that mode.
+    `fully_shard` makes them once, and training cannot use tensors made in that mode.
     """
 
     def gather(module: nn.Module, _inputs: Any) -> None:
@@ -207,9 +207,9 @@ def _gather_outside_of_inference(unit: nn.Module) -> None:
 
 
 def _reshard_after_evaluation(model: nn.Module) -> None:
-    """Let the model have its shards after a forward that no backward follows.
+    """Shard the model again after a forward without backward.
 
-    `fully_shard` would leave the outermost module's parameters whole, and what is done to those is lost.
+    `fully_shard` would leave the outermost module's parameters whole, and changes of those are lost.
     """
 
     def reshard(module: nn.Module, _inputs: Any, _outputs: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prepared parameter says about itself, for calls that see parameters and no model."""
+"""Labels of prepared parameters, for calls that see parameters and no model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Note that a model has another parameter in the place of one that an optimizer may hold. Mutates both.
+    """Label a parameter that an optimizer may hold with the one that replaced it in the model. Mutates both.
 
     Args:
         name: the parameter's.
@@ -52,7 +52,7 @@ def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def heir_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what a model has in the place of a parameter that it had before; None for one that it still has."""
+    """Return the parameter that replaced this one in its model; None if the model still has it."""
     return cast("torch.Tensor | None", getattr(parameter, _HEIR, None))
 
 
@@ -60,7 +60,7 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
     """Raise if ranks cannot have exchanged the gradients of parameters. No communication.
 
     Raises:
-        StepError: a gradient is missing that DDP waits for, or is none that DDP has exchanged; named.
+        StepError: DDP waits for a missing gradient, or has not exchanged one; the parameter is named.
         PrepareError: nobody exchanges a parameter's gradient, or no model has the parameter any longer.
     """
     unused: list[str] = []
@@ -90,7 +90,7 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def replaced_parameter(rank: int, name: str) -> PrepareError:
-    """Make the error that names a parameter of an optimizer that no model has any longer."""
+    """Make the error for an optimizer's parameter that its model has replaced."""
     return PrepareError(
         "the optimizer was built before the model was sharded, on parameters that it has no longer",
         expected="the parameters of the prepared model",
@@ -101,7 +101,7 @@ def replaced_parameter(rank: int, name: str) -> PrepareError:
 
 
 def unused_parameters(rank: int, names: Sequence[str]) -> StepError:
-    """Make the error that names parameters whose gradients were missing when ranks were to exchange them."""
+    """Make the error for parameters without gradients at an exchange."""
     return StepError(
         "parameters took no part in the loss, so gradients were not exchanged",
         expected="every trainable parameter in every backward that ends a window",

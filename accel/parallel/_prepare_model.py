@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._autocast_seen import watch_autocast
+from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._composition import check_axes, composition, unspread
 from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._engines import engine_of
-from accel.parallel._hooks import CommHook, ReplicateOptions
 from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._move import move_model
 from accel.parallel._sharded import check_sharded

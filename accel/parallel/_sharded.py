@@ -19,11 +19,11 @@ class Sharded(Protocol):
     """What `fully_shard` adds to a module."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, /) -> None:
-        """Say whether the next backward exchanges the gradients of this module and of those below it."""
+        """Set whether the next backward exchanges the gradients of this module and of those below it."""
         ...
 
     def reshard(self) -> None:
-        """Put this module's parameters apart again, if they are whole after a forward."""
+        """Shard this module's parameters again, if they are whole after a forward."""
         ...
 
 

@@ -123,7 +123,7 @@ def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Ten
 
 
 def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
-    """Return what exchanges the model's gradients; nothing for a model without trainable parameters.
+    """Return the modules that exchange the model's gradients; none for a model without trainable parameters.
 
     Raises:
         PrepareError: the model has a trainable parameter whose gradient nobody would exchange.
@@ -209,7 +209,7 @@ class _Exchanging:
 
 
 def raise_lost_peer(error: BaseException | None, name: str) -> None:
-    """Raise `PeerError` if an error of a call, whose collectives torch ran, says that another rank was lost."""
+    """Raise `PeerError` if the error of a call tells of a lost rank, where torch ran its collectives."""
     if isinstance(error, RuntimeError) and (lost := peer_error(error, name)) is not None:
         raise lost from error
 

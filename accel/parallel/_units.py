@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are sharded each by itself, so that parameters of few are whole at a time."""
+"""Units of sharding: modules that are sharded one by one, so that few parameters are whole at a time."""
 
 from __future__ import annotations
 

@@ -36,14 +36,15 @@ def message_bytes(ranks: int) -> int:
     return HEADER_BYTES + inline_bytes(cast(Any, SimpleNamespace(size=ranks)))
 
 
-def rule(name: str) -> int:
+def rule(name: str) -> Any:
     """A constant of the tests of the architecture."""
     tree = ast.parse((ROOT / "tests/test_architecture.py").read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            names = [cast(ast.Name, each).id for each in node.targets[0].elts]
+        if isinstance(node, ast.Assign):
+            names = [each.id for each in ast.walk(node.targets[0]) if isinstance(each, ast.Name)]
             if name in names:
-                return ast.literal_eval(cast(ast.Tuple, node.value).elts[names.index(name)])
+                value = ast.literal_eval(node.value)
+                return value[names.index(name)] if isinstance(value, tuple) else value
     raise AssertionError(name)
 
 
@@ -151,3 +152,23 @@ def test_settings_of_a_launch_are_the_fields_of_its_record() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
     named = set(re.findall(r"^\| `(\w+)` \| `--", text, flags=re.M))
     assert named == {field.name for field in msgspec.structs.fields(LaunchConfig)}
+
+
+def test_the_map_of_rooms_names_paths_of_the_tree_and_every_large_room() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    section = page.split("## Which room to open")[1].split("\n## ")[0]
+    paths = re.findall(r"`(accel/[\w/.]+)`", section)
+    assert len(paths) >= 25
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing, f"{missing}: moved, or renamed; write the new path into docs/design.md"
+    rooms = {path.parent.name for path in (ROOT / "accel").glob("*/__init__.py")}
+    assert rooms == {path.split("/")[1] for path in paths}
+
+
+def test_the_page_on_design_names_the_rooms_of_every_line() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    section = page.split("## Who may import whom")[1].split("\n## ")[0]
+    named = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in section.splitlines() if row.startswith("| `")]
+    there = {path.stem for path in (ROOT / "accel").iterdir()}
+    layers: list[set[str]] = rule("LAYERS")
+    assert named == [line & there for line in layers if line & there]

@@ -1,31 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of which only a part trains: a checkpoint holds that part, and a digest of each frozen parameter."""
+"""Models of which only a part trains: a checkpoint holds that part, and a digest of each frozen parameter.
+
+A digest is made of sums over the parameter's words of 8 bytes, mixed with their places. So ranks that hold pieces of it
+sum up their own, and all sums together give the digest of the whole, however it is sharded.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
 import torch
 
+from accel.checkpoint import Box, held_box
 from accel.errors import CheckpointError, ConfigError
-from accel.items._source import Problems, facts
-from accel.tensors import is_dtensor
+from accel.items._source import Facts, Problems, facts
+from accel.tensors import is_dtensor, local_part
 
 BASE = "$base"  # the key in a module's value; "$" keeps it apart from any name
-_RUN = 1 << 24  # elements at a time, so that a digest takes little memory
+_RUN = 1 << 24  # words at a time, so that a digest takes little memory
+_WORD = 8
 
 
-def without_base(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the parameters of a module that train, and a digest of each of the others.
+class Sums(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank sums up of a sharded parameter.
+
+    Attributes:
+        facts: dtype and shape of the whole.
+        box: its piece; None for none.
+        bits: sums of the words that lie in the piece.
+        loose: bytes of words that lie in it in part, by the words' places; the other bytes are 0.
+    """
+
+    facts: Facts
+    box: Box | None
+    bits: tuple[int, int] = (0, 0)
+    loose: dict[int, int] = {}
+
+
+def without_base(
+    name: str, parameters: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str | Sums]]:
+    """Return the parameters of a module that train, and a digest of each of the others; sums of sharded ones.
 
     Args:
         name: the item's, for errors.
         parameters: by name.
 
     Raises:
-        CheckpointError: a frozen parameter is sharded.
         ConfigError: no parameter trains.
     """
     trained = {key: each for key, each in parameters.items() if each.requires_grad}
@@ -33,44 +58,156 @@ def without_base(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[dic
         fix = "Let some parameter have requires_grad=True before the save."
         raise ConfigError("TrainableOnly of a model of which nothing trains", where=f"item {name}", fix=fix)
     frozen = {key: each for key, each in parameters.items() if key not in trained}
-    return trained, {key: _digest(f"{name}.{key}", tensor) for key, tensor in frozen.items()}
+    return trained, {key: digest(f"{name}.{key}", tensor) for key, tensor in frozen.items()}
 
 
 def compare_base(
     name: str, parameters: Mapping[str, torch.Tensor], stored: object, problems: Problems
-) -> frozenset[str]:
-    """Compare frozen parameters with the digests that a checkpoint holds; return their names.
+) -> tuple[frozenset[str], dict[str, tuple[str, Sums]]]:
+    """Compare frozen parameters with the digests that a checkpoint holds.
+
+    Returns:
+        The names of frozen parameters; and of those that are sharded, by full name, the stored digest and this rank's
+        sums, for `differing_bases`.
 
     Raises:
         CheckpointError: it is nothing that was saved.
     """
     shown = repr(stored)[:80]
-    digests = cast("dict[str, Any]", stored) if isinstance(stored, dict) else {"": None}
-    if not all(isinstance(digest, str) for digest in digests.values()):
+    digests: dict[str, Any] = cast("dict[str, Any]", stored) if isinstance(stored, dict) else {"": None}
+    if not all(isinstance(each, str) for each in digests.values()):
         raise CheckpointError("not digests of a base", got=shown, where=f"item {name}")
-    found = parameters.keys() & digests.keys()
-    problems.compare_names(found, digests.keys(), f"{name}.")
-    for key in found:
-        if _digest(f"{name}.{key}", parameters[key]) != digests[key]:
-            problems.wrong_type(f"{name}.{key}", "the base that the checkpoint was trained on", "other values")
-    return frozenset(digests)
+    known = parameters.keys() & digests.keys()
+    problems.compare_names(known, digests.keys(), f"{name}.")
+    sharded: dict[str, tuple[str, Sums]] = {}
+    for key in known:
+        found = digest(f"{name}.{key}", parameters[key])
+        if isinstance(found, Sums):
+            sharded[f"{name}.{key}"] = digests[key], found
+        elif found != digests[key]:
+            _note(problems, f"{name}.{key}")
+    return frozenset(digests), sharded
 
 
-def _digest(name: str, tensor: torch.Tensor) -> str:
-    """A digest of dtype, shape and bits, the same on every device; bits are summed there, by their places."""
-    if is_dtensor(tensor):
+def has_sums(value: object) -> bool:
+    """Whether what was captured of an item holds sums, which ranks have to join."""
+    held = cast("dict[str, Any]", value).get(BASE) if isinstance(value, dict) else None
+    return isinstance(held, dict) and any(isinstance(each, list) for each in cast("dict[str, object]", held).values())
+
+
+def differing_bases(stored: Mapping[str, str], ranks: Sequence[Mapping[str, Sums]]) -> Problems:
+    """Return the sharded parameters whose sums, of all ranks, do not give the stored digests."""
+    problems = Problems()
+    for name, each in stored.items():
+        if _joined(name, [sums[name] for sums in ranks if name in sums]) != each:
+            _note(problems, name)
+    return problems
+
+
+def join_bases(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the digests of frozen parameters of what all ranks have captured.
+
+    Args:
+        name: the item's, for errors.
+        ranks: by rank, a digest or encoded sums of each parameter.
+
+    Raises:
+        CheckpointError: the ranks do not hold all of a parameter.
+    """
+    found: dict[str, str] = {}
+    for key, first in ranks[0].items():
+        sums = [each[key] for each in ranks if key in each]
+        whole = isinstance(first, str)
+        found[key] = first if whole else _joined(f"{name}.{key}", msgspec.convert(sums, list[Sums]))
+    return found
+
+
+def digest(name: str, tensor: torch.Tensor) -> str | Sums:
+    """Return a digest of dtype, shape and bits, the same on every device; of a sharded tensor this rank's sums."""
+    data = local_part(tensor).contiguous().reshape(-1).view(torch.uint8)
+    if not is_dtensor(tensor):
+        return _text(facts(tensor), _segment(data, 0, data.numel())[0])
+    box = held_box(tensor, name)
+    if box is None:
+        return Sums(facts(tensor), None)
+    return Sums(facts(tensor), box, *_piece(data, box, tuple(tensor.shape), tensor.element_size()))
+
+
+def _piece(
+    data: torch.Tensor, box: Box, shape: tuple[int, ...], itemsize: int
+) -> tuple[tuple[int, int], dict[int, int]]:
+    """The sums of a piece: it is some segments, equally long, that lie in one run each in the whole tensor."""
+    split = max((dim for dim in range(len(shape)) if box.shape[dim] != shape[dim]), default=0)
+    starts = torch.zeros((), dtype=torch.int64)
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :]) * itemsize
+        at = torch.arange(box.shape[dim]) if dim < split else torch.zeros(1, dtype=torch.int64)
+        starts = starts[..., None] + (box.offset[dim] + at if dim <= split else at) * stride
+    starts, end = starts.reshape(-1), math.prod(shape) * itemsize
+    segments = data.view(len(starts), -1)
+    if segments.shape[1] % _WORD == 0 and not (starts % _WORD).any():
+        aligned = data if data.data_ptr() % _WORD == 0 else data.clone()
+        return _sums(aligned.view(torch.int64).view(len(starts), -1), (starts // _WORD).to(data.device)), {}
+    found, loose = [(0, 0)], dict[int, int]()
+    for segment, start in zip(segments, cast("list[int]", starts.tolist()), strict=True):  # pyright: ignore[reportUnknownMemberType]
+        bits, ends = _segment(segment, start, end)
+        found.append(bits)
+        for place, word in ends.items():
+            loose[place] = loose.get(place, 0) + word
+    return _added(found), loose
+
+
+def _segment(data: torch.Tensor, start: int, end: int) -> tuple[tuple[int, int], dict[int, int]]:
+    """The sums of bytes that begin at a place of a tensor that has so many, and the words of which they are a part."""
+    lead, stop = start % _WORD, start + data.numel()
+    words = torch.nn.functional.pad(data, (lead, -stop % _WORD)).view(torch.int64)
+    first = 1 if lead else 0
+    last = len(words) - (1 if stop % _WORD and stop != end else 0)
+    ends = {*range(first), *range(last, len(words))}
+    loose = {start // _WORD + at: int(words[at]) % 2**64 for at in ends}
+    inner = words[first : max(first, last)]
+    return _sums(inner[None], torch.tensor([start // _WORD + first], device=data.device)), loose
+
+
+def _sums(words: torch.Tensor, starts: torch.Tensor) -> tuple[int, int]:
+    """Sum up words, shape [segments, words of each], by their places; `starts` has those of the first ones."""
+    sums = [torch.zeros(2, dtype=torch.int64, device=words.device)]
+    rows = max(1, _RUN // max(1, words.shape[1]))
+    for row in range(0, words.shape[0], rows):
+        for column in range(0, words.shape[1], _RUN):
+            run = words[row : row + rows, column : column + _RUN]
+            places = starts[row : row + rows, None] + torch.arange(column, column + run.shape[1], device=run.device)
+            mixed = (run ^ (run >> 29)) * (2 * places + 1)
+            sums.append(torch.stack([run.sum(), (mixed ^ (mixed >> 32)).sum()]))
+    first, second = torch.stack(sums).sum(0).cpu()
+    return int(first), int(second)
+
+
+def _joined(name: str, ranks: Sequence[Sums]) -> str:
+    pieces = {each.box: each for each in ranks if each.box is not None}  # copies of a piece count once
+    dtype, shape = ranks[0].facts
+    if sum(box.size for box in pieces) != math.prod(shape):
         raise CheckpointError(
-            "a frozen parameter that is sharded has no digest",
+            "a sharded frozen parameter of which ranks do not hold all",
             where=name,
-            fix="Save the whole model, without TrainableOnly, or keep the base whole on each rank.",
+            fix="Shard it over a mesh of ranks of this context only.",
         )
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
-    sums = [torch.zeros(2, dtype=torch.int64, device=flat.device)]
-    for start in range(0, words.numel(), _RUN):
-        run = words[start : start + _RUN]
-        places = torch.arange(start, start + run.numel(), device=flat.device)
-        mixed = (run ^ (run >> 29)) * (2 * places + 1)
-        sums.append(torch.stack([run.sum(), (mixed ^ (mixed >> 32)).sum()]))
-    bits = [int(each) for each in torch.stack(sums).sum(0)]
-    return hashlib.sha256(repr((facts(tensor), bits)).encode()).hexdigest()
+    loose: dict[int, int] = {}
+    for place, word in (pair for each in pieces.values() for pair in each.loose.items()):
+        loose[place] = loose.get(place, 0) + word
+    words = torch.tensor([word - 2**64 if word >= 2**63 else word for word in loose.values()], dtype=torch.int64)
+    ends = _sums(words[:, None], torch.tensor(list(loose), dtype=torch.int64))
+    return _text((dtype, shape), _added([ends, *(each.bits for each in pieces.values())]))
+
+
+def _added(sums: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    first, second = torch.tensor(sums, dtype=torch.int64).sum(0)
+    return int(first), int(second)
+
+
+def _text(of: Facts, bits: tuple[int, int]) -> str:
+    return hashlib.sha256(repr((of, list(bits))).encode()).hexdigest()
+
+
+def _note(problems: Problems, name: str) -> None:
+    problems.wrong_type(name, "the base that the checkpoint was trained on", "other values")

@@ -61,7 +61,7 @@ class TrainableOnly:
     `load_state` compares the live one.
 
     Attributes:
-        model: plain or from `prepare`; frozen parameters are not sharded.
+        model: plain or from `prepare`; frozen parameters may be sharded.
     """
 
     model: nn.Module

@@ -16,6 +16,7 @@ from accel.checkpoint import Held, Manifest, Saved, SkippedCheckpoints, hold_new
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
+from accel.items._bases import Sums
 from accel.items._kinds import check_items
 from accel.items._matching import Matching, apply_changes, match_items, undo_changes
 from accel.items._parts import check_taken
@@ -153,11 +154,13 @@ class _Wish(msgspec.Struct, frozen=True):
     Attributes:
         bytes_of_files: how much of each file it reads.
         left: names that it leaves of `Part`s.
+        bases: its sums of frozen parameters that are sharded, by name.
         damage: why it cannot read a checkpoint that another may replace; "" if it can.
     """
 
     bytes_of_files: list[int] = []
     left: set[str] = set()
+    bases: dict[str, Sums] = {}
     damage: str = ""
 
 
@@ -200,12 +203,17 @@ class _Loading:
                 saved.open_files(wanted)
             except CheckpointError as failure:
                 return _Wish(damage=self._damage(failure))
-            return _Wish(saved.bytes_of_files(wanted), self._matching.source.left)
+            source = self._matching.source
+            return _Wish(
+                saved.bytes_of_files(wanted), source.left, {key: sums for key, (_, sums) in source.bases.items()}
+            )
 
         self._wishes = agreed_values(self._ctx.comm, self._call("comparing"), match, _Wish)
         damage = self._of_all([wish.damage for wish in self._wishes])
         if self._options.strict and all(wish.left for wish in self._wishes):
             check_taken([wish.left for wish in self._wishes])
+        if self._matching is not None and not damage and any(wish.bases for wish in self._wishes):
+            self._matching.compare_bases([wish.bases for wish in self._wishes])
         return damage
 
     def check_bytes(self) -> str:
@@ -246,10 +254,7 @@ class _Loading:
             undo_changes(applied)
             raise
         with agreed(self._ctx.comm, self._call("copying")):
-            try:
-                matching.finish()
-            except CheckpointError as failure:
-                raise _half_loaded(failure) from failure
+            matching.finish()
         loaded = Loaded(matching.results(), self._held.place.path, matching.source.skipped.lines())
         if self._ctx.is_main_process:
             _report(self._verb, loaded)
@@ -290,13 +295,3 @@ def _report(verb: str, loaded: Loaded) -> None:
         sys.audit("accel.checkpoint", str(loaded.path))  # for the launcher's last line
     if verb == "resume" and not logger.hasHandlers():
         print(f"accel: resumes from {loaded.path}", file=sys.stderr, flush=True)
-
-
-def _half_loaded(failure: CheckpointError) -> CheckpointError:
-    return CheckpointError(
-        f"{failure.problem}; it was whole when it was checked, and parts of it have been loaded",
-        expected=failure.expected,
-        got=failure.got,
-        where=failure.where,
-        fix="Load it, or an older checkpoint, into the same items again before they are used.",
-    )

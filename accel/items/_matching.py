@@ -14,6 +14,7 @@ from accel.checkpoint import Box, Item, MisfitError, Saved, held_box, is_record,
 from accel.context import DistContext
 from accel.data import Cursor, Mean, Sum
 from accel.errors import CheckpointError
+from accel.items._bases import Sums, differing_bases
 from accel.items._kinds import Part, Stateful, are_numbers, kind_of, type_name, without_parts, without_wrappers
 from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
 from accel.items._optimizer import OptimizerLoad
@@ -54,6 +55,17 @@ class Matching:
         wanted = [each for load in self.loads for each in load.wanted]
         return wanted if self.row is None else [*wanted, self.row]
 
+    def compare_bases(self, ranks: Sequence[Mapping[str, Sums]]) -> None:
+        """Compare sharded frozen parameters with their digests, by the sums of all ranks; alike on every rank.
+
+        Raises:
+            CheckpointError: they differ; each is named.
+        """
+        source = self.source
+        source.judge(differing_bases({key: stored for key, (stored, _) in source.bases.items()}, ranks))
+        if source.problems:
+            raise source.problems.error(source.saved.path)
+
     def read(self) -> list[Change]:
         """Read what is wanted; return the changes that can fail. Changes nothing.
 
@@ -79,7 +91,17 @@ class Matching:
             CheckpointError: a file cannot be read any more.
         """
         copies = ((local_part(live), key, held_box(live, key)) for load in self.loads for live, key in load.copies)
-        self.source.saved.read_all((part, key, box) for part, key, box in copies if box is not None and part.numel())
+        parts = ((part, key, box) for part, key, box in copies if box is not None and part.numel())
+        try:
+            self.source.saved.read_all(parts)
+        except CheckpointError as failure:
+            raise CheckpointError(
+                f"{failure.problem}; it was whole when it was checked, and parts of it have been loaded",
+                expected=failure.expected,
+                got=failure.got,
+                where=failure.where,
+                fix="Load it, or an older checkpoint, into the same items again before they are used.",
+            ) from failure
         apply_rng(self.source.ctx, self.source.saved, self.streams)
         drop_gradients(self.passed.values())  # of a window that ends here
 

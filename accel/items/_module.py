@@ -24,8 +24,11 @@ from accel.items._bases import BASE, compare_base
 from accel.items._kinds import type_name
 from accel.items._overlaps import overlap_change
 from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
+from accel.items._transforms import SaveTransform, transformed_tensors
 from accel.parallel import wrapped_name
 from accel.tensors import is_dtensor, local_part
+
+_OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
 
 _EXTRA_STATE = "_extra_state"  # the key that torch gives to what get_extra_state() returns
 
@@ -105,6 +108,41 @@ def clean_name(module: nn.Module, raw: str) -> str:
     return _clean(module, raw)[0]
 
 
+def capture_tensors(
+    modules: Mapping[str, ModuleState], transform: SaveTransform | None
+) -> tuple[dict[str, _OfItem], dict[str, _OfItem], dict[int, str]]:
+    """Return what is saved of modules: parameters, other tensors, and the parameters' names by `id`.
+
+    Args:
+        modules: by item.
+        transform: the user's; None to save what they hold.
+
+    Returns:
+        Twice tensors by name, each with the item that it is of; names.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored.
+        ConfigError: the transform returned what it may not.
+    """
+    named: dict[str, torch.Tensor] = {}
+    parameters: set[str] = set()
+    once: dict[int, torch.Tensor] = {}  # tied tensors stay one object
+    for item, state in modules.items():
+        parameters |= {f"{item}.{key}" for key in state.parameters}
+        for key, tensor in {**state.parameters, **state.buffers}.items():
+            named[f"{item}.{key}"] = once.setdefault(id(tensor), tensor.detach())
+    found = dict(named) if transform is None else transformed_tensors(named, modules, transform)
+    old_names = {id(tensor): name for name, tensor in reversed(named.items())}
+    kept: dict[str, _OfItem] = {}
+    rest: dict[str, _OfItem] = {}
+    moved: dict[str, str] = {}
+    for name, tensor in sorted(found.items()):
+        old = name if name in named else old_names.get(id(tensor), name)
+        moved.setdefault(old_names.get(id(tensor), name), name)
+        (kept if old in parameters else rest)[name] = old.partition(".")[0], tensor
+    return kept, rest, {key: moved.get(name, name) for key, name in parameter_names(modules).items()}
+
+
 def capture_module(
     name: str, module: nn.Module, state: ModuleState, tensors: dict[str, torch.Tensor], kept: Kept
 ) -> Item:
@@ -144,7 +182,8 @@ class ModuleLoad(ItemLoad):
         extras = dict(fields_in(self.item.value, name))
         base = frozenset[str]()
         if BASE in extras:
-            base = compare_base(name, self.live.parameters, extras.pop(BASE), problems)
+            base, sharded = compare_base(name, self.live.parameters, extras.pop(BASE), problems)
+            source.bases |= sharded
         held = {**self.live.parameters, **self.live.buffers}
         tensors = {f"{name}.{key}": tensor for key, tensor in held.items() if key not in base}
         inside = {f"{name}.{key}" for key in extras}

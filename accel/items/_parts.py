@@ -10,6 +10,7 @@ import msgspec
 
 from accel.checkpoint import Content, Item
 from accel.errors import CheckpointError
+from accel.items._bases import BASE, join_bases
 from accel.items._optimizer_state import Group, OptimizerValue, ParamFacts
 
 
@@ -66,6 +67,8 @@ def _join(name: str, kind: str, values: list[Any]) -> Any:
     extras: dict[str, Any] = {}
     for value in reversed(values):
         extras |= value
+    if BASE in extras:
+        extras[BASE] = join_bases(name, [value[BASE] for value in values])
     return extras
 
 

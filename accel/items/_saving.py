@@ -28,7 +28,7 @@ from accel.checkpoint import (
 from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, NonFiniteError, check_choice
-from accel.items._bases import BASE, without_base
+from accel.items._bases import BASE, Sums, has_sums, without_base
 from accel.items._kinds import (
     Stateful,
     TrainableOnly,
@@ -38,12 +38,12 @@ from accel.items._kinds import (
     without_parts,
     without_wrappers,
 )
-from accel.items._module import ModuleState, capture_module, module_states, parameter_names
+from accel.items._module import capture_module, capture_tensors, module_states
 from accel.items._optimizer import capture_optimizer
 from accel.items._parts import join_values, own_values
 from accel.items._rng import capture_row
 from accel.items._stateful import capture_stateful
-from accel.items._transforms import SaveTransform, transformed_tensors
+from accel.items._transforms import SaveTransform
 from accel.items._value import capture_value, check_records
 from accel.parallel import engine_items
 from accel.storage import RemotePath, as_place
@@ -53,8 +53,6 @@ SaveMode = Literal["sync", "async"]
 
 _LARGEST_STEP = 10**18
 _SHOWN = 3
-
-_OfItem = tuple[str, torch.Tensor]  # a tensor, and the item that it is of
 
 
 @overload
@@ -170,7 +168,7 @@ def save_state(
         content = capture(ctx, items, transform)
         if mode == "sync" and not allow_non_finite:
             check_finite(content)
-        divided = divided_names(items)
+        divided = divided_names(items) | {name for name, item in content.items.items() if has_sums(item.value)}
         own = own_values(content, divided) if divided else b""
         content = dataclasses.replace(content, divided=own, join=join_values)
     if mode == "sync":
@@ -191,11 +189,11 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     own: dict[str, torch.Tensor] = {}
     loose: dict[str, torch.Tensor] = {}
     divided, live = divided_names(items), without_wrappers(without_parts(items))
-    modules, bases = module_states(live), dict[str, dict[str, str]]()
+    modules, bases = module_states(live), dict[str, dict[str, str | Sums]]()
     for name in sorted(name for name, item in items.items() if isinstance(item, TrainableOnly)):
         trained, bases[name] = without_base(name, modules[name].parameters)
         modules[name] = dataclasses.replace(modules[name], parameters=trained)
-    parameters, buffers, names = _capture_modules(modules, transform)
+    parameters, buffers, names = capture_tensors(modules, transform)
     for found, to_all, to_some in ((parameters, shared, own), (buffers, main, loose)):
         for name, (item, tensor) in found.items():
             (to_some if item in divided else to_all)[name] = tensor
@@ -217,7 +215,8 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
         except RecursionError as error:
             raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
     for name, digests in bases.items():
-        entries[name] = msgspec.structs.replace(entries[name], value={**entries[name].value, BASE: digests})
+        value = {**entries[name].value, BASE: msgspec.to_builtins(digests)}
+        entries[name] = msgspec.structs.replace(entries[name], value=value)
     check_records(kept)
     return Content(shared=shared, main=main, own=own, loose=loose, items=entries, row=capture_row(ctx, kept))
 
@@ -242,29 +241,6 @@ def check_finite(content: Content) -> None:
         where=", ".join(bad[:_SHOWN]) + more,
         fix="Go on from the newest checkpoint, or pass allow_non_finite=True to keep this state, as for a post-mortem.",
     )
-
-
-def _capture_modules(
-    modules: Mapping[str, ModuleState], transform: SaveTransform | None
-) -> tuple[dict[str, _OfItem], dict[str, _OfItem], dict[int, str]]:
-    """Return what modules hold by name, parameters and other tensors; and the parameters' names by `id`."""
-    named: dict[str, torch.Tensor] = {}
-    parameters: set[str] = set()
-    once: dict[int, torch.Tensor] = {}  # tied tensors stay one object
-    for item, state in modules.items():
-        parameters |= {f"{item}.{key}" for key in state.parameters}
-        for key, tensor in {**state.parameters, **state.buffers}.items():
-            named[f"{item}.{key}"] = once.setdefault(id(tensor), tensor.detach())
-    found = dict(named) if transform is None else transformed_tensors(named, modules, transform)
-    old_names = {id(tensor): name for name, tensor in reversed(named.items())}
-    kept: dict[str, _OfItem] = {}
-    rest: dict[str, _OfItem] = {}
-    moved: dict[str, str] = {}
-    for name, tensor in sorted(found.items()):
-        old = name if name in named else old_names.get(id(tensor), name)
-        moved.setdefault(old_names.get(id(tensor), name), name)
-        (kept if old in parameters else rest)[name] = old.partition(".")[0], tensor
-    return kept, rest, {key: moved.get(name, name) for key, name in parameter_names(modules).items()}
 
 
 def _nonfinite(tensors: Mapping[str, torch.Tensor], *, masks: bool) -> Iterator[str]:

@@ -138,6 +138,7 @@ class Source:
         problems: differences that are errors.
         skipped: differences that `strict=False` allows.
         left: what the checkpoint holds of `Part`s and this rank does not take.
+        bases: stored digests and this rank's sums of frozen parameters that are sharded, by name.
         row: this rank's row, once it has been read.
     """
 
@@ -151,6 +152,7 @@ class Source:
     problems: Problems = field(default_factory=Problems)
     skipped: Problems = field(default_factory=Problems)
     left: set[str] = field(default_factory=set[str])
+    bases: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
     row: Row | None = None
 
     def judge(self, found: Problems) -> None:

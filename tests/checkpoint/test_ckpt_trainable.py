@@ -10,11 +10,15 @@ from ckpt_helpers import CPU
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accel
+from accel.checkpoint import Box, manifest_of
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
-from accel.items._bases import _digest  # pyright: ignore[reportPrivateUsage]
+from accel.items._bases import Sums, _joined, _piece, digest  # pyright: ignore[reportPrivateUsage]
+from accel.storage import as_place
 from accel.testing import simulate
 
 
@@ -111,6 +115,63 @@ def test_it_refuses_what_has_nothing_that_trains(tmp_path: Path) -> None:
 def test_a_digest_differs_where_bytes_differ_or_change_places(values: list[int], data: st.DataObject) -> None:
     one = torch.tensor(values, dtype=torch.uint8)
     other = torch.tensor(data.draw(st.permutations(values)), dtype=torch.uint8)
-    assert (_digest("x", one) == _digest("x", other)) == torch.equal(one, other)
-    assert _digest("x", one) != _digest("x", one.view(1, -1))
-    assert _digest("x", one) == _digest("x", torch.stack([one, one], 1)[:, 0])
+    assert (digest("x", one) == digest("x", other)) == torch.equal(one, other)
+    assert digest("x", one) != digest("x", one.view(1, -1))
+    assert digest("x", one) == digest("x", torch.stack([one, one], 1)[:, 0])
+
+
+def sharded(seed: int, ctx: DistContext, placements: list[Any]) -> nn.Module:
+    model = Adapted(base=seed)
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    for module in (model.base, model.norm):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter.detach(), mesh, placements[: parameter.dim()][-1:], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(spread, requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Replicate()]])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_sharded_base_has_the_digest_of_the_whole_on_any_number_of_ranks(
+    tmp_path: Path, placements: list[Any], world: int
+) -> None:
+    def save(ctx: DistContext) -> None:
+        accel.save_state(ctx, tmp_path, {"model": accel.TrainableOnly(sharded(0, ctx, placements))}, step=1)
+
+    def load(ctx: DistContext, seed: int) -> str:
+        try:
+            accel.load_state(ctx, tmp_path, {"model": sharded(seed, ctx, [Shard(0), Shard(0)])})
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    simulate(save, world, default_group=True)
+    path = accel.latest_checkpoint(tmp_path)
+    assert path is not None
+    accel.load_state(CPU, path, {"model": Adapted(adapter=3)})
+    with pytest.raises(CheckpointError, match=r"model\.base\.weight: expected the base"):
+        accel.load_state(CPU, path, {"model": Adapted(base=5)})
+    whole = accel.save_state(CPU, tmp_path / "whole", {"model": accel.TrainableOnly(Adapted())}, step=1)
+    values = [manifest_of(as_place(each)).items["model"].value for each in (path, whole)]
+    assert values[0] == values[1]
+    assert simulate(lambda ctx: load(ctx, 0), 2, default_group=True) == ["", ""]
+    refused = simulate(lambda ctx: load(ctx, 5), 2, default_group=True)
+    assert refused[0] == refused[1]
+    assert "model.base.weight: expected the base that the checkpoint was trained on" in refused[0]
+
+
+@given(st.data(), st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.float64]))
+def test_sums_of_any_pieces_give_the_digest_of_the_whole(data: st.DataObject, dtype: torch.dtype) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    whole = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    cut = data.draw(st.integers(0, shape[dim]))
+    found: list[Sums] = []
+    for start, stop in ((0, cut), (cut, shape[dim])):
+        part = whole.narrow(dim, start, stop - start).contiguous()
+        if part.numel():
+            box = Box(tuple(start if at == dim else 0 for at in range(len(shape))), tuple(part.shape))
+            flat = part.reshape(-1).view(torch.uint8)
+            facts = str(dtype).removeprefix("torch."), shape
+            found.append(Sums(facts, box, *_piece(flat, box, shape, dtype.itemsize)))
+    assert _joined("x", found) == digest("x", whole)

@@ -21,12 +21,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     _ = signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """Keep what imports have made out of later collections, each of which would walk it all."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Give each test the time that it has on a quiet machine, longer where others compute too."""
@@ -40,6 +34,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
 def serves(line: str) -> bool:
     """Whether a process is one of multiprocessing's own, which end with this one."""
     return "multiprocessing.resource_tracker" in line or "multiprocessing.forkserver" in line
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Collections of a module's tests skip the objects that imports and earlier modules have made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

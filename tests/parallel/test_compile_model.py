@@ -108,6 +108,7 @@ def test_with_data_parallel_the_graph_is_cut_at_buckets(graphs: Graphs, when: st
 
 
 def test_a_real_backend_trains() -> None:
+    torch.manual_seed(0)
     ctx, losses = accel.single(), []
     model = accel.prepare_model(
         ctx, accel.compile_model(Stack(2, 0.1), "repeated", backend="aot_eager", fullgraph=True)

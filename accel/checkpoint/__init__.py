@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from accel.checkpoint._records import named_classes as named_classes
     from accel.checkpoint._records import stored_names as stored_names
     from accel.checkpoint._save import save as save
-    from accel.checkpoint._snapshot import Content as Content
+    from accel.checkpoint._statements import Content as Content
 
 _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
@@ -85,6 +85,6 @@ _WITH_TORCH = {
     "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),
     "_live_tensors": ("checksum", "held_box", "memory_id", "tied"),
-    "_snapshot": ("Content",),
+    "_statements": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

@@ -14,7 +14,8 @@ import msgspec
 
 from accel.checkpoint._manifest import MANIFEST, encode_manifest, step_name
 from accel.checkpoint._retention import Keep, discard, retain, sweep, sweep_objects, sweep_step
-from accel.checkpoint._snapshot import Content, Snapshot, Statement, join_items, make_offer, take_snapshot
+from accel.checkpoint._snapshot import Snapshot, join_items, take_snapshot
+from accel.checkpoint._statements import Content, Statement, make_offer
 from accel.comm import Call, agreed, agreed_values, barrier, call_site, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError

@@ -1,50 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of a checkpoint: each rank states the tensors that it holds, and the plan of writing follows from that."""
+"""Snapshots: the manifest of a checkpoint and the file of each rank, which follow from the statements of all ranks."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from accel import __version__
-from accel.checkpoint._live_tensors import checksum, checksums, held_box, tied
 from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
 from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
+from accel.checkpoint._statements import Content, HeldBox, Offer, OwnTensor, Statement
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import local_part
 
 NamedBox = tuple[str, Box]  # a tensor's name, and which of its elements
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
-    """One rank's contents of a checkpoint.
-
-    Attributes:
-        shared: tensors that are equal on all ranks; any rank may write them.
-        main: tensors that ranks may hold in other values; rank 0's count.
-        own: tensors that this rank holds and others need not; copies are equal.
-        loose: such tensors whose copies may differ; the lowest rank's counts.
-        items: everything else by item; rank 0's count.
-        row: bytes of this rank's own, kept for it.
-        divided: bytes of items that ranks divide, for `join`.
-        join: makes the items of the checkpoint of this rank's and the `divided` of all ranks; None for rank 0's items.
-    """
-
-    shared: Mapping[str, torch.Tensor]
-    main: Mapping[str, torch.Tensor]
-    own: Mapping[str, torch.Tensor]
-    loose: Mapping[str, torch.Tensor]
-    items: Mapping[str, Item]
-    row: bytes
-    divided: bytes = b""
-    join: Callable[[Mapping[str, Item], Sequence[bytes]], Mapping[str, Item]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,105 +35,12 @@ class Snapshot:
     manifest: Manifest
 
 
-class _HeldBox(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's part of a sharded tensor, and the sum of its bits."""
-
-    box: Box
-    checksum: int
-
-
-class _Own(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that other ranks need not have, the part of it here, if any, and whether copies must be equal."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    held: _HeldBox | None
-    exact: bool
-
-
-class Statement(msgspec.Struct, frozen=True):
-    """A rank's message to all others before a save.
-
-    Attributes:
-        row, divided: as of its `Content`.
-        checksum: sum of the tensors that are equal on all ranks.
-        held: its parts of the sharded tensors, in order of their names; None where it has none.
-        own: tensors that other ranks need not have.
-        stage: name of the folder that is written into; rank 0's counts.
-        mark: part of the names of all files of this save; rank 0's counts.
-        facts: digest of what must be the same on every rank.
-    """
-
-    row: bytes
-    divided: bytes
-    facts: bytes
-    checksum: int
-    held: list[_HeldBox | None]
-    own: list[_Own]
-    stage: str = ""
-    mark: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """The tensors that this rank can write, before it knows the others'.
-
-    Attributes:
-        content: the contents that it describes.
-        tensors: those that all ranks have, without other names of the same memory.
-        aliases: these names.
-        shared: names of tensors that are equal on all ranks.
-        sharded: names of sharded tensors, sorted.
-        facts: lines that are the same on every rank.
-        statement: for the other ranks.
-    """
-
-    content: Content
-    tensors: Mapping[str, torch.Tensor]
-    aliases: Mapping[str, str]
-    shared: Set[str]
-    sharded: Sequence[str]
-    facts: str
-    statement: Statement
-
-
 @dataclass(frozen=True, slots=True)
 class _Writers:
     """The boxes to write, in bytes, and who can write those that not every rank can."""
 
     sizes: dict[NamedBox, int]
     holders: dict[NamedBox, list[int]]
-
-
-def make_offer(content: Content, world_size: int) -> Offer:
-    """Look at what this rank holds. No communication.
-
-    Raises:
-        CheckpointError: a DTensor lies in a way that cannot be stored.
-    """
-    everything = {**content.shared, **content.main}
-    aliases = tied(everything)
-    tensors = {name: tensor for name, tensor in everything.items() if name not in aliases}
-    sharded = {name: tensor for name, tensor in sorted(tensors.items()) if is_dtensor(tensor)}
-    shared = {name: tensors[name] for name in content.shared if name in tensors and name not in sharded}
-    facts = "\n".join([*_facts(shared | sharded), *sorted(f"{a} is {b}" for a, b in aliases.items())])
-    return Offer(
-        content=content,
-        tensors=tensors,
-        aliases=aliases,
-        shared=shared.keys(),
-        sharded=list(sharded),
-        facts=facts,
-        statement=Statement(
-            row=content.row,
-            divided=content.divided,
-            facts=hashlib.sha256(facts.encode()).digest(),
-            checksum=checksum(shared) if world_size > 1 else 0,
-            held=list(_held(sharded).values()),
-            own=_own(content),
-        ),
-    )
 
 
 def join_items(content: Content, ranks: Sequence[Statement]) -> Mapping[str, Item]:
@@ -228,28 +108,13 @@ def take_snapshot(
     )
 
 
-def _held(tensors: Mapping[str, torch.Tensor]) -> dict[str, _HeldBox | None]:
-    sums = checksums({name: local_part(tensor) for name, tensor in tensors.items()})
-    boxes = {name: held_box(tensor, name) for name, tensor in tensors.items()}
-    return {name: _HeldBox(box, sums[name]) if box is not None else None for name, box in boxes.items()}
-
-
-def _own(content: Content) -> list[_Own]:
-    tensors = {**content.own, **content.loose}
-    held = _held(tensors)
-    return [
-        _Own(name, dtype_name(tensor.dtype), tuple(tensor.shape), held[name], name in content.own)
-        for name, tensor in sorted(tensors.items())
-    ]
-
-
 def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
     """Tensors without contents for those that only some ranks have.
 
     Raises:
         CheckpointError: two ranks have another one by the same name.
     """
-    found: dict[str, _Own] = {}
+    found: dict[str, OwnTensor] = {}
     parts: dict[tuple[str, Box], int] = {}
     for rank, own in ((rank, own) for rank, said in enumerate(ranks) for own in said.own):
         known, same = found.setdefault(own.name, own), True
@@ -267,9 +132,9 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="meta") for name, o in found.items()}
 
 
-def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[str, list[_HeldBox | None]]:
+def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[str, list[HeldBox | None]]:
     """Return the parts of each sharded tensor, by name and rank; None where a rank has none."""
-    own = list[dict[str, _HeldBox | None]]()
+    own = list[dict[str, HeldBox | None]]()
     first = set[tuple[str, Box | None]]()
     for rank in ranks:
         places = {each.name: (each.name, each.held.box if each.held is not None else None) for each in rank.own}
@@ -279,14 +144,14 @@ def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[st
     return found | {name: [held.get(name) for held in own] for name in sorted({name for held in own for name in held})}
 
 
-def _copies_agree(parts: Sequence[_HeldBox | None]) -> bool:
+def _copies_agree(parts: Sequence[HeldBox | None]) -> bool:
     """Whether ranks that hold the same part of a tensor hold the same bits."""
     held = {part for part in parts if part is not None}
     return len(held) == len({part.box for part in held})
 
 
 def _writers(
-    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[_HeldBox | None]], shared: Set[str]
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[HeldBox | None]], shared: Set[str]
 ) -> _Writers:
     """List the boxes of all tensors, and which ranks can write them."""
     writers = _Writers({}, {})
@@ -336,10 +201,6 @@ def _stack(rows: list[bytes]) -> torch.Tensor:
     width = max(len(row) for row in rows)
     padded = b"".join(len(row).to_bytes(4, "little") + row.ljust(width, b"\0") for row in rows)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(len(rows), width + 4)
-
-
-def _facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in sorted(tensors.items())]
 
 
 def _file_name(rank: int, world_size: int, mark: str) -> str:

@@ -15,7 +15,7 @@ from accel.data._epoch import SampleSource, plan_epoch, skip_steps
 from accel.data._plan import Plan, Tail, check_count
 from accel.data._requests import Workers
 from accel.data._user_loader import Lengths, sample_source
-from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, stream_loader
+from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, reading_options, stream_loader
 from accel.errors import ConfigError, DataError
 
 
@@ -219,7 +219,7 @@ def prepare_loader(
         seed_samples=workers > 0 if seed_samples is None else seed_samples,
         collate_fn=raw.collate_fn,
         whole=raw.batch_sampler is None,
-        options=_options(raw),
+        options=reading_options(raw) | {"persistent_workers": raw.persistent_workers},
         workers=Workers() if raw.persistent_workers else None,
     )
 
@@ -281,18 +281,6 @@ def total_steps(loader: Loader, *, accumulation: int = 1, epochs: int = 1) -> in
             fix="The length of a stream is for the script to know: give the schedule a number of steps.",
         )
     return epochs * -(-len(loader) // accumulation)
-
-
-def _options(raw: Any) -> dict[str, Any]:
-    """Return the arguments of a user's loader that concern reading."""
-    return {
-        "pin_memory": raw.pin_memory,
-        "timeout": raw.timeout,
-        "worker_init_fn": raw.worker_init_fn,
-        "multiprocessing_context": raw.multiprocessing_context,
-        "prefetch_factor": raw.prefetch_factor if raw.num_workers else None,
-        "persistent_workers": raw.persistent_workers,
-    }
 
 
 def _refuse_idle(given: dict[str, object]) -> None:

@@ -157,7 +157,7 @@ def stream_loader(
         steps_per_message=steps_per_message or (1 if workers else _STEPS_PER_MESSAGE),
         num_workers=workers,
         collate_fn=cast(Any, loader).collate_fn if is_torch else _unchanged,
-        options=_options(loader, workers) if is_torch else {},
+        options=reading_options(loader) if is_torch else {},
     )
 
 
@@ -247,13 +247,14 @@ def _check_torch(loader: Any) -> None:
             raise DataError(problem, got=got, where="prepare_loader", fix="Leave it out.")
 
 
-def _options(loader: Any, workers: int) -> dict[str, Any]:
+def reading_options(loader: Any) -> dict[str, Any]:
+    """Return the arguments of a user's DataLoader that concern reading."""
     return {
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
         "worker_init_fn": loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor if workers else None,
+        "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
     }
 
 

@@ -168,7 +168,8 @@ def save_state(
         content = capture(ctx, items, transform)
         if mode == "sync" and not allow_non_finite:
             check_finite(content)
-        divided = divided_names(items) | {name for name, item in content.items.items() if has_sums(item.value)}
+        trainable = [name for name, item in items.items() if isinstance(item, TrainableOnly)]
+        divided = divided_names(items) | {name for name in trainable if has_sums(content.items[name].value)}
         own = own_values(content, divided) if divided else b""
         content = dataclasses.replace(content, divided=own, join=join_values)
     if mode == "sync":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accel adds to pytest: the fixture `simulator`. Loading it loads neither torch nor Hypothesis."""
+"""Pytest plugin: the fixture `simulator`. Loading it loads neither torch nor Hypothesis."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dimensions of a mesh of ranks mean: which ranks have samples of their own, and which share them."""
+"""Dimensions of a mesh of ranks: those along which ranks have samples of their own, and those that share them."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def mesh_position(
 
 
 def _known(names: Sequence[str] | None, ndim: int) -> list[bool]:
-    """Which dimensions are data dimensions, by their names."""
+    """Return the data dimensions, by their names."""
     if names is None:
         if ndim > 1:
             raise ConfigError(
@@ -195,7 +195,7 @@ def _known(names: Sequence[str] | None, ndim: int) -> list[bool]:
 
 
 def _stated(names: Sequence[str], ndim: int, data_dims: Sequence[str]) -> list[bool]:
-    """Which dimensions are data dimensions, as the user says."""
+    """Return the data dimensions that the user names."""
     if isinstance(data_dims, str) or len(set(data_dims)) < len(data_dims) or not set(data_dims) <= set(names):
         raise ConfigError(
             "not data dimensions of the mesh",

@@ -81,7 +81,7 @@ class Saving:
         Raises:
             CheckpointError: the disk failed, or a rank wrote nothing for `timeout_s`; the same on every rank. Nothing
                 has changed.
-            NonFiniteError: what was to be saved is not finite; the same on every rank. Nothing was saved.
+            NonFiniteError: a tensor to be saved is not finite; the same on every rank. Nothing was saved.
         """
         if self._outcome is None:
             try:

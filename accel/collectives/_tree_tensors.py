@@ -182,7 +182,8 @@ def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
 
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of a class, such as DTensor, stand for others."""
-    plain, own = cast(Any, torch.Tensor), cast(Any, kind)
+    plain = cast(Any, torch.Tensor)
+    own = cast(Any, kind)
     return own.__torch_dispatch__ is not plain.__torch_dispatch__
 
 

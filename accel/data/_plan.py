@@ -39,7 +39,7 @@ class SampleCount(int):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How an epoch is cut into global batches of one size.
+    """Plan of an epoch's global batches of one size.
 
     Attributes:
         samples: samples in an epoch.
@@ -81,7 +81,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class BatchPlan(msgspec.Struct, frozen=True):
-    """How batches of different sizes are dealt to ranks.
+    """Plan that deals batches of different sizes to ranks.
 
     Attributes:
         batches_per_step: batches of all ranks in one step.

@@ -38,9 +38,9 @@ def progress(
         ctx: the context.
         batches: from `accel.batches`.
         total: samples in the epoch, such as `loader.samples`; without it there is neither bar nor remaining time.
-        label: what is shown first; the epoch by default.
+        label: text in front; the epoch by default.
         show: whether to show anything.
-        file: where to; standard error by default.
+        file: stream to print to; standard error by default.
         every_s: seconds between two showings; by default 0.2 on a terminal and 10 elsewhere.
         values: returns numbers and scalar tensors by name, such as the loss and the learning rate. Called on the main
             rank alone, after a batch that is shown, so it must not communicate; a tensor of a GPU is waited for then.

@@ -26,7 +26,7 @@ _WORD = 8
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank sums up of a sharded parameter.
+    """One rank's sums of a sharded parameter.
 
     Attributes:
         facts: dtype and shape of the whole.
@@ -143,7 +143,8 @@ def _piece(
         stride = math.prod(shape[dim + 1 :]) * itemsize
         at = torch.arange(box.shape[dim]) if dim < split else torch.zeros(1, dtype=torch.int64)
         starts = starts[..., None] + (box.offset[dim] + at if dim <= split else at) * stride
-    starts, end = starts.reshape(-1), math.prod(shape) * itemsize
+    starts = starts.reshape(-1)
+    end = math.prod(shape) * itemsize
     segments = data.view(len(starts), -1)
     if segments.shape[1] % _WORD == 0 and not (starts % _WORD).any():
         aligned = data if data.data_ptr() % _WORD == 0 else data.clone()

@@ -30,7 +30,7 @@ class Loaded(dict[str, Any]):
 
     Attributes:
         path: the checkpoint's folder, the same on every rank.
-        skipped: what did not fit, a line each; empty unless `strict=False`.
+        skipped: differences, a line each; empty unless `strict=False`.
     """
 
     def __init__(self, values: Mapping[str, object], path: Path | RemotePath, skipped: tuple[str, ...] = ()) -> None:
@@ -64,7 +64,7 @@ def load_state(
         path: the folder or URL that was given to `save_state`, for its newest checkpoint; or a checkpoint's own. In the
             first case rank 0 chooses, damaged checkpoints are skipped with a warning of the logger
             `accel.checkpoint`, and a writer may go on beside.
-        items: what was saved, by the same names: live objects to load into, and records and plain values of the types
+        items: live objects to load into, by the names of the save, and records and plain values of the types
             to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
         verify: whether to compare every byte of the files that are read with their digests. The ranks divide that, so
             the folder must be one that all nodes share.
@@ -122,7 +122,7 @@ def load_newest(
         items_for: gives the items to load into; called on every rank with the manifest of the checkpoint that all
             ranks have agreed on, and once more if another checkpoint must take its place.
         verify: as there.
-        options: how the checkpoint may differ.
+        options: differences to allow.
         site: the user's call that this is part of.
         verb: the name of the user's call.
 
@@ -152,7 +152,7 @@ class _Wish(msgspec.Struct, frozen=True):
     """A rank's intention.
 
     Attributes:
-        bytes_of_files: how much of each file it reads.
+        bytes_of_files: bytes to read of each file.
         left: names that it leaves of `Part`s.
         bases: its sums of frozen parameters that are sharded, by name.
         damage: why it cannot read a checkpoint that another may replace; "" if it can.
@@ -275,7 +275,8 @@ class _Loading:
 
     def _spans(self, saved: Saved) -> list[tuple[str, Span]]:
         """Divide the files that are read among the ranks, each among those that read most of it."""
-        spans, readers = dict[str, list[Span]](), dict[str, list[int]]()
+        spans = dict[str, list[Span]]()
+        readers = dict[str, list[int]]()
         for at, name in enumerate(sorted(saved.manifest.files)):
             if most := max(wish.bytes_of_files[at] for wish in self._wishes):
                 spans[name] = saved.manifest.files[name].spans()

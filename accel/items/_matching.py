@@ -40,7 +40,7 @@ class Matching:
         source: the checkpoint.
         passed: the live items, as the caller has them.
         loads: the items that are loaded, in order of their names.
-        row: where this rank's row is, if the run had as many ranks.
+        row: of this rank, if the run had as many ranks.
         streams: this rank's random streams, once read.
     """
 
@@ -132,7 +132,8 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         parts={name for name, item in items.items() if isinstance(item, Part)},
         classes=named_classes([*_OWN_RECORDS, *(type(item) for item in live.values() if is_record(item))]),
     )
-    matching, found = Matching(source, passed), Problems()
+    matching = Matching(source, passed)
+    found = Problems()
     found.note(MISSING, (f"item {name}" for name in items.keys() - stored.keys()))
     found.note(UNASKED, stored.keys() - items.keys())
     source.judge(found)
@@ -219,7 +220,9 @@ def _same_kind(load: ItemLoad, live: object) -> bool:
     """Whether the live item is of the stored one's kind and class; else note it."""
     if live is None:
         return True  # a plain value of any class
-    kind, name, item = kind_of(live), type_name(live), load.item
+    kind = kind_of(live)
+    name = type_name(live)
+    item = load.item
     if kind == item.kind == "optimizer" and _is_wrapper_name(item.type):
         return True
     named = kind != "module" and item.type != ""  # a module is its tensors, and other formats name no classes

@@ -38,7 +38,7 @@ from accel.tensors import full_tensor, is_dtensor
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What is written: tensors without aliases, the names of each file, and the aliases."""
+    """Contents of the files: tensors without aliases, the names of each file, and the aliases."""
 
     tensors: Mapping[str, torch.Tensor]
     shards: tuple[tuple[str, ...], ...]
@@ -76,7 +76,8 @@ def save_model(
 
     Reference: the layout is that of transformers' `save_pretrained`.
     """
-    target, site = Path(folder), call_site()
+    target = Path(folder)
+    site = call_site()
     size = f"max_shard_size={max_shard_size}"
     with shared_failure(ctx.comm, Call("save_model", size, site)):
         weights = _plan(ctx, model, parse_size(max_shard_size, "save_model, max_shard_size="))
@@ -114,7 +115,8 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
         CheckpointError: a value is no dense tensor, named, or the disk failed; the same on every rank.
         ConfigError: the file's name holds other characters than letters, digits, "_", "." and "-".
     """
-    target, site = Path(path), call_site()
+    target = Path(path)
+    site = call_site()
     with agreed(ctx.comm, Call("save", site=site)):
         if ctx.is_main_process:
             _check_named(tensors, target)

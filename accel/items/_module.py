@@ -39,7 +39,7 @@ class ModuleState:
 
     Attributes:
         parameters, buffers: the live tensors by name; tied ones under every name.
-        extras: what get_extra_state() gave, by name.
+        extras: values of get_extra_state(), by name.
         owners: the submodule of each extra state.
     """
 
@@ -213,7 +213,9 @@ class ModuleLoad(ItemLoad):
 
     def read(self) -> Sequence[Change]:
         """Read extra state, and tensors that a copy alone does not load: tied ones, and elements that share memory."""
-        entries, changes, first = self.source.saved.entries, list[Change](), dict[int, str]()
+        entries = self.source.saved.entries
+        changes = list[Change]()
+        first = dict[int, str]()
         for key, tensor in self._tensors.items():
             old = self.source.file_names[key]
             if overlaps(tensor):
@@ -226,7 +228,9 @@ class ModuleLoad(ItemLoad):
             if entries[self.source.file_names[twin]] is not entries[old]:
                 self._compare_tied(tensor, twin, key)
         for key, stored in self._extras.items():
-            path, kept, before = f"{self.name}.{key}", Kept(), copy.deepcopy(self.live.extras[key])
+            path = f"{self.name}.{key}"
+            kept = Kept()
+            before = copy.deepcopy(self.live.extras[key])
             if has_records(stored):
                 encode(before, path, {}, kept)
             value = self.source.decode(path, stored, {}, kept)

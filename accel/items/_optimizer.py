@@ -95,7 +95,8 @@ class OptimizerLoad(ItemLoad):
         """Make the state, of tensors of its own and of live ones."""
         tensors: dict[str, torch.Tensor] = {}
         for key in self.source.names_in(self.name, self._stored.encoded()):
-            owner, slot = self._owners.get(key), self._slots.get(key)
+            owner = self._owners.get(key)
+            slot = self._slots.get(key)
             if owner is None:
                 tensors[key] = self.source.saved.read(key)
             elif slot is not None and self._fits(slot, key, owner):
@@ -221,7 +222,8 @@ def _loadable_in_place(
 
 
 def _keeps_what_it_is_given(optimizer: torch.optim.Optimizer) -> bool:
-    kind, hooks = cast("Any", type(optimizer)), [getattr(optimizer, name, None) for name in _HOOKS]
+    kind = cast("Any", type(optimizer))
+    hooks = [getattr(optimizer, name, None) for name in _HOOKS]
     loading = (kind.load_state_dict.__module__, kind.__setstate__.__module__)
     return all(module.startswith("torch.optim.") for module in loading) and hooks == [{}, {}]
 

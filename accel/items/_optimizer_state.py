@@ -28,14 +28,14 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ParamFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a parameter looked like."""
+    """Shape and kind of a parameter when it was saved."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest holds of an optimizer.
+    """An optimizer's entry in a manifest.
 
     Attributes:
         groups: parameter groups.
@@ -109,8 +109,10 @@ def encode_optimizer(
     Raises:
         CheckpointError: something in the state cannot be stored.
     """
-    listed, packed = named_parameters(optimizer, names), _state_of(optimizer, item)
-    order, state = list(listed), dict[str, Any]()
+    listed = named_parameters(optimizer, names)
+    packed = _state_of(optimizer, item)
+    order = list(listed)
+    state = dict[str, Any]()
     for index, entries in packed["state"].items():
         if type(index) is not int or not 0 <= index < len(order):
             raise CheckpointError("state that belongs to no parameter", got=repr(index), where=f"{item}.state")

@@ -20,7 +20,8 @@ def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Chang
     """
     reach = sum(stride * (size - 1) for stride, size in zip(live.stride(), live.shape, strict=True))
     memory = live.detach().as_strided((reach + 1,), (1,))
-    before, after = memory.clone(), memory.clone()
+    before = memory.clone()
+    after = memory.clone()
     value = value.to(memory.device, memory.dtype)
     places = torch.arange(memory.numel(), device=memory.device).as_strided(live.shape, live.stride())
     after[places.reshape(-1)] = value.reshape(-1)

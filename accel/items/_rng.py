@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint keeps for each rank: its random streams, and the parts of records that differ between ranks."""
+"""A rank's row in a checkpoint: its random streams, and its parts of records that differ between ranks."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def save_state(
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name. A
             `Part` of a module or an optimizer is what this rank has of one that ranks divide.
         step: names the checkpoint, 0 or above.
-        keep: which checkpoints stay: a number from 1, this one and the newest others; or a `Keep`; None for all. They
+        keep: checkpoints to keep: a number from 1, this one and the newest others; or a `Keep`; None for all. They
             are deleted after the commit, and only if they hold nothing but what accel wrote.
         metrics: finite numbers to keep the best by, stored with the checkpoint; rank 0's count.
         mode: "sync" returns after the commit. "async" returns once every rank has copied its share to host memory, and
@@ -189,8 +189,10 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     main: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     loose: dict[str, torch.Tensor] = {}
-    divided, live = divided_names(items), without_wrappers(without_parts(items))
-    modules, bases = module_states(live), dict[str, dict[str, str | Sums]]()
+    divided = divided_names(items)
+    live = without_wrappers(without_parts(items))
+    modules = module_states(live)
+    bases = dict[str, dict[str, str | Sums]]()
     for name in sorted(name for name, item in items.items() if isinstance(item, TrainableOnly)):
         trained, bases[name] = without_base(name, modules[name].parameters)
         modules[name] = dataclasses.replace(modules[name], parameters=trained)
@@ -198,7 +200,8 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     for found, to_all, to_some in ((parameters, shared, own), (buffers, main, loose)):
         for name, (item, tensor) in found.items():
             (to_some if item in divided else to_all)[name] = tensor
-    entries, kept = dict[str, Item](), Kept()
+    entries = dict[str, Item]()
+    kept = Kept()
     for name, item in live.items():
         same, first = (own, loose) if name in divided else (shared, main)
         try:

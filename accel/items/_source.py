@@ -45,7 +45,7 @@ _TITLES = (MISSING, UNEXPECTED, SHAPES, TYPES, UNASKED)
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint may differ from what it is loaded into; see `load_state`."""
+    """Differences to allow between a checkpoint and live items; see `load_state`."""
 
     strict: bool
     cast: bool
@@ -137,7 +137,7 @@ class Source:
         classes: of records and enums, by the names that they are stored under.
         problems: differences that are errors.
         skipped: differences that `strict=False` allows.
-        left: what the checkpoint holds of `Part`s and this rank does not take.
+        left: entries of `Part`s in the checkpoint that this rank does not take.
         bases: stored digests and this rank's sums of frozen parameters that are sharded, by name.
         row: this rank's row, once it has been read.
     """
@@ -204,7 +204,8 @@ class Source:
         """Read the tensors of a value, each to where its live namesake lies, others to a device."""
         tensors: dict[str, torch.Tensor] = {}
         for key in self.names_in(name, value):
-            read, namesake = self.read_like(key, live), live.get(key)
+            read = self.read_like(key, live)
+            namesake = live.get(key)
             if namesake is None:
                 tensors[key] = read.to(device)
                 continue
@@ -242,9 +243,9 @@ class ItemLoad:
     Attributes:
         name, item: of the checkpoint.
         source: the checkpoint.
-        result: what `load_state` returns for it.
-        problems: where both differ, found by `compare`.
-        wanted: what this rank reads.
+        result: its value in the result of `load_state`.
+        problems: differences, found by `compare`.
+        wanted: entries that this rank reads.
         copies: live tensors and the names of the stored ones that are copied into them when nothing can fail any more.
     """
 

@@ -57,7 +57,7 @@ def transformed_tensors(
     """Return what is saved of modules, by name.
 
     Args:
-        tensors: what they hold.
+        tensors: contents, by name.
         modules: names of items.
         transform: the user's.
 
@@ -74,7 +74,7 @@ def transformed_tensors(
 
 
 def _checked(found: object, kind: type[T], caller: str) -> dict[str, T]:
-    """What a function of the user's returned, if it is such things by name."""
+    """Check the result of a user's function: a dict of such values by name."""
     if not isinstance(found, Mapping):
         raise _refusal(caller, type(found).__name__)
     pairs = cast("Mapping[Any, Any]", found)

@@ -117,7 +117,9 @@ class ValueLoad(ItemLoad):
             MisfitError: the live one's class takes no such fields.
             CheckpointError: it is nothing that was saved.
         """
-        name, stored, tag = self.name, fields_in(self.item.value, self.name), record_tag(self.live)
+        name = self.name
+        stored = fields_in(self.item.value, self.name)
+        tag = record_tag(self.live)
         if any(stored.get(key) != value for key, value in tag.items()):
             raise MisfitError(name, expected=str(tag), got=str({key: stored.get(key) for key in tag}))
         tensors = self.source.tensors(name, stored, self._tensors, self.source.ctx.device)

@@ -33,7 +33,9 @@ def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what this rank holds of a state in torch's form. Mutates the optimizer; groups are replaced."""
     local = local_optimizer(optimizer)
-    params, place, entries = _params(optimizer), _places(local), cast("dict[int, Any]", state["state"])
+    params = _params(optimizer)
+    place = _places(local)
+    entries = cast("dict[int, Any]", state["state"])
     options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
     mine = {place[id(params[at])]: each for at, each in entries.items() if id(params[at]) in place}
     groups = [old | new for old, new in zip(_indexed(local.param_groups, place), options, strict=True)]

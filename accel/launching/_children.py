@@ -114,7 +114,8 @@ class Children:
             _ = popen.communicate()
 
     def _relay(self, plan: LaunchPlan, logs: Mapping[int, Log]) -> Relay:
-        out, err = os.fstat(1), os.fstat(2)
+        out = os.fstat(1)
+        err = os.fstat(2)
         stdout = Sink(1)
         stderr = stdout if os.path.samestat(out, err) else Sink(2)  # one terminal has one cursor
         prefixed = plan.prefix and len(plan.processes) > 1

@@ -35,7 +35,7 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The work of an agent.
 
     Attributes:
-        target: what every process runs.
+        target: program of every process.
         config: settings of the launch.
         parent: process whose end ends the agent.
         added: variables of the agent alone, which its ranks do not get.

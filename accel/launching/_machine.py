@@ -122,8 +122,10 @@ def _opened(nvml: Any) -> Generator[bool]:
 
 
 def _read_gpu(nvml: Any, index: int) -> Gpu:
-    handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    handle = ctypes.c_void_p()
+    name = ctypes.create_string_buffer(96)
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     # A call that fails leaves its result empty: the GPU counts, and nothing more is known of it.
     nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
     nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))

@@ -94,7 +94,7 @@ def plan_launch(
     """Plan the processes of a launch on one host.
 
     Args:
-        target: what every process runs.
+        target: program of every process.
         config: settings of the launch; it overrides the `ACCEL_*` variables of `environ`.
         environ: base environment of each process.
         machine: resources of the machine.

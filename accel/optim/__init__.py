@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around an optimizer: the accumulation window as a record, and passes over gradients."""
+"""Around an optimizer: the accumulation window as a record, and passes over gradients."""
 
 from accel.optim._accumulation import Accumulation as Accumulation
 from accel.optim._foreach import norms as norms

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is spread over ranks, and how to get the plain model back."""
+"""Models spread over ranks, and the way back to the plain model."""
 
 from accel.parallel._autocast_seen import runs_without_autocast as runs_without_autocast
 from accel.parallel._checkpointing import checkpoint_activations as checkpoint_activations

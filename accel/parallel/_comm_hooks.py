@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How gradients travel: DDP's options as one record, and its communication hooks by name."""
+"""Exchange of gradients: DDP's options as one record, and its communication hooks by name."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ENGINES: Mapping[str, tuple[str, str]] = {}
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimizer step is to do.
+    """Options of one optimizer step.
 
     Attributes:
         factor: multiplies the gradients before anything else: it divides by the window's weight and the loss scale.

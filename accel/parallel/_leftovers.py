@@ -120,7 +120,7 @@ def _watch(parameter: torch.Tensor, reached: torch.Tensor) -> None:
 
 
 def _nonzero(grad: torch.Tensor) -> torch.Tensor:
-    """How many elements that this rank holds are not zero."""
+    """Count this rank's elements that are not zero."""
     grad = local_part(grad)
     return (grad.coalesce().values() if grad.is_sparse else grad).count_nonzero()
 

@@ -27,7 +27,7 @@ from accel.parallel._unwrap import unwrap_model
 
 
 class LocalSgd(msgspec.Struct, frozen=True):
-    """Where a run stands between two averages.
+    """Position of a run between two averages.
 
     Attributes:
         every: optimizer steps from one average to the next.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of a model something is done to."""
+"""Selection of a model's modules by path, class or size."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from accel.tensors import is_dtensor, mesh_of
 
 @runtime_checkable
 class Sharded(Protocol):
-    """What `fully_shard` adds to a module."""
+    """Methods that `fully_shard` adds to a module."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, /) -> None:
         """Set whether the next backward exchanges the gradients of this module and of those below it."""

@@ -27,7 +27,7 @@ class SpreadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is spread over the ranks along one dimension.
+    """A way to spread a model over the ranks along one dimension.
 
     Attributes:
         dimension: the dimension that this is the answer for.

@@ -147,7 +147,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _problem(parameter: nn.Parameter) -> tuple[str, str]:
-    """What keeps a parameter from being sharded, and what to do about it; nothing if all is well."""
+    """Return the reason that keeps a parameter from being sharded, and the way out; empty if there is none."""
     if heir_of(parameter) is not None:
         return "one that another model shares, and that was sharded with it", "Prepare both as one module."
     if is_lazy(parameter):

@@ -243,7 +243,7 @@ def _check_alike(accum: Accumulation, weight: float | torch.Tensor | None) -> No
 
 
 def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
-    """What the window's weights are measured in: a full window of equal parts then needs no division at its end."""
+    """Return the unit of the window's weights: a full window of equal parts then needs no division at its end."""
     if isinstance(weight, SampleCount):
         return weight.world * weight.copies / ctx.world_size * steps or 1.0
     return float(steps) if weight is None else 1.0

@@ -15,7 +15,7 @@ from accel.errors import ConfigError
 
 @runtime_checkable
 class TwoModes(Protocol):
-    """What schedule-free optimizers have beside torch's: weights to step from, and averaged ones to evaluate."""
+    """Methods of schedule-free optimizers: weights to step from, and averaged ones to evaluate."""
 
     def train(self) -> object:
         """Put the weights to step from into the parameters."""

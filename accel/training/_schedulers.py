@@ -28,7 +28,7 @@ def check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
 
 
 def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """What the next step of a scheduler steps; torch has no public names for what others are made of."""
+    """Return the schedulers that the next step of this one steps; torch has no public names for their parts."""
     held = cast(Any, scheduler)
     if isinstance(scheduler, ChainedScheduler):
         for each in held._schedulers:

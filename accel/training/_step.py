@@ -36,7 +36,7 @@ _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what 
 
 
 class StepResult(NamedTuple, Generic[A]):
-    """What `optimizer_step` did, and the records to go on with.
+    """Outcome of `optimizer_step`, and the records to go on with.
 
     Attributes:
         stepped: whether parameters were changed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer step does to gradients and parameters: one norm, one wait for the device, one multiplication."""
+"""Effects of an optimizer step on gradients and parameters: one norm, one wait for the device, one multiplication."""
 
 from __future__ import annotations
 

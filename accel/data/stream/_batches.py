@@ -35,7 +35,7 @@ class StreamStep(NamedTuple):
 
 
 class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
-    """How a rank would read.
+    """A rank's way of reading.
 
     Attributes:
         node: its node's number.

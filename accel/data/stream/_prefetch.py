@@ -78,7 +78,7 @@ def read_steps(
 
     Args:
         source: iterable from its beginning, or from where its `load_state_dict` puts it; left as it is.
-        plan: how it is sharded.
+        plan: of its shards.
         collate: makes batches, in the process that reads.
         epoch: for a source that has `set_epoch`.
         key: of the random streams that reading draws from.

@@ -37,7 +37,7 @@ class Resumable(Protocol):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """How a reader shards its stream.
+    """A reader's shard of its stream.
 
     Attributes:
         size: elements to a step.
@@ -105,7 +105,7 @@ class StreamSteps(IterableDataset[Any]):
 
     Args:
         source: iterable from its beginning, or from where its `load_state_dict` puts it.
-        plan: how it is sharded.
+        plan: of its shards.
         collate: makes batches.
         begin: key of the random streams, position of each worker, and whether reading replays the skipped elements.
     """

@@ -53,7 +53,7 @@ def load_accelerate_state(
 
     Args:
         ctx: the context.
-        folder: what `save_state` was given, or made, such as `checkpoint_3`.
+        folder: the one that `save_state` wrote, such as `checkpoint_3`.
         items: modules, optimizers, schedulers, objects with state_dict and load_state_dict, and a `LossScale`, by
             name, in the order in which Accelerate prepared or registered them.
 
@@ -65,7 +65,8 @@ def load_accelerate_state(
             nothing has been changed.
         ConfigError: an item that Accelerate does not save.
     """
-    source, site = Path(folder), call_site()
+    source = Path(folder)
+    site = call_site()
     with agreed(ctx.comm, Call(_WHERE, source.name, site)):
         check_items(items, _WHERE)
         found = _read(source, items)
@@ -86,7 +87,7 @@ def load_accelerate_state(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What loading will do: changes that can fail, live tensors with what is copied into them, and what it returns."""
+    """Plan of a load: changes that can fail, copies into live tensors, and the result."""
 
     changes: list[Change]
     copies: list[Copy]
@@ -95,7 +96,9 @@ class _Found:
 
 def _read(source: Path, items: Mapping[str, object]) -> _Found:
     """Read and compare everything."""
-    found, problems, states = _Found([], [], dict(items)), Problems(), module_states(items)
+    found = _Found([], [], dict(items))
+    problems = Problems()
+    states = module_states(items)
     taken: list[str] = []
     counts: dict[str, int] = {}
     with open_directory(source) as folder:
@@ -152,7 +155,8 @@ def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies
 
 
 def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: Problems, changes: list[Change]) -> None:
-    state, live = read_saved(path), bare_optimizer(passed)
+    state = read_saved(path)
+    live = bare_optimizer(passed)
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not isinstance(state.get("state"), dict):
         raise CheckpointError("not an optimizer's state", where=str(path))

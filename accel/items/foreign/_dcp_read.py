@@ -23,7 +23,7 @@ _PLACE = "torch.distributed.checkpoint."
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a piece's bytes are, as torch.save wrote them."""
+    """Place of a piece's bytes, as torch.save wrote them."""
 
     file: str
     start: int
@@ -74,7 +74,8 @@ def _value(
     if not isinstance(described, Described) or not described.name.endswith("metadata.TensorStorageMetadata"):
         return _load(folder, files, name, stored[name, None])
     fields = _state(described, "metadata.TensorStorageMetadata")
-    shape, dtype = _size(fields["size"]), _dtype(fields["properties"])
+    shape = _size(fields["size"])
+    dtype = _dtype(fields["properties"])
     boxes = [_state(chunk, "metadata.ChunkStorageMetadata") for chunk in fields["chunks"]]
     pieces = {_size(box["offsets"]): _size(box["sizes"]) for box in boxes}
     if math.prod(shape) * dtype.itemsize > sum(stored[name, start].end - stored[name, start].start for start in pieces):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pickle says, without doing it: values as they are, and objects as the names of their classes and their parts.
+"""Contents of a pickle, read without running it: values, and objects as names of classes with their parts.
 
 Nothing is imported and nothing is called. Only what plain values and dataclasses are pickled into is understood.
 """
@@ -16,12 +16,12 @@ from accel.errors import CheckpointError
 
 @dataclass(eq=False, slots=True)
 class Described:
-    """What would be an object.
+    """Description of an object.
 
     Attributes:
         name: its class or function, with the module: "torch.Size"; of a class itself, that one's.
-        args: what it would be called with; None for a class itself.
-        state: what it would then be given.
+        args: of the call that would make it; None for a class itself.
+        state: the one it would then be given.
     """
 
     name: str

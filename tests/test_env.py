@@ -7,8 +7,7 @@ import os
 from types import MappingProxyType
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accel import EnvError, LaunchEnv, read_env
 from accel.config import SETTINGS

@@ -8,8 +8,7 @@ documentation.
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel import EnvError, LaunchEnv, read_env
 from accel.env._slurm import first_host, tasks_per_node

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import CheckpointError, CollectiveMismatch, ConfigError, PeerError, TreeError

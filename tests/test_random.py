@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accel import ConfigError, DeviceError, Key
 from accel.random import RngState, capture_rng, check_seed, isolated_rng, restore_rng, rng_scope, seed_rng

@@ -7,8 +7,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel import ConfigError, EnvError
 from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, fit_mesh, mesh_position, mesh_sizes

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accel import TreeError
 from accel.tree import leaves, map_leaves, map_tensors, replace_tensors, structure, tensors

@@ -3,13 +3,8 @@
 
 from accel.collectives._broadcast import broadcast as broadcast
 from accel.collectives._gather import gather as gather
-from accel.collectives._objects import broadcast_object_list as broadcast_object_list
-from accel.collectives._objects import gather_object as gather_object
-from accel.collectives._packing import flat_bytes as flat_bytes
-from accel.collectives._packing import is_large as is_large
-from accel.collectives._packing import pack as pack
-from accel.collectives._packing import unpack as unpack
+from accel.collectives._objects import broadcast_object_list as broadcast_object_list, gather_object as gather_object
+from accel.collectives._packing import flat_bytes as flat_bytes, is_large as is_large, pack as pack, unpack as unpack
 from accel.collectives._pad import pad_across_processes as pad_across_processes
 from accel.collectives._reduce import reduce as reduce
-from accel.collectives._tree_tensors import check_packable as check_packable
-from accel.collectives._tree_tensors import check_rank as check_rank
+from accel.collectives._tree_tensors import check_packable as check_packable, check_rank as check_rank

@@ -11,29 +11,38 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.config._accelerate import Imported as Imported
-    from accel.config._accelerate import LeftOut as LeftOut
-    from accel.config._accelerate import import_accelerate as import_accelerate
-    from accel.config._files import DEFAULT_FILE as DEFAULT_FILE
-    from accel.config._files import decode as decode
-    from accel.config._files import encode as encode
-    from accel.config._files import read_config as read_config
-    from accel.config._record import FIELDS as FIELDS
-    from accel.config._record import LaunchConfig as LaunchConfig
-    from accel.config._resolve import CONFIG_VARIABLE as CONFIG_VARIABLE
-    from accel.config._resolve import ConfigFile as ConfigFile
-    from accel.config._resolve import Resolved as Resolved
-    from accel.config._resolve import Source as Source
-    from accel.config._resolve import resolve as resolve
-    from accel.config._schema import Field as Field
-    from accel.config._schema import from_plain as from_plain
-    from accel.config._schema import from_text as from_text
-    from accel.config._schema import to_text as to_text
-    from accel.config._settings import SETTINGS as SETTINGS
-    from accel.config._settings import SOURCES_VARIABLE as SOURCES_VARIABLE
-    from accel.config._settings import GroupKeywords as GroupKeywords
-    from accel.config._settings import SettingKeywords as SettingKeywords
-    from accel.config._settings import Settings as Settings
+    from accel.config._accelerate import (
+        Imported as Imported,
+        LeftOut as LeftOut,
+        import_accelerate as import_accelerate,
+    )
+    from accel.config._files import (
+        DEFAULT_FILE as DEFAULT_FILE,
+        decode as decode,
+        encode as encode,
+        read_config as read_config,
+    )
+    from accel.config._record import FIELDS as FIELDS, LaunchConfig as LaunchConfig
+    from accel.config._resolve import (
+        CONFIG_VARIABLE as CONFIG_VARIABLE,
+        ConfigFile as ConfigFile,
+        Resolved as Resolved,
+        Source as Source,
+        resolve as resolve,
+    )
+    from accel.config._schema import (
+        Field as Field,
+        from_plain as from_plain,
+        from_text as from_text,
+        to_text as to_text,
+    )
+    from accel.config._settings import (
+        SETTINGS as SETTINGS,
+        SOURCES_VARIABLE as SOURCES_VARIABLE,
+        GroupKeywords as GroupKeywords,
+        SettingKeywords as SettingKeywords,
+        Settings as Settings,
+    )
     from accel.config._torchrun import TORCHRUN_VARIABLES as TORCHRUN_VARIABLES
 
 __getattr__ = exports(

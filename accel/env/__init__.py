@@ -7,5 +7,4 @@ in, a `LaunchEnv` out, so that a test needs no monkeypatch and two contexts can 
 
 from accel.env._read import read_env as read_env
 from accel.env._record import LaunchEnv as LaunchEnv
-from accel.env._tpu import TpuPod as TpuPod
-from accel.env._tpu import read_pod as read_pod
+from accel.env._tpu import TpuPod as TpuPod, read_pod as read_pod

@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.estimate._build import Input as Input
-    from accel.estimate._build import from_config as from_config
-    from accel.estimate._build import from_function as from_function
-    from accel.estimate._build import measure as measure
-    from accel.estimate._headers import from_headers as from_headers
-    from accel.estimate._headers import has_weights as has_weights
-    from accel.estimate._plan import OPTIMIZERS as OPTIMIZERS
-    from accel.estimate._plan import STRATEGIES as STRATEGIES
-    from accel.estimate._plan import Activations as Activations
-    from accel.estimate._plan import Memory as Memory
-    from accel.estimate._plan import Model as Model
-    from accel.estimate._plan import Parameter as Parameter
-    from accel.estimate._plan import Strategy as Strategy
-    from accel.estimate._plan import fewest_ranks as fewest_ranks
-    from accel.estimate._plan import plan_memory as plan_memory
+    from accel.estimate._build import (
+        Input as Input,
+        from_config as from_config,
+        from_function as from_function,
+        measure as measure,
+    )
+    from accel.estimate._headers import from_headers as from_headers, has_weights as has_weights
+    from accel.estimate._plan import (
+        OPTIMIZERS as OPTIMIZERS,
+        STRATEGIES as STRATEGIES,
+        Activations as Activations,
+        Memory as Memory,
+        Model as Model,
+        Parameter as Parameter,
+        Strategy as Strategy,
+        fewest_ranks as fewest_ranks,
+        plan_memory as plan_memory,
+    )
 
 __getattr__ = exports(
     __name__,

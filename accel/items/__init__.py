@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The items of a run: how modules, optimizers, stateful objects and values are saved, compared and restored."""
 
-from accel.items._kinds import Part as Part
-from accel.items._kinds import TrainableOnly as TrainableOnly
-from accel.items._kinds import is_zero as is_zero
-from accel.items._kinds import kind_of as kind_of
-from accel.items._loading import Loaded as Loaded
-from accel.items._loading import load_newest as load_newest
-from accel.items._loading import load_state as load_state
-from accel.items._models import save as save
-from accel.items._models import save_model as save_model
-from accel.items._module import clean_name as clean_name
-from accel.items._module import reshard as reshard
+from accel.items._kinds import Part as Part, TrainableOnly as TrainableOnly, is_zero as is_zero, kind_of as kind_of
+from accel.items._loading import Loaded as Loaded, load_newest as load_newest, load_state as load_state
+from accel.items._models import save as save, save_model as save_model
+from accel.items._module import clean_name as clean_name, reshard as reshard
 from accel.items._saving import save_state as save_state
 from accel.items._source import LoadOptions as LoadOptions
 from accel.items._transforms import Stored as Stored
 from accel.items._whole import get_state_dict as get_state_dict
-from accel.items.foreign import export_dcp as export_dcp
-from accel.items.foreign import import_accelerate as import_accelerate
-from accel.items.foreign import import_dcp as import_dcp
-from accel.items.foreign import load_accelerate_state as load_accelerate_state
+from accel.items.foreign import (
+    export_dcp as export_dcp,
+    import_accelerate as import_accelerate,
+    import_dcp as import_dcp,
+    load_accelerate_state as load_accelerate_state,
+)

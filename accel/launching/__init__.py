@@ -15,24 +15,27 @@ from accel.lazy import exports
 if TYPE_CHECKING:
     from accel.launching._attempts import run_plan as run_plan
     from accel.launching._failure_record import FailureRecord as FailureRecord
-    from accel.launching._function import debug_launcher as debug_launcher
-    from accel.launching._function import launch as launch
-    from accel.launching._function import notebook_launcher as notebook_launcher
+    from accel.launching._function import (
+        debug_launcher as debug_launcher,
+        launch as launch,
+        notebook_launcher as notebook_launcher,
+    )
     from accel.launching._hosts import check_endpoint as check_endpoint
-    from accel.launching._launch import plan_here as plan_here
-    from accel.launching._launch import run_launch as run_launch
-    from accel.launching._machine import Gpu as Gpu
-    from accel.launching._machine import Machine as Machine
-    from accel.launching._machine import read_machine as read_machine
-    from accel.launching._machine import visible_gpus as visible_gpus
-    from accel.launching._plan import HostPosition as HostPosition
-    from accel.launching._plan import LaunchPlan as LaunchPlan
-    from accel.launching._plan import ProcessPlan as ProcessPlan
-    from accel.launching._plan import plan_launch as plan_launch
-    from accel.launching._slurm import batch_script as batch_script
-    from accel.launching._slurm import submit as submit
-    from accel.launching._target import Target as Target
-    from accel.launching._target import check_target as check_target
+    from accel.launching._launch import plan_here as plan_here, run_launch as run_launch
+    from accel.launching._machine import (
+        Gpu as Gpu,
+        Machine as Machine,
+        read_machine as read_machine,
+        visible_gpus as visible_gpus,
+    )
+    from accel.launching._plan import (
+        HostPosition as HostPosition,
+        LaunchPlan as LaunchPlan,
+        ProcessPlan as ProcessPlan,
+        plan_launch as plan_launch,
+    )
+    from accel.launching._slurm import batch_script as batch_script, submit as submit
+    from accel.launching._target import Target as Target, check_target as check_target
     from accel.launching._tpu import on_pod as on_pod
 
 __getattr__ = exports(

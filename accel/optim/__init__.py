@@ -3,9 +3,11 @@
 
 from accel.optim._accumulation import Accumulation as Accumulation
 from accel.optim._foreach import norms as norms
-from accel.optim._gradients import clamp_ as clamp_
-from accel.optim._gradients import first_nonfinite as first_nonfinite
-from accel.optim._gradients import gradients as gradients
-from accel.optim._gradients import parameters_of as parameters_of
-from accel.optim._gradients import scale_ as scale_
+from accel.optim._gradients import (
+    clamp_ as clamp_,
+    first_nonfinite as first_nonfinite,
+    gradients as gradients,
+    parameters_of as parameters_of,
+    scale_ as scale_,
+)
 from accel.optim._norms import total_norm as total_norm

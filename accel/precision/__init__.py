@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed precision as the context's record says: autocast, formats of a model's parts, fp8, the loss scale."""
 
-from accel.precision._autocast import autocast as autocast
-from accel.precision._autocast import matmul_precision as matmul_precision
-from accel.precision._loss_scale import LossScale as LossScale
-from accel.precision._loss_scale import loss_scale as loss_scale
+from accel.precision._autocast import autocast as autocast, matmul_precision as matmul_precision
+from accel.precision._loss_scale import LossScale as LossScale, loss_scale as loss_scale
 from accel.precision._model import apply_precision as apply_precision

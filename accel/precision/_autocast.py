@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from accel.context import DistContext, context_first
-from accel.formats import Precision, PrecisionName
-from accel.formats import precision as precision_of
+from accel.formats import Precision, PrecisionName, precision as precision_of
 from accel.precision._fp8 import fp8_scope
 from accel.precision._products import fp32_products
 from accel.precision._support import DTYPES, check_compute

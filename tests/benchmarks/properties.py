@@ -16,12 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, find, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, Verbosity, find, given, settings, strategies as st
 
 import accel
-from accel.testing import Deadlock, Simulator
-from accel.testing import strategies as sim
+from accel.testing import Deadlock, Simulator, strategies as sim
 
 EXAMPLES, STARTS = 1000, 20
 ROWS = st.lists(st.integers(0, 5), min_size=1, max_size=8)

@@ -9,8 +9,7 @@ import msgspec
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel.checkpoint import decode, encode
 from accel.errors import CheckpointError

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 import torch
 from ckpt_helpers import CPU, Run, equal, streams
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from accel import load_state, save_state
 from accel.checkpoint import latest_checkpoint

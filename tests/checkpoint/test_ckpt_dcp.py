@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckpt_helpers import CPU, Run, equal
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 import torch
 from ckpt_helpers import CPU, Wrapper, equal
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import accel

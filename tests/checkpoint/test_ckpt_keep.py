@@ -4,8 +4,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from accel.checkpoint import Keep
 from accel.checkpoint._retention import check_keep, check_metrics, plan_keep

@@ -2,8 +2,7 @@
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel.checkpoint import (
     Item,

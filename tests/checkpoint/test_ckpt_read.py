@@ -10,8 +10,7 @@ import pytest
 import torch
 from ckpt_golden import HERE
 from ckpt_helpers import CPU
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import accel
 from accel.checkpoint import Box, open_checkpoint

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import torch
 from ckpt_helpers import CPU, Window
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import accel
 from accel.context import DistContext

@@ -15,8 +15,7 @@ import pytest
 import torch
 from ckpt_helpers import CPU, Cursor, Run, equal
 from ckpt_store import Breaking, Crash, Store, register
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from processes import patience
 
 import accel

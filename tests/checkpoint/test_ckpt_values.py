@@ -12,8 +12,7 @@ import msgspec
 import numpy
 import pytest
 from ckpt_helpers import CPU, equal
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 import accel

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 import torch
 from ckpt_helpers import CPU, Cursor, Run, equal, network
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from processes import free_port, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 

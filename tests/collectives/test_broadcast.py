@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import CollectiveMismatch, ConfigError
-from accel.testing.strategies import tensors as any_tensor
-from accel.testing.strategies import trees
+from accel.testing.strategies import tensors as any_tensor, trees
 from accel.tree import map_tensors, tensors
 
 relaxed = settings(deadline=None, max_examples=60)

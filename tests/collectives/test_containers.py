@@ -7,8 +7,7 @@ from collections import UserDict, deque
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import ConfigError, Container, TreeError

@@ -6,8 +6,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import CollectiveMismatch, ConfigError

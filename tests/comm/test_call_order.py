@@ -7,8 +7,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import accel
 from accel import CollectiveMismatch, ConfigError

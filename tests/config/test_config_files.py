@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from configs import VALUES, configs
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel.config import FIELDS, LaunchConfig, decode, encode, read_config
 from accel.errors import ConfigError

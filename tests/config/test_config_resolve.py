@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from configs import VALUES, by_name, configs, some_values
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from accel.config import FIELDS, ConfigFile, LaunchConfig, Source, from_plain, from_text, resolve, to_text
 from accel.errors import ConfigError, EnvError

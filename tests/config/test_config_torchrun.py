@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from configs import some_values
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel.cli import main
 from accel.config import FIELDS, ConfigFile, LaunchConfig, Source, resolve, to_text

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accel.data.stream._packing import BatchPacker, BatchUnpacker, PackedBatches
 

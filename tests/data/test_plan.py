@@ -8,8 +8,7 @@ import pickle
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accel import ConfigError, Cursor, DataError
 from accel.data import Plan, SampleCount, Shard, shard

@@ -9,8 +9,7 @@ from collections import UserDict
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from stream_helpers import Stateful, Stream, make_loader, on_nodes
 from torch.utils.data import DataLoader, IterableDataset
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
 from torch.utils.data import DataLoader, IterableDataset
 

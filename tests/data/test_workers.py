@@ -15,8 +15,7 @@ from collections import UserDict
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from processes import patience
 from torch.utils.data import DataLoader, Dataset, Subset
 

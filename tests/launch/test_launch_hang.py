@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from launching import HERE, Workspace
 
 from accel.launching._flight_record import EnteredCollective, last_calls

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel import launching
 from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel.launching._relay import Pipe, Relay, Sink, split_lines
 

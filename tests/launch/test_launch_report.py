@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accel.launching import FailureRecord
 from accel.launching._failure_record import Failure, culprit, exit_code, file_beside, read_failure, write_file

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import Block, Stack
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import accel

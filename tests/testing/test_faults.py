@@ -8,8 +8,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accel.errors import ConfigError
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, SimulationError, Simulator, WriteFault

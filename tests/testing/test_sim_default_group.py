@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from processes import wait_for
-from torch.distributed import _functional_collectives as functional
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import _functional_collectives as functional, device_mesh, distributed_c10d
 
 from accel.errors import CollectiveMismatch
 from accel.testing import Deadlock, SimulationError, Simulator, simulate, simulate_groups

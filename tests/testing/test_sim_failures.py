@@ -10,8 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, find, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, find, settings, strategies as st
 
 from accel.errors import AccelError, CollectiveMismatch, ConfigError
 from accel.testing import Deadlock, Fault, InjectedFault, SimulationError, Simulator, simulate, simulate_groups

@@ -7,8 +7,7 @@ import threading
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accel.testing import Simulator, simulate, simulate_groups
 

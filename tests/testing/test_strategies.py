@@ -8,14 +8,12 @@ import sys
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, find, given, settings, strategies as st
 from processes import patience
 
 import accel
 from accel.errors import ConfigError
-from accel.testing import Deadlock, Fault, Simulator, WriteFault
-from accel.testing import strategies as sim
+from accel.testing import Deadlock, Fault, Simulator, WriteFault, strategies as sim
 from accel.testing.strategies import Pair, Point, Record, World
 from accel.tree import leaves, structure, tensors
 

@@ -8,12 +8,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import accel
-from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault
-from accel.testing import strategies as sim
+from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, strategies as sim
 from accel.testing._faults import CallAction
 from accel.tree import structure, tensors
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss

@@ -3,7 +3,5 @@
 
 from accel.items.foreign._accelerate import load_accelerate_state as load_accelerate_state
 from accel.items.foreign._accelerate_import import import_accelerate as import_accelerate
-from accel.items.foreign._dcp import export_dcp as export_dcp
-from accel.items.foreign._dcp import import_dcp as import_dcp
-from accel.items.foreign._described import Described as Described
-from accel.items.foreign._described import describe_pickle as describe_pickle
+from accel.items.foreign._dcp import export_dcp as export_dcp, import_dcp as import_dcp
+from accel.items.foreign._described import Described as Described, describe_pickle as describe_pickle

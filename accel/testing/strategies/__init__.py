@@ -15,15 +15,18 @@ except ImportError as error:
         fix='Run: pip install "accel[testing]".',
     ) from error
 
-from accel.testing.strategies._tensors import DTYPES as DTYPES
-from accel.testing.strategies._tensors import tensors as tensors
-from accel.testing.strategies._trees import Pair as Pair
-from accel.testing.strategies._trees import Point as Point
-from accel.testing.strategies._trees import Record as Record
-from accel.testing.strategies._trees import rank_trees as rank_trees
-from accel.testing.strategies._trees import trees as trees
-from accel.testing.strategies._worlds import World as World
-from accel.testing.strategies._worlds import faults as faults
-from accel.testing.strategies._worlds import schedules as schedules
-from accel.testing.strategies._worlds import worlds as worlds
-from accel.testing.strategies._worlds import write_faults as write_faults
+from accel.testing.strategies._tensors import DTYPES as DTYPES, tensors as tensors
+from accel.testing.strategies._trees import (
+    Pair as Pair,
+    Point as Point,
+    Record as Record,
+    rank_trees as rank_trees,
+    trees as trees,
+)
+from accel.testing.strategies._worlds import (
+    World as World,
+    faults as faults,
+    schedules as schedules,
+    worlds as worlds,
+    write_faults as write_faults,
+)

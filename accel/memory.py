@@ -31,7 +31,7 @@ _SIGNS = (  # texts of backends without an exception of their own
 )
 
 
-class _Failure(msgspec.Struct, frozen=True, kw_only=True):
+class _AttemptFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's failure in an attempt.
 
     Attributes:
@@ -155,8 +155,8 @@ def _watched_attempt(
                 return sent.problem
             if sent is not None:
                 raise sent from None
-            mine = _Failure(rank=ctx.rank, search=search, text=_headline(error), memory=is_out_of_memory(error))
-            note = msgspec.json.decode(alarm.ring(msgspec.json.encode(mine)), type=_Failure)
+            mine = _AttemptFailure(rank=ctx.rank, search=search, text=_headline(error), memory=is_out_of_memory(error))
+            note = msgspec.json.decode(alarm.ring(msgspec.json.encode(mine)), type=_AttemptFailure)
             if not note.memory and not _is_lost_peer(error):
                 own = error  # only here: its frames hold the memory of the attempt
         else:

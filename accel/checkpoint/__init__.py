@@ -12,7 +12,7 @@ from accel.checkpoint._manifest import (
     Item as Item,
     ItemKind as ItemKind,
     Manifest as Manifest,
-    Piece as Piece,
+    StoredPiece as StoredPiece,
     TensorEntry as TensorEntry,
     decode_manifest as decode_manifest,
     encode_manifest as encode_manifest,

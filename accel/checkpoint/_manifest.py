@@ -30,7 +30,7 @@ _SEAL_BYTES = 77
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
 
-class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box of a tensor, stored in a file under the tensor's name.
 
     Attributes:
@@ -60,7 +60,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     dtype: str
     shape: tuple[Size, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 import torch
 
 from accel.checkpoint._directory import deleted
-from accel.checkpoint._manifest import Manifest, Piece, TensorEntry, check_sizes, check_step, read_manifest, step_of
+from accel.checkpoint._manifest import (
+    Manifest,
+    StoredPiece,
+    TensorEntry,
+    check_sizes,
+    check_step,
+    read_manifest,
+    step_of,
+)
 from accel.checkpoint._plan import Box, intersect, whole, within
 from accel.errors import CheckpointError
 from accel.storage import (
@@ -59,7 +67,7 @@ class Saved:
     digest: str
     entries: Mapping[str, TensorEntry]
     _folder: OpenDirectory
-    _listed: Mapping[str, Mapping[str, Piece]]
+    _listed: Mapping[str, Mapping[str, StoredPiece]]
     _readers: ThreadPoolExecutor
     _files: dict[str, Mapping[str, _StoredTensor]] = field(default_factory=dict[str, Mapping[str, _StoredTensor]])
 
@@ -167,14 +175,14 @@ class Saved:
         """Return whether the path still leads to this checkpoint, which a writer may have deleted or replaced."""
         return self._folder.is_in_place()
 
-    def _pieces(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
+    def _pieces(self, name: str, box: Box) -> Iterator[tuple[StoredPiece, Box]]:
         """The pieces that hold a part of a tensor, with what of it they hold."""
         for piece in self.entries[name].pieces:
             shared = intersect(piece.box, box) if box.size else piece.box
             if shared is not None:
                 yield piece, shared
 
-    def _stored(self, name: str, piece: Piece) -> _StoredTensor:
+    def _stored(self, name: str, piece: StoredPiece) -> _StoredTensor:
         if piece.file not in self._files:
             self._files[piece.file] = self._open(piece.file)
         return self._files[piece.file][name]
@@ -237,7 +245,7 @@ def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None
             check_step(folder, manifest, step)
         check_sizes(folder, manifest.files)
         entries = manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
-        listed: dict[str, dict[str, Piece]] = {name: {} for name in manifest.files}
+        listed: dict[str, dict[str, StoredPiece]] = {name: {} for name in manifest.files}
         for name, entry in manifest.tensors.items():
             for piece in entry.pieces:
                 listed[piece.file][name] = piece

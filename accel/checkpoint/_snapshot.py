@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from accel import __version__
-from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, Piece, TensorEntry
+from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, StoredPiece, TensorEntry
 from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
 from accel.checkpoint._statements import Content, HeldBox, Offer, OwnTensor, Statement
 from accel.errors import CheckpointError
@@ -186,10 +186,10 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def _entries(
     tensors: Mapping[str, torch.Tensor], plan: Sequence[Sequence[NamedBox]], mark: str
 ) -> dict[str, TensorEntry]:
-    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(tensors)}
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in sorted(tensors)}
     for rank, parts in enumerate(plan):
         for name, box in parts:
-            pieces[name].append(Piece(_file_name(rank, len(plan), mark), box.offset, box.shape))
+            pieces[name].append(StoredPiece(_file_name(rank, len(plan), mark), box.offset, box.shape))
     return {
         name: TensorEntry(dtype_name(tensors[name].dtype), tuple(tensors[name].shape), tuple(found))
         for name, found in pieces.items()

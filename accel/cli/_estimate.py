@@ -138,7 +138,7 @@ def _input(text: str, dtype: str) -> Input:
     return Input(tuple(map(int, match[1].split("x"))), match[2] or dtype)
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table.
 
     Attributes:
@@ -164,10 +164,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return "yes" if self.fits else f"from {self.fewest_ranks} ranks" if self.fewest_ranks else "no"
 
 
-def _row(model: Model, known: argparse.Namespace, precision: PrecisionName, strategy: str, limit: int | None) -> Row:
+def _row(
+    model: Model, known: argparse.Namespace, precision: PrecisionName, strategy: str, limit: int | None
+) -> EstimateRow:
     chosen: dict[str, Any] = {"precision_name": precision, "strategy": strategy, "optimizer": known.optimizer}
     memory = plan_memory(model, nproc=known.nproc, **chosen)
-    row = Row(precision=precision, strategy=strategy, memory=memory, total=memory.total)
+    row = EstimateRow(precision=precision, strategy=strategy, memory=memory, total=memory.total)
     if limit is None:
         return row
     fits = memory.total <= limit
@@ -175,7 +177,7 @@ def _row(model: Model, known: argparse.Namespace, precision: PrecisionName, stra
     return msgspec.structs.replace(row, fits=fits, fewest_ranks=fewest)
 
 
-def _text(model: Model, known: argparse.Namespace, rows: Sequence[Row]) -> str:
+def _text(model: Model, known: argparse.Namespace, rows: Sequence[EstimateRow]) -> str:
     units = {name: sum(each.count for each in each_of) for name, each_of in model.units.items() if name}
     largest = max(units, key=lambda name: units[name], default="")
     blocks = f"; largest of {len(units)} blocks: {largest} with {_short(units[largest])}" if units else ""
@@ -195,7 +197,7 @@ def _text(model: Model, known: argparse.Namespace, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: EstimateRow) -> list[str]:
     memory = row.memory
     known = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.working, row.total)
     sizes = ["?" if part is None else show_size(part) for part in known]

@@ -22,7 +22,7 @@ _STOPPED = (130, 143)  # by Ctrl-C or SIGTERM, which is no finding
 _PATIENCE_S = 60.0  # of a check's collectives, which take milliseconds
 
 
-class _Check(msgspec.Struct, frozen=True):
+class _ReportedCheck(msgspec.Struct, frozen=True):
     """One check in a report of the self-check; further fields are ignored."""
 
     name: str
@@ -41,7 +41,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         shared = known.folder or (folder if config.hosts[1] == 1 else "")
         args = ["--report", str(report), *(["--folder", shared] if shared else [])]
         status = run_launch(str(_SCRIPT), args, config=config, environ=environ)
-        checks = msgspec.json.decode(report.read_bytes(), type=list[_Check]) if report.exists() else []
+        checks = msgspec.json.decode(report.read_bytes(), type=list[_ReportedCheck]) if report.exists() else []
     if status and status not in _STOPPED:
         print(_broken_off(checks))
     return status or int(any(each.state not in ("ok", "skipped") for each in checks))
@@ -57,7 +57,7 @@ def parser() -> Parser:
     return built
 
 
-def _broken_off(checks: Sequence[_Check]) -> str:
+def _broken_off(checks: Sequence[_ReportedCheck]) -> str:
     if not checks:
         return "The ranks did not get as far as the first check: see the report above, and `accel env`."
     return f"Broken off in the check of {checks[-1].name}; likely: {checks[-1].cause}"

@@ -40,7 +40,7 @@ _ADDRESS = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+")
 _FLOW = re.compile(r"[A-Za-z0-9_./-]+|'[^',]*'|\"[^\",\\]*\"")
 
 
-class _Line(NamedTuple):
+class _YamlLine(NamedTuple):
     number: int
     indent: int
     text: str
@@ -69,10 +69,10 @@ def malformed(reason: str, path: str, line: int, column: int, fix: str = "") -> 
     return ConfigError("malformed YAML", got=reason, where=f"{path}, line {line}, column {column}", fix=fix)
 
 
-def _lines(text: str, path: str) -> Iterator[_Line]:
+def _lines(text: str, path: str) -> Iterator[_YamlLine]:
     for number, raw in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         body = raw.lstrip(" ")
-        line = _Line(number, len(raw) - len(body), body.rstrip(" "))
+        line = _YamlLine(number, len(raw) - len(body), body.rstrip(" "))
         if line.text.startswith("\t"):
             raise _refused("a tab in the indentation", path, line)
         if not _PRINTABLE.fullmatch(line.text):
@@ -81,7 +81,7 @@ def _lines(text: str, path: str) -> Iterator[_Line]:
             yield line
 
 
-def _mapping(lines: list[_Line], at: int, indent: int, path: str, depth: int) -> tuple[dict[str, Any], int]:
+def _mapping(lines: list[_YamlLine], at: int, indent: int, path: str, depth: int) -> tuple[dict[str, Any], int]:
     values: dict[str, Any] = {}
     while at < len(lines) and lines[at].indent == indent and not lines[at].text.startswith("- "):
         line = lines[at]
@@ -99,7 +99,7 @@ def _mapping(lines: list[_Line], at: int, indent: int, path: str, depth: int) ->
     return values, at
 
 
-def _value(lines: list[_Line], at: int, rest: str, offset: int, path: str, depth: int) -> tuple[Any, int]:
+def _value(lines: list[_YamlLine], at: int, rest: str, offset: int, path: str, depth: int) -> tuple[Any, int]:
     """Return the value of a key, on its line or nested below it, and the line after it."""
     line = lines[at]
     text = _uncommented(rest)
@@ -113,7 +113,7 @@ def _value(lines: list[_Line], at: int, rest: str, offset: int, path: str, depth
     return None, at
 
 
-def _list(lines: list[_Line], at: int, indent: int, path: str) -> tuple[list[Any], int]:
+def _list(lines: list[_YamlLine], at: int, indent: int, path: str) -> tuple[list[Any], int]:
     values: list[Any] = []
     while at < len(lines) and lines[at].indent == indent and lines[at].text.startswith("- "):
         values.append(_scalar(_uncommented(lines[at].text[2:].strip(" ")), path, lines[at], 2))
@@ -126,7 +126,7 @@ def _uncommented(text: str) -> str:
     return quoted[1] if quoted else re.sub(r"(^| )#.*", "", text).strip(" ")
 
 
-def _scalar(text: str, path: str, line: _Line, offset: int) -> Any:
+def _scalar(text: str, path: str, line: _YamlLine, offset: int) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     if text in ("{}", "[]"):
@@ -150,7 +150,7 @@ def _scalar(text: str, path: str, line: _Line, offset: int) -> Any:
     return text
 
 
-def _quoted(text: str, path: str, line: _Line, offset: int) -> str:
+def _quoted(text: str, path: str, line: _YamlLine, offset: int) -> str:
     if _SINGLE.fullmatch(text):
         return text[1:-1].replace("''", "'")
     if _DOUBLE.fullmatch(text):
@@ -158,6 +158,6 @@ def _quoted(text: str, path: str, line: _Line, offset: int) -> str:
     raise _refused("a string that does not end, or has escapes", path, line, offset)
 
 
-def _refused(reason: str, path: str, line: _Line, offset: int = 0) -> ConfigError:
+def _refused(reason: str, path: str, line: _YamlLine, offset: int = 0) -> ConfigError:
     fix = "If it is YAML all the same, run `pip install 'accel[yaml]'`: without PyYAML, only plain values are read."
     return malformed(reason, path, line.number, line.indent + offset + 1, fix)

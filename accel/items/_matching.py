@@ -19,7 +19,7 @@ from accel.items._kinds import Part, Stateful, are_numbers, kind_of, type_name, 
 from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
 from accel.items._optimizer import OptimizerLoad
 from accel.items._rng import apply_rng, compare_row, read_row, rehearse_rng
-from accel.items._source import MISSING, UNASKED, Change, ItemLoad, LoadOptions, Problems, Source, Wanted
+from accel.items._source import MISSING, UNASKED, Change, CheckpointSource, ItemLoad, LoadOptions, Problems, Wanted
 from accel.items._stateful import StatefulLoad
 from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
@@ -44,7 +44,7 @@ class Matching:
         streams: this rank's random streams, once read.
     """
 
-    source: Source
+    source: CheckpointSource
     passed: Mapping[str, object]
     loads: list[ItemLoad] = field(default_factory=list[ItemLoad])
     row: tuple[str, Box] | None = None
@@ -123,7 +123,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
     items = engine_items(ctx, items)
     live = without_wrappers(without_parts(items))
     modules = module_states(live)
-    source = Source(
+    source = CheckpointSource(
         ctx=ctx,
         saved=saved,
         options=options,
@@ -200,7 +200,7 @@ def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:
 
 
 def _load_of(
-    name: str, live: object, item: Item, source: Source, passed: object, modules: Mapping[str, ModuleState]
+    name: str, live: object, item: Item, source: CheckpointSource, passed: object, modules: Mapping[str, ModuleState]
 ) -> ItemLoad | None:
     """The load of an item by the kind of the live one; None where None leaves it in the file."""
     if live is None and item.kind != "value":

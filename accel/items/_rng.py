@@ -43,7 +43,7 @@ class _Tensor(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _RankPart(msgspec.Struct, frozen=True):
     value: Any
     tensors: dict[str, _Tensor]
 
@@ -57,7 +57,7 @@ class Row(msgspec.Struct, frozen=True):
     """
 
     rng: RngState
-    parts: dict[str, _Part]
+    parts: dict[str, _RankPart]
 
 
 def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
@@ -70,13 +70,13 @@ def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
     Raises:
         CheckpointError: something cannot be stored, named by its path.
     """
-    parts: dict[str, _Part] = {}
+    parts: dict[str, _RankPart] = {}
     for path, record in records.items():
         part = record.rank_part() if isinstance(record, DiffersByRank) and not isinstance(record, type) else None
         if part is not None:
             tensors: dict[str, torch.Tensor] = {}
             value = encode(part, path, tensors)
-            parts[path] = _Part(value, {key: _to_bytes(key, tensor) for key, tensor in tensors.items()})
+            parts[path] = _RankPart(value, {key: _to_bytes(key, tensor) for key, tensor in tensors.items()})
     return msgspec.msgpack.encode(Row(capture_rng(ctx.device), parts))
 
 

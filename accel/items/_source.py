@@ -126,7 +126,7 @@ class Problems:
 
 
 @dataclass(kw_only=True, slots=True)
-class Source:
+class CheckpointSource:
     """One checkpoint, as this rank loads it.
 
     Attributes:
@@ -251,7 +251,7 @@ class ItemLoad:
 
     name: str
     item: Item
-    source: Source
+    source: CheckpointSource
     result: object
     problems: Problems
     wanted: list[Wanted] = field(default_factory=list[Wanted])

@@ -56,12 +56,12 @@ def note_gradients(models: Iterable[nn.Module]) -> None:
     for each in noted:
         _forget(each)
     apart = {id(each) for parameter, whole, _ in shards for each in (parameter, whole)}
-    found = [_Found(each, each, each.grad) for each in noted if each.grad is not None and id(each) not in apart]
+    found = [_FoundGradient(each, each, each.grad) for each in noted if each.grad is not None and id(each) not in apart]
     for parameter, whole, held in shards:
         _forget(parameter)
-        found += [_Found(parameter, None, grad) for grad in held]
+        found += [_FoundGradient(parameter, None, grad) for grad in held]
         if parameter.grad is not None:
-            found.append(_Found(parameter, whole, parameter.grad))
+            found.append(_FoundGradient(parameter, whole, parameter.grad))
     if found:
         _note(found)
 
@@ -71,7 +71,7 @@ def found_gradient(parameter: torch.Tensor) -> bool | None:
     return cast("bool | None", getattr(parameter, _FOUND, None))
 
 
-class _Found(NamedTuple):
+class _FoundGradient(NamedTuple):
     """A gradient that a window found.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Found(NamedTuple):
     grad: torch.Tensor
 
 
-def _note(found: list[_Found]) -> None:
+def _note(found: list[_FoundGradient]) -> None:
     counts = [_nonzero(each.grad) for each in found]
     read = cast("list[int]", cast(Any, torch.stack([count.to(counts[0].device) for count in counts])).tolist())
     for (parameter, reached, _), count in zip(found, read, strict=True):

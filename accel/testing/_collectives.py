@@ -30,7 +30,7 @@ class Layout(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class Call(NamedTuple):
+class SimulatedCall(NamedTuple):
     """A collective and all that ranks must agree on about it; printed like `broadcast(0, int64[4])`."""
 
     name: str

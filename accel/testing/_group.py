@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from accel.testing import _collectives as run
-from accel.testing._collectives import Buffers, Call, Layout, Run, layout
+from accel.testing._collectives import Buffers, Layout, Run, SimulatedCall, layout
 from accel.testing._errors import SimulationError
 from accel.testing._networks import check_message, check_reduction, check_tensors
 from accel.testing._reductions import Reduction, reduction_of
-from accel.testing._rendezvous import Meeting, Rendezvous, Transfer
+from accel.testing._rendezvous import Meeting, MeetingPoint, Transfer
 
 BACKEND = "simulated"
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Printed as what goes over a network in its place; the text is no dtype, so that no call of the user's is equal.
-_SHARE = Call("all_to_all_single", ("torch.uint8",))
+_SHARE = SimulatedCall("all_to_all_single", ("torch.uint8",))
 
 
 class _ReduceOptions(Protocol):
@@ -49,7 +49,7 @@ class _ReduceToRootOptions(_ReduceOptions, _RootOptions, Protocol): ...
 class SimulatedWork(dist.Work):
     """The handle of one rank on a call under way."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, event: Meeting | Transfer, outputs: list[Tensor]) -> None:
+    def __init__(self, rendezvous: MeetingPoint, rank: int, event: Meeting | Transfer, outputs: list[Tensor]) -> None:
         super().__init__()
         self._rendezvous = rendezvous
         self._rank = rank  # the world's number
@@ -111,7 +111,7 @@ class SimulatedGroup(_Untyped):
         rank: this rank's place in the group.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+    def __init__(self, rendezvous: MeetingPoint, rank: int) -> None:
         members = rendezvous.members
         self._rendezvous = rendezvous
         self._rank = rank
@@ -155,32 +155,32 @@ class SimulatedGroup(_Untyped):
 
     def allreduce(self, tensors: list[Tensor], opts: _ReduceOptions) -> dist.Work:
         op = reduction_of(opts.reduceOp)
-        call = Call("all_reduce", (op.value, *_layouts(tensors)))
+        call = SimulatedCall("all_reduce", (op.value, *_layouts(tensors)))
         return self._join(call, Buffers(tensors, tensors), partial(run.all_reduce, op), op)
 
     def broadcast(self, tensors: list[Tensor], opts: _RootOptions) -> dist.Work:
-        call = Call("broadcast", (self._world_rank(opts.rootRank), *_layouts(tensors)))
+        call = SimulatedCall("broadcast", (self._world_rank(opts.rootRank), *_layouts(tensors)))
         return self._join(call, Buffers(tensors, tensors), partial(run.broadcast, opts.rootRank))
 
     def reduce(self, tensors: list[Tensor], opts: _ReduceToRootOptions) -> dist.Work:
         op = reduction_of(opts.reduceOp)
-        call = Call("reduce", (op.value, self._world_rank(opts.rootRank), *_layouts(tensors)))
+        call = SimulatedCall("reduce", (op.value, self._world_rank(opts.rootRank), *_layouts(tensors)))
         return self._join(call, Buffers(tensors, tensors), partial(run.reduce, op, opts.rootRank), op)
 
     def barrier(self, opts: object = None) -> dist.Work:
-        return self._join(Call("barrier"), Buffers([], []), run.barrier)
+        return self._join(SimulatedCall("barrier"), Buffers([], []), run.barrier)
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        call = Call("all_gather", tuple(_layouts(input_tensors)))
+        call = SimulatedCall("all_gather", tuple(_layouts(input_tensors)))
         return self._join(call, Buffers(input_tensors, self._one_each(output_tensors[0])), run.all_gather)
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: _RootOptions) -> dist.Work:
-        call = Call("gather", (self._world_rank(opts.rootRank), *_layouts(input_tensors)))
+        call = SimulatedCall("gather", (self._world_rank(opts.rootRank), *_layouts(input_tensors)))
         outputs = self._one_each(output_tensors[0]) if self._rank == opts.rootRank else []
         return self._join(call, Buffers(input_tensors, outputs), partial(run.gather, opts.rootRank))
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: _RootOptions) -> dist.Work:
-        call = Call("scatter", (self._world_rank(opts.rootRank), *_layouts(output_tensors)))
+        call = SimulatedCall("scatter", (self._world_rank(opts.rootRank), *_layouts(output_tensors)))
         inputs = self._one_each(input_tensors[0]) if self._rank == opts.rootRank else []
         return self._join(call, Buffers(inputs, output_tensors), partial(run.scatter, opts.rootRank))
 
@@ -188,13 +188,13 @@ class SimulatedGroup(_Untyped):
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: _ReduceOptions
     ) -> dist.Work:
         op = reduction_of(opts.reduceOp)
-        call = Call("reduce_scatter", (op.value, *_layouts(input_tensors[0])))
+        call = SimulatedCall("reduce_scatter", (op.value, *_layouts(input_tensors[0])))
         buffers = Buffers(self._one_each(input_tensors[0]), output_tensors)
         return self._join(call, buffers, partial(run.reduce_scatter, op), op)
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> dist.Work:
         buffers = Buffers(self._one_each(input_tensors), self._one_each(output_tensors))
-        return self._join(Call("all_to_all"), buffers, run.all_to_all)
+        return self._join(SimulatedCall("all_to_all"), buffers, run.all_to_all)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input])
@@ -206,25 +206,25 @@ class SimulatedGroup(_Untyped):
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> dist.Work:
         buffers = Buffers(_parts(input, input_sizes), _parts(output, output_sizes))
-        return self._join(Call("all_to_all_single", (input.dtype,)), buffers, run.all_to_all_single)
+        return self._join(SimulatedCall("all_to_all_single", (input.dtype,)), buffers, run.all_to_all_single)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: _ReduceOptions) -> dist.Work:
         return self.allreduce(tensors, opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        call = Call("all_gather_single", tuple(_layouts(inputs)))
+        call = SimulatedCall("all_gather_single", tuple(_layouts(inputs)))
         return self._join(call, Buffers(inputs, outputs), run.all_gather_single)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         flat = [tensor for tensors in outputs for tensor in tensors]
-        call = Call("all_gather_coalesced", tuple(_layouts(inputs)))
+        call = SimulatedCall("all_gather_coalesced", tuple(_layouts(inputs)))
         return self._join(call, Buffers(inputs, flat), run.all_gather_coalesced)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: _ReduceOptions
     ) -> dist.Work:
         op = reduction_of(opts.reduceOp)
-        call = Call("reduce_scatter_single", (op.value, *_layouts(inputs)))
+        call = SimulatedCall("reduce_scatter_single", (op.value, *_layouts(inputs)))
         return self._join(call, Buffers(inputs, outputs), partial(run.reduce_scatter_single, op), op)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
@@ -253,7 +253,7 @@ class SimulatedGroup(_Untyped):
 
         return wait
 
-    def _join(self, call: Call, buffers: Buffers, work: Run, reduction: Reduction | None = None) -> dist.Work:
+    def _join(self, call: SimulatedCall, buffers: Buffers, work: Run, reduction: Reduction | None = None) -> dist.Work:
         network = self._rendezvous.network
         if reduction is not None:
             check_reduction(network, call.name, reduction, buffers.inputs[0].dtype)

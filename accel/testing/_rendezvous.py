@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel.errors import CollectiveMismatch
 from accel.testing._alarm import Outage, SimulatedAlarm
-from accel.testing._collectives import Call, fill, layout
+from accel.testing._collectives import SimulatedCall, fill, layout
 from accel.testing._errors import SimulationError
 from accel.testing._faults import Injector
 from accel.testing._networks import Network
@@ -54,7 +54,7 @@ class Meeting:
 
     __slots__ = ("brought", "call", "done", "members", "number", "result", "sites", "waiters")
 
-    def __init__(self, number: int, call: Call, members: Members) -> None:
+    def __init__(self, number: int, call: SimulatedCall, members: Members) -> None:
         self.number = number
         self.call = call
         self.members = members
@@ -134,9 +134,9 @@ class Traffic:
         self.network: Network | None = network
         self._faults = faults
         self.outage = Outage(scheduler)
-        self._groups: dict[tuple[str, tuple[int, ...]], Rendezvous] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], MeetingPoint] = {}
 
-    def rendezvous(self, name: str, ranks: Sequence[int]) -> Rendezvous:
+    def rendezvous(self, name: str, ranks: Sequence[int]) -> MeetingPoint:
         """Return the rendezvous of these ranks under that name; the same for all of them."""
         key = (name, tuple(ranks))
         if key not in self._groups:
@@ -144,10 +144,10 @@ class Traffic:
                 if known.members.name == name and set(known.members.ranks) & set(ranks):
                     self._refuse_group(known, ranks)
             whole = not self._groups  # the first group is that of all ranks
-            self._groups[key] = Rendezvous(self, Members(name, ranks, whole=whole))
+            self._groups[key] = MeetingPoint(self, Members(name, ranks, whole=whole))
         return self._groups[key]
 
-    def _refuse_group(self, known: Rendezvous, ranks: Sequence[int]) -> NoReturn:
+    def _refuse_group(self, known: MeetingPoint, ranks: Sequence[int]) -> NoReturn:
         self.scheduler.stop(
             CollectiveMismatch(
                 f"ranks disagree about group {known.members.name!r}",
@@ -184,7 +184,7 @@ class Traffic:
         self._groups.clear()
 
 
-class Rendezvous:
+class MeetingPoint:
     """The calls under way in one group.
 
     Args:
@@ -202,7 +202,7 @@ class Rendezvous:
         self._meetings: dict[int, Meeting] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = {}
 
-    def join(self, rank: int, call: Call, brought: B, run: Callable[[Sequence[B]], object]) -> Meeting:
+    def join(self, rank: int, call: SimulatedCall, brought: B, run: Callable[[Sequence[B]], object]) -> Meeting:
         """Come to the rank's next meeting; the last to come does the work for all.
 
         Args:
@@ -263,7 +263,7 @@ class Rendezvous:
         self._scheduler.happened(other)
         return mine
 
-    def among(self, name: str, ranks: Sequence[int]) -> Rendezvous:
+    def among(self, name: str, ranks: Sequence[int]) -> MeetingPoint:
         """Return the rendezvous of another group of the same run."""
         return self._traffic.rendezvous(name, ranks)
 
@@ -318,7 +318,7 @@ class Rendezvous:
         meeting.brought.clear()
         self._scheduler.happened(meeting)
 
-    def _refuse_call(self, meeting: Meeting, rank: int, call: Call) -> NoReturn:
+    def _refuse_call(self, meeting: Meeting, rank: int, call: SimulatedCall) -> NoReturn:
         other = next(iter(meeting.brought))
         error = CollectiveMismatch(
             f"ranks disagree about collective #{meeting.number}{self.members.label}",

@@ -21,7 +21,7 @@ from accel.testing._networks import Network
 from accel.testing._process import changed_process
 from accel.testing._streams import GlobalStreams, RankStreams
 from accel.testing._threads import Crew, FreshThreads, KeptThreads
-from accel.testing._world import World
+from accel.testing._world import SimulatedRun
 
 T = TypeVar("T")
 
@@ -225,7 +225,9 @@ def _run(
         own_group = dist.group.WORLD
         ranks = RankStreams(streams, world_size)
         prepare = cast(_OnContext[T], fn).prepare if isinstance(fn, _OnContext) else partial(partial, fn)
-        world = World(prepare, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around)
+        world = SimulatedRun(
+            prepare, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around
+        )
         workers = threads.take(world_size)
         free = False
         try:

@@ -32,7 +32,7 @@ _HALT_S = 0.25  # for the ranks of a run that took too long to reach their next 
 _INTERRUPT_S = 2.0  # for a rank that makes no calls to see the interrupt
 
 
-class World(Generic[T]):
+class SimulatedRun(Generic[T]):
     """The ranks of one run.
 
     Args:

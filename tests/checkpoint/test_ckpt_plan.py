@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from accel.checkpoint import (
     Item,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorEntry,
     decode_manifest,
     encode_manifest,
@@ -80,8 +80,8 @@ def test_tied_tensors_are_the_same_memory_with_the_same_view() -> None:
     assert tied({"x": torch.ones(2), "y": torch.ones(2)}) == {}
 
 
-def piece(offset: tuple[int, ...], shape: tuple[int, ...], file: str = "a.safetensors") -> Piece:
-    return Piece(file, offset, shape)
+def piece(offset: tuple[int, ...], shape: tuple[int, ...], file: str = "a.safetensors") -> StoredPiece:
+    return StoredPiece(file, offset, shape)
 
 
 OVERLAP = (piece((0,), (2,)), piece((1,), (2,), "b"))
@@ -95,7 +95,7 @@ def manifest() -> Manifest:
         step=3,
         world_size=2,
         files={name: FileEntry(10, "0" * 64) for name in ("a.safetensors", "b")},
-        tensors={"m.w": TensorEntry("float32", (2, 3), (Piece("a.safetensors", (0, 0), (2, 3)),))},
+        tensors={"m.w": TensorEntry("float32", (2, 3), (StoredPiece("a.safetensors", (0, 0), (2, 3)),))},
         aliases={"m.v": "m.w"},
         items={"m": Item("module", "Linear", {})},
     )
@@ -150,7 +150,10 @@ def test_any_flipped_bit_of_a_manifest_is_blamed_on_it(position: int, bit: int) 
         ({"format": 2, "tensors": {"w": TensorEntry("float32", (1,) * 10**5, OVERLAP)}}, "100000 dimensions"),
         ({"step": -1}, "cannot be read"),
         ({"world_size": 0}, "cannot be read"),
-        ({"tensors": {"w": TensorEntry("float32", (-2,), (Piece("a.safetensors", (0,), (-2,)),))}}, "cannot be read"),
+        (
+            {"tensors": {"w": TensorEntry("float32", (-2,), (StoredPiece("a.safetensors", (0,), (-2,)),))}},
+            "cannot be read",
+        ),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, object], problem: str) -> None:

@@ -86,7 +86,7 @@ def load_accelerate_state(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LoadPlan:
     """Plan of a load: changes that can fail, copies into live tensors, and the result."""
 
     changes: list[Change]
@@ -94,9 +94,9 @@ class _Found:
     results: dict[str, object]
 
 
-def _read(source: Path, items: Mapping[str, object]) -> _Found:
+def _read(source: Path, items: Mapping[str, object]) -> _LoadPlan:
     """Read and compare everything."""
-    found = _Found([], [], dict(items))
+    found = _LoadPlan([], [], dict(items))
     problems = Problems()
     states = module_states(items)
     taken: list[str] = []

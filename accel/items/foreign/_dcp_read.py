@@ -22,7 +22,7 @@ _PLACE = "torch.distributed.checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredBytes:
     """Place of a piece's bytes, as torch.save wrote them."""
 
     file: str
@@ -68,7 +68,7 @@ def _value(
     files: dict[str, memoryview],
     name: str,
     described: object,
-    stored: Mapping[tuple[str, tuple[int, ...] | None], _Stored],
+    stored: Mapping[tuple[str, tuple[int, ...] | None], _StoredBytes],
 ) -> Any:
     """A tensor, of all its pieces, or another value."""
     if not isinstance(described, Described) or not described.name.endswith("metadata.TensorStorageMetadata"):
@@ -95,7 +95,7 @@ def _value(
     return whole
 
 
-def _load(folder: OpenDirectory, files: dict[str, memoryview], name: str, stored: _Stored) -> Any:
+def _load(folder: OpenDirectory, files: dict[str, memoryview], name: str, stored: _StoredBytes) -> Any:
     if stored.file not in files:
         files[stored.file] = folder.read(stored.file)
     data = files[stored.file][stored.start : stored.end]
@@ -120,14 +120,14 @@ def _key(index: object) -> tuple[str, tuple[int, ...] | None]:
     return fields["fqn"], None if offset is None else _size(offset)
 
 
-def _stored(info: object) -> _Stored:
+def _stored(info: object) -> _StoredBytes:
     fields = _state(info, "filesystem._StorageInfo")
     if fields.get("transform_descriptors"):
         raise CheckpointError("compressed or otherwise transformed files are not read", where=fields["relative_path"])
     start, length = fields["offset"], fields["length"]
     if type(start) is not int or type(length) is not int or start < 0 or length < 0:
         raise ValueError("not a range of bytes")
-    return _Stored(fields["relative_path"], start, start + length)
+    return _StoredBytes(fields["relative_path"], start, start + length)
 
 
 def _size(described: object) -> tuple[int, ...]:

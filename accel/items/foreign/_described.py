@@ -47,7 +47,7 @@ def describe_pickle(data: bytes, where: str) -> Any:
     Raises:
         CheckpointError: it is damaged, or does what no plain value needs.
     """
-    machine = _Machine()
+    machine = _PickleReader()
     try:
         for code, argument, _ in pickletools.genops(data):
             if code.name == "STOP":
@@ -58,7 +58,7 @@ def describe_pickle(data: bytes, where: str) -> Any:
     raise CheckpointError("a pickle that does not end", where=where)
 
 
-class _Machine:
+class _PickleReader:
     """A pickle's stack and memo."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ _ORDINARY = 7  # 0 to 6 are exact in every dtype, and so are their sums over a f
 _VALUES = 9  # of a dtype, at most
 
 
-class Content(NamedTuple):
+class TensorValues(NamedTuple):
     """Values of a tensor: ordinary or special ones, from one of them on."""
 
     special: bool
@@ -52,9 +52,9 @@ def tensors(
     return _tensors(st.sampled_from(list(dtypes)), st.lists(st.integers(0, max_side), max_size=max_dims), special)
 
 
-def contents(*, special: bool) -> st.SearchStrategy[Content]:
+def contents(*, special: bool) -> st.SearchStrategy[TensorValues]:
     """Generate what a tensor holds; it shrinks to elements from 0 on."""
-    return st.builds(Content, st.booleans() if special else st.just(False), st.integers(0, _VALUES - 1))
+    return st.builds(TensorValues, st.booleans() if special else st.just(False), st.integers(0, _VALUES - 1))
 
 
 def layouts() -> st.SearchStrategy[Layout]:
@@ -62,7 +62,7 @@ def layouts() -> st.SearchStrategy[Layout]:
     return st.sampled_from(get_args(Layout))
 
 
-def build(dtype: torch.dtype, shape: Sequence[int], content: Content, layout: Layout) -> Tensor:
+def build(dtype: torch.dtype, shape: Sequence[int], content: TensorValues, layout: Layout) -> Tensor:
     """Make a tensor whose elements are consecutive values of its dtype."""
     values = _values(dtype, special=content.special)
     elements = [values[(content.start + i) % len(values)] for i in range(math.prod(shape))]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.testing.strategies._tensors import DTYPES, Content, Layout, build, check_tensors, contents, tensors
+from accel.testing.strategies._tensors import DTYPES, Layout, TensorValues, build, check_tensors, contents, tensors
 from accel.testing.strategies._worlds import check_sizes
 from accel.tree import map_leaves
 
@@ -69,7 +69,7 @@ class _Column:
 
     __slots__ = ("content", "dtype", "slot", "trailing")
 
-    def __init__(self, dtype: torch.dtype, trailing: Sequence[int] | None, content: Content, slot: int) -> None:
+    def __init__(self, dtype: torch.dtype, trailing: Sequence[int] | None, content: TensorValues, slot: int) -> None:
         self.dtype = dtype
         self.trailing = trailing
         self.content = content

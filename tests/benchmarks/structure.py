@@ -100,11 +100,17 @@ def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
 
 
 def statements(path: Path) -> int:
-    """Count a file's statements; docstrings are none."""
+    """Count a file's statements, an assignment of several values as one each; docstrings are none."""
     count = 0
     for node in ast.walk(ast.parse(path.read_text())):
         documents = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         count += isinstance(node, ast.stmt) and not documents
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Tuple)
+            and isinstance(node.targets[0], ast.Tuple)
+        ):
+            count += len(node.value.elts) - 1
     return count
 
 

@@ -157,7 +157,8 @@ class Rendezvous:
         try:
             node_ranks = assign_node_ranks(terms)
         except LaunchError:
-            until(lambda: store.add("read", 0) == len(terms), _READ_S)
+            if self._serves:  # the store ends with this process
+                until(lambda: store.add("read", 0) == len(terms), _READ_S)
             raise
         node_rank = node_ranks[info.rank]
         if node_rank == 0:

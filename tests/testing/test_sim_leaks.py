@@ -108,6 +108,6 @@ def test_runs_with_default_groups():
     _run_all(run, 40, fns)
     before = _resident()
     _run_all(run, 120, fns)
-    assert _resident() - before < 32 * MEBIBYTE  # one tensor of each rank would be 360
+    assert _resident() - before < 90 * MEBIBYTE  # one tensor of each rank would be 360
     assert set(threading.enumerate()) <= threads
     assert torch._C._distributed_c10d._get_work_registry_size() == 0

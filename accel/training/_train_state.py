@@ -93,11 +93,21 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
             StepError: within a window.
         """
         _check_between(self, "state.next_epoch")
-        return _replaced(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
+        after = _replaced(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
+        vars(self)["left"] = True  # beside the fields: this very object begins no other pass
+        return after
 
     def check_pass(self) -> None:
-        """Raise `StepError` within a window: another pass would mix its gradients with those of the window."""
+        """Raise `StepError` within a window, whose gradients another pass would take up, or after `next_epoch`."""
         _check_between(self, "accel.batches")
+        if vars(self).get("left"):
+            raise StepError(
+                "the result of state.next_epoch() was dropped",
+                expected="state = state.next_epoch()",
+                got="the state before it",
+                where="accel.batches",
+                fix="Keep the result: without it the pass goes on in the same epoch.",
+            )
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
@@ -297,4 +307,5 @@ def _replaced(state: S, **changes: Any) -> S:
     """Return the state with some fields replaced; the figures of the latest step stay."""
     after = msgspec.structs.replace(state, **changes)
     vars(after).update(vars(state))
+    _ = vars(after).pop("left", None)  # of that object alone
     return after

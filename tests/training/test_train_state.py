@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -275,6 +276,24 @@ def test_a_limit_of_batches_an_epoch() -> None:
         state = state.next_epoch()
     expected = [accel.order(0, epoch, len(DATA)).at(torch.arange(12)) for epoch in range(2)]
     torch.testing.assert_close(run.parameters(), golden(expected), **EXACT)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dropped_next_epoch_is_an_error_of_the_next_pass(ranks: int) -> None:
+    def train(ctx: accel.DistContext) -> None:
+        run = Run(ctx)
+        state = run.start
+        for batch in accel.batches(ctx, run.loader, state):
+            state = run.micro(state, batch)
+            if not state.sync and state.accum.micro == 0:
+                break
+        kept = state.next_epoch()
+        with pytest.raises(accel.StepError, match=r"expected state = state.next_epoch\(\)"):
+            next(accel.batches(ctx, run.loader, state))
+        for again in (kept, state.next_epoch(), msgspec.structs.replace(state)):
+            assert next(accel.batches(ctx, run.loader, again)).start == again.cursor
+
+    _ = simulate(train, ranks)
 
 
 def test_evaluation_within_an_epoch_leaves_the_state_alone() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import accel
+import accel.items
+import accel.training
 from accel import ConfigError, EnvError
 from accel.cli import main
 from accel.cli._launch import parser
@@ -101,3 +103,10 @@ def test_an_unknown_name_stays_unknown() -> None:
         _ = accel.nonsense  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
         exec("from accel import nonsense", {})
+
+
+def test_a_name_that_moved_to_another_room_is_answered_by_that_room() -> None:
+    with pytest.raises(ImportError, match=r"It is imported from accel\.items"):
+        exec("from accel.training import save_state")
+    moved = set(accel.items.__dict__) - {"foreign"}
+    assert {name for name in accel.training._MOVED if name not in moved} == set()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop's verbs: where data, precision, models and optimizers meet."""
 
+from accel.lazy import exports
 from accel.training._backward import accumulate as accumulate, backward as backward
 from accel.training._clip import (
     clip_grad_norm_ as clip_grad_norm_,
@@ -18,3 +19,21 @@ from accel.training._prepare import (
 from accel.training._resume import resume as resume
 from accel.training._step import StepResult as StepResult, optimizer_step as optimizer_step
 from accel.training._train_state import TrainState as TrainState, discard as discard, train_state as train_state
+
+_MOVED = (
+    "Loaded",
+    "Part",
+    "Stored",
+    "TrainableOnly",
+    "export_dcp",
+    "get_state_dict",
+    "import_accelerate",
+    "import_dcp",
+    "load_accelerate_state",
+    "load_state",
+    "save",
+    "save_model",
+    "save_state",
+)
+
+__getattr__ = exports(__name__, {}, dict.fromkeys(_MOVED, "It is imported from accel.items."))

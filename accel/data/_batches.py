@@ -75,9 +75,9 @@ def batches(
 
     Raises:
         StepError: a state that waits for `backward` or `optimizer_step`.
-        DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order; a
-            dataset whose length has changed; a sampler that fails or gives nothing; on every rank. Also a batch that
-            cannot be read, on the rank that reads it; the others get `PeerError` in their next collective.
+        DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order;
+            another length of the dataset than before; a sampler that fails or gives nothing; on every rank. Also a
+            batch that cannot be read, on the rank that reads it; the others get `PeerError` in their next collective.
         TreeError: the collate function makes a container that cannot be taken apart.
         CollectiveMismatch: ranks differ in their cursors, lengths of the dataset, batch sizes or samplers; on every
             rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of which only a part trains: a checkpoint holds that part, and a digest of each frozen parameter.
+"""Partly frozen models: a checkpoint holds the part that trains, and a digest of each frozen parameter.
 
 A digest is made of sums over the parameter's words of 8 bytes, mixed with their places. So ranks that hold pieces of it
 sum up their own, and all sums together give the digest of the whole, however it is sharded.

@@ -55,9 +55,8 @@ def load_state(
     Gradients of the items are dropped, those of an unfinished window too.
 
     Every rank checks everything before any changes anything, and reads what it holds: of sharded tensors its part,
-    whatever mesh they were saved on. At the world size that was saved, random
-    streams go on where they were; at another, or on another kind of device, each rank's are seeded from the
-    checkpoint's digest and the rank.
+    whatever mesh they were saved on. At the world size that was saved, random streams go on where they were; at
+    another, or on another kind of device, each rank's are seeded from the checkpoint's digest and the rank.
 
     Args:
         ctx: the context.
@@ -72,8 +71,8 @@ def load_state(
             item; what was skipped is in the result, and told by the logger `accel.checkpoint`.
         cast: whether floating-point tensors may be of another dtype, to which the stored ones are converted; so is
             optimizer state that was of its parameter's dtype. Devices may always differ.
-        transform: a pure function of what the checkpoint holds of modules, by name, that gives the names to load it by;
-            of optimizers, the parameters follow.
+        transform: a pure function of the modules' stored tensors, by name; returns the names to load them by.
+            Parameters of optimizers follow.
 
     Returns:
         Every item: the live objects that were passed, and new records and values; with `path` and `skipped`.

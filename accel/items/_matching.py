@@ -23,7 +23,7 @@ from accel.items._source import MISSING, UNASKED, Change, CheckpointSource, Item
 from accel.items._stateful import StatefulLoad
 from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
-from accel.optim import Accumulation
+from accel.optim import Accumulation, parameters_of
 from accel.parallel import LocalSgd, clear_gradients, clear_parameters, engine_items
 from accel.precision import LossScale
 from accel.random import Key, RngState
@@ -185,9 +185,8 @@ def undo_changes(changes: Sequence[Change]) -> bool:
 def drop_gradients(items: Iterable[object]) -> None:
     """Drop the gradients of modules and of optimizers' parameters. No communication."""
     live = list(items)
-    groups = [group for each in live if isinstance(each, Optimizer) for group in each.param_groups]
     clear_gradients(*(each for each in live if isinstance(each, nn.Module)))
-    clear_parameters(parameter for group in groups for parameter in group["params"])
+    clear_parameters(parameters_of(each for each in live if isinstance(each, Optimizer)))
 
 
 def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:

@@ -23,6 +23,7 @@ from accel.items._optimizer_state import (
     named_parameters,
 )
 from accel.items._source import Change, ItemLoad, facts, is_floating
+from accel.optim import parameters_of
 from accel.tensors import dtensor_like, is_dtensor, local_part, mesh_of, placements_of
 
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
@@ -80,7 +81,7 @@ class OptimizerLoad(ItemLoad):
             source.left |= {f"{self.name}: parameter {each}" for each in stored.params.keys() - listed.keys()}
             stored = stored.part(listed)
         self._compare_parameters(stored, listed)
-        held = {id(parameter) for group in local_optimizer(self.live).param_groups for parameter in group["params"]}
+        held = {id(parameter) for parameter in parameters_of([local_optimizer(self.live)])}
         state = {name: each for name, each in stored.state.items() if name in listed and id(listed[name]) in held}
         self._stored = stored = msgspec.structs.replace(stored, state=state)
         owned = {name: listed[name] for name in state if name in stored.params}

@@ -13,6 +13,7 @@ from accel.checkpoint import Kept, Making, decode, encode
 from accel.errors import CheckpointError
 from accel.items import _zero
 from accel.items._kinds import is_zero
+from accel.optim import parameters_of
 from accel.storage import dtype_name
 
 Names = Mapping[int, str]
@@ -77,8 +78,7 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def named_parameters(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, torch.Tensor]:
     """Return an optimizer's parameters by name, in torch's own order; those without a name get their position."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return {names.get(id(p), str(index)): p for index, p in enumerate(params)}
+    return {names.get(id(p), str(index)): p for index, p in enumerate(parameters_of([optimizer]))}
 
 
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

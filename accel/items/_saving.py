@@ -134,12 +134,12 @@ def save_state(
             `result` has not been asked for.
         allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
             beside the -inf of masks.
-        transform: a pure function of the modules' tensors by name that gives what is saved of them: other names, fewer
-            tensors, other dtypes. The parameters of optimizers follow.
+        transform: a pure function of the modules' tensors by name; returns the tensors to save: other names, fewer of
+            them, other dtypes. The parameters of optimizers follow.
 
     Returns:
         The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed; in mode "async", a
-        `Saving`, whose `result` is that.
+        `Saving`; its `result` returns that folder.
 
     Raises:
         ConfigError: no items, a name, step, keep, metric, mode or path out of range, or a record that is not at a

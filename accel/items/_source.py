@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -237,7 +238,7 @@ class CheckpointSource:
 
 
 @dataclass(kw_only=True, slots=True)
-class ItemLoad:
+class ItemLoad(ABC):
     """One stored item beside the live one: each kind of item says how both are compared, read and changed.
 
     Attributes:
@@ -257,13 +258,13 @@ class ItemLoad:
     wanted: list[Wanted] = field(default_factory=list[Wanted])
     copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
 
+    @abstractmethod
     def compare(self) -> None:
-        """Compare by what the manifest tells. Changes nothing, reads no tensor."""
-        raise NotImplementedError
+        """Compare by the manifest alone. Changes nothing, reads no tensor."""
 
+    @abstractmethod
     def read(self) -> Sequence[Change]:
-        """Read what is wanted; return the changes that can fail. Changes nothing."""
-        raise NotImplementedError
+        """Read the wanted entries; return the changes that can fail. Changes nothing."""
 
 
 def is_floating(dtype: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from accel.items._kinds import local_optimizer
+from accel.optim import parameters_of
 
 
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     local = local_optimizer(optimizer)
     packed = local.state_dict()
     place = _places(optimizer)
-    mine = [place[id(parameter)] for parameter in _params(local)]
+    mine = [place[id(parameter)] for parameter in parameters_of([local])]
     return packed | {
         "state": {mine[at]: entries for at, entries in packed["state"].items()},
         "param_groups": _indexed(optimizer.param_groups, place),
@@ -33,7 +34,7 @@ def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what this rank holds of a state in torch's form. Mutates the optimizer; groups are replaced."""
     local = local_optimizer(optimizer)
-    params = _params(optimizer)
+    params = parameters_of([optimizer])
     place = _places(local)
     entries = cast("dict[int, Any]", state["state"])
     options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
@@ -44,11 +45,7 @@ def load_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 
 def _places(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    return {id(parameter): at for at, parameter in enumerate(_params(optimizer))}
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): at for at, parameter in enumerate(parameters_of([optimizer]))}
 
 
 def _indexed(groups: list[dict[str, Any]], place: dict[int, int]) -> list[dict[str, Any]]:

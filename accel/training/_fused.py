@@ -161,7 +161,7 @@ def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]
         if holds:
             raise ConfigError(problem, where="fused_step", fix="Use accel.backward and accel.optimizer_step.")
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    left = sum(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    left = sum(each.grad is not None for each in parameters_of([optimizer]))
     if left:
         raise StepError(
             "gradients of an earlier backward would be added to these",

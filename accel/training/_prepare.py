@@ -18,6 +18,7 @@ from accel.context import DistContext, context_first
 from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
 from accel.items import is_zero
+from accel.optim import parameters_of
 from accel.parallel import check_model, engine_of, heir_of, prepare_model, replaces_parameters, unwrap_model
 from accel.precision import apply_precision
 
@@ -144,7 +145,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
         PrepareError: it has state of parameters that were sharded since.
     """
     ctx.comm.check_open()
-    _check_state(optimizer, (each for each in _params(optimizer) if heir_of(each) is not None))
+    _check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
     for group in optimizer.param_groups:
         group["params"][:] = [_current(each) for each in group["params"]]
     for group_at, group in enumerate(optimizer.param_groups):
@@ -242,7 +243,7 @@ def _check_replaced(ctx: DistContext, objects: tuple[Any, ...]) -> None:
         )
     for optimizer in objects:
         if isinstance(optimizer, Optimizer):
-            _check_state(optimizer, (each for each in _params(optimizer) if id(each) in known))
+            _check_state(optimizer, (each for each in parameters_of([optimizer]) if id(each) in known))
 
 
 def _check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
@@ -258,10 +259,6 @@ def _check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None
             fix="Prepare the model first, and build the optimizer from the parameters that it has then; then load its"
             " state.",
         )
-
-
-def _params(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _current(parameter: torch.Tensor) -> torch.Tensor:

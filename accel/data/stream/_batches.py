@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of a stream on all ranks: who reads, from which position, and the cursor after each step."""
+"""The batches of a stream on all ranks: readers, their positions, and the cursor after each step."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class IndependentReaders:
 def _agreed_totals(reports: list[_Report], data_ranks: list[int], *, drops: bool) -> list[tuple[int, bool]]:
     """Return the steps that are known of every rank: real samples of all, and whether the epoch ends with it.
 
-    Of a rank whose stream has ended, every step is known. A rank that has read fewer than the others, and has more,
+    Every step of a rank with an ended stream is known. A rank with fewer steps than the others, and more to come,
     reports its error in the next message.
     """
     going = [len(report.counts) for report in reports if report.more]

@@ -24,6 +24,7 @@ from accel.items._matching import apply_changes, drop_gradients, undo_changes
 from accel.items._module import ModuleState, module_states
 from accel.items._optimizer import optimizer_change
 from accel.items._source import Change, Problems, facts
+from accel.optim import parameters_of
 from accel.precision import LossScale
 from accel.storage import open_directory, read_reference
 from accel.tensors import is_dtensor
@@ -165,7 +166,7 @@ def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: P
     if stored != mine:
         problems.wrong_type(f"{name}: groups of parameters", f"groups of {mine}", f"groups of {stored}")
         return
-    params = [parameter for group in live.param_groups for parameter in group["params"]]
+    params = parameters_of([live])
     for index, entries in cast("dict[int, dict[str, object]]", state["state"]).items():
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.dim() and key.startswith("exp_avg"):

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from catching import caught
 from hypothesis import given, settings, strategies as st
 
 import accel
@@ -22,14 +23,6 @@ from accel.comm import Call, agreed
 worlds = st.integers(1, 8)
 seeds = st.none() | st.integers(0, 1000)
 relaxed = settings(deadline=None, max_examples=40)
-
-
-def _caught(function, *args) -> BaseException | None:
-    try:
-        function(*args)
-    except Exception as error:
-        return error
-    return None
 
 
 @relaxed
@@ -85,7 +78,7 @@ def test_a_failure_of_the_first_reaches_the_others_before_their_turn(ranks, firs
                 began.append(ctx.rank)
                 raise KeyError("download")
 
-        error = _caught(work)
+        error = caught(work)
         accel.wait_for_everyone(ctx)
         return error
 
@@ -94,7 +87,7 @@ def test_a_failure_of_the_first_reaches_the_others_before_their_turn(ranks, firs
     assert type(main) is KeyError  # its own, with its traceback
     assert [str(error) for error in others] == ["rank 0: KeyError: 'download'"] * 2
     assert all(type(error) is PeerError for error in others)
-    assert isinstance(_caught(functools.partial(rank, accel.single())), type(None))
+    assert isinstance(caught(functools.partial(rank, accel.single())), type(None))
 
 
 def test_a_failure_on_one_node_reaches_the_other_nodes(ranks):
@@ -106,7 +99,7 @@ def test_a_failure_on_one_node_reaches_the_other_nodes(ranks):
                 if ctx.node_rank == 1:
                     raise CheckpointError("node 1 is full")
 
-        return _caught(work)
+        return caught(work)
 
     assert [str(error) for error in ranks.run_groups(rank, 4)] == [
         "rank 2: node 1 is full",
@@ -124,8 +117,8 @@ def _agree(ctx: accel.DistContext) -> None:
 def test_different_calls_are_named_with_their_sites(ranks):
     def rank(ctx):
         if ctx.rank == 1:
-            return _caught(_agree, ctx)
-        return _caught(accel.wait_for_everyone, ctx)
+            return caught(_agree, ctx)
+        return caught(lambda: accel.wait_for_everyone(ctx))
 
     for error in ranks.run(rank, 3):
         assert type(error) is CollectiveMismatch
@@ -157,7 +150,7 @@ def test_work_runs_where_it_is_meant_to(ranks):
 @pytest.mark.parametrize("number", [-1, 2])
 def test_a_rank_that_does_not_exist_is_refused_on_every_rank(ranks, number):
     def rank(ctx):
-        return [_caught(on, ctx, print, number) for on in (accel.on_process, accel.on_local_process)]
+        return [caught(on, ctx, print, number) for on in (accel.on_process, accel.on_local_process)]
 
     for errors in ranks.run(rank, 2):
         assert all(type(error) is ConfigError and error.expected == "0 to 1" for error in errors)

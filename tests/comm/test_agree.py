@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from catching import caught
 from hypothesis import given, settings, strategies as st
 
 import accel
@@ -13,14 +14,6 @@ from accel.comm import Call, agreed, agreed_values, shared_failure
 
 seeds = st.none() | st.integers(0, 1000)
 relaxed = settings(deadline=None, max_examples=40)
-
-
-def _caught(function, *args) -> BaseException | None:
-    try:
-        function(*args)
-    except Exception as error:
-        return error
-    return None
 
 
 def _agree(ctx: accel.DistContext, error: Exception | None) -> None:
@@ -38,7 +31,7 @@ def test_all_raise_the_lowest_failing_ranks_error_or_none_does(ranks, size, data
         mine = (
             CheckpointError(f"no room for {ctx.rank}", where="disk", fix="Free some.") if ctx.rank in failing else None
         )
-        error = _caught(_agree, ctx, mine)
+        error = caught(_agree, ctx, mine)
         accel.wait_for_everyone(ctx)  # ranks are still in step
         return error
 
@@ -53,28 +46,28 @@ def test_all_raise_the_lowest_failing_ranks_error_or_none_does(ranks, size, data
 
 def test_the_failing_rank_keeps_its_own_error_as_the_cause(ranks):
     mine = OSError("no space")
-    errors = ranks.run(lambda ctx: _caught(_agree, ctx, mine if ctx.rank == 1 else None), 3)
+    errors = ranks.run(lambda ctx: caught(_agree, ctx, mine if ctx.rank == 1 else None), 3)
     assert [type(error) for error in errors] == [PeerError] * 3
     assert {str(error) for error in errors} == {"rank 1: OSError: no space"}
     assert [error.__cause__ for error in errors] == [None, mine, None]
 
 
 def test_ranks_that_fail_alike_are_not_numbered(ranks):
-    errors = ranks.run(lambda ctx: _caught(_agree, ctx, CheckpointError("no such folder")), 3)
+    errors = ranks.run(lambda ctx: caught(_agree, ctx, CheckpointError("no such folder")), 3)
     assert [str(error) for error in errors] == ["no such folder"] * 3
 
 
 def test_a_single_rank_raises_its_error_as_it_is():
     mine = OSError("no space")
-    assert _caught(_agree, accel.single(), mine) is mine
-    assert _caught(_agree, accel.single(), None) is None
+    assert caught(_agree, accel.single(), mine) is mine
+    assert caught(_agree, accel.single(), None) is None
 
 
 @pytest.mark.parametrize("text", ["x" * 100_000, "\0" * 3000, "é😀" * 2000, "a file \udcff name", 'a "quote"\n' * 600])
 def test_any_message_reaches_the_others_with_its_kind(ranks, text):
     def rank(ctx):
         mine = CheckpointError("cannot write", got=text, where=text, fix="Free some.") if ctx.rank == 1 else None
-        return _caught(_agree, ctx, mine)
+        return caught(_agree, ctx, mine)
 
     for error in ranks.run(rank, 2):
         assert type(error) is CheckpointError
@@ -96,8 +89,8 @@ def test_any_message_reaches_the_others_with_its_kind(ranks, text):
 def test_a_failure_reaches_ranks_in_another_call(ranks, elsewhere):
     def rank(ctx):
         if ctx.rank == 2:
-            return _caught(_agree, ctx, CheckpointError("broken"))
-        return _caught(elsewhere, ctx)
+            return caught(_agree, ctx, CheckpointError("broken"))
+        return caught(elsewhere, ctx)
 
     for error in ranks.run(rank, 4):
         assert type(error) is CheckpointError
@@ -114,7 +107,7 @@ def test_an_agreed_block_that_fails_somewhere_fails_everywhere(ranks):
                     raise KeyError("lost")
                 done.append(ctx.rank)
 
-        return _caught(work), done
+        return caught(work), done
 
     results = ranks.run(rank, 3)
     assert [str(error) for error, _ in results] == ["rank 1: KeyError: 'lost'"] * 3
@@ -139,7 +132,7 @@ def test_no_rank_gets_values_where_work_fails_on_one(ranks, size, data, seed):
                 raise OSError("no space")
             return ctx.rank
 
-        error = _caught(agreed_values, ctx.comm, Call("work"), work, int)
+        error = caught(agreed_values, ctx.comm, Call("work"), work, int)
         accel.wait_for_everyone(ctx)
         return error
 
@@ -150,7 +143,7 @@ def test_no_rank_gets_values_where_work_fails_on_one(ranks, size, data, seed):
 
 def test_ranks_whose_work_differs_are_named(ranks):
     def rank(ctx):
-        return _caught(agreed_values, ctx.comm, Call("work", f"part {ctx.rank % 2}"), lambda: b"", bytes)
+        return caught(agreed_values, ctx.comm, Call("work", f"part {ctx.rank % 2}"), lambda: b"", bytes)
 
     for error in ranks.run(rank, 3):
         assert type(error) is CollectiveMismatch
@@ -166,7 +159,7 @@ def test_a_shared_failure_is_raised_by_the_collective_that_follows(ranks):
                     raise ValueError("odd")
             accel.gather(ctx, torch.zeros(1))
 
-        return _caught(work), accel.any_rank(ctx, ctx.rank == 0)
+        return caught(work), accel.any_rank(ctx, ctx.rank == 0)
 
     results = ranks.run(rank, 3)
     assert [str(error) for error, _ in results] == ["rank 1: ValueError: odd"] * 3

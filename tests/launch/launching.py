@@ -13,6 +13,18 @@ from processes import patience, wait_for
 
 ACCEL = (sys.executable, "-m", "accel.cli")
 
+# Rank 1 does `leaves`, its second backward missing.
+MISSED_BACKWARD = """
+import os, sys, time, torch, accel
+with accel.session(device="cpu", timeout_s=4) as ctx:
+    model = accel.prepare_model(ctx, torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    print("begins", flush=True)
+    if ctx.rank == 1:
+        {leaves}
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
 
 class Workspace:
     """A folder with scripts, in which `accel` is run."""

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import Workspace
+from launching import MISSED_BACKWARD, Workspace
 
 from accel.launching import FailureRecord
 from accel.launching._children import Children
@@ -107,16 +107,7 @@ def test_a_silence_is_reported_again_once_the_places_have_changed() -> None:
 def test_the_rank_that_a_backward_misses_stands_in_the_first_line(
     workspace: Workspace, leaves: str, named: str
 ) -> None:
-    script = workspace.write(f"""
-        import os, sys, time, torch, accel
-        with accel.session(device="cpu", timeout_s=4) as ctx:
-            model = accel.prepare_model(ctx, torch.nn.Linear(2, 2))
-            model(torch.ones(1, 2)).sum().backward()
-            print("begins", flush=True)
-            if ctx.rank == 1:
-                {leaves}
-            model(torch.ones(1, 2)).sum().backward()
-    """)
+    script = workspace.write(MISSED_BACKWARD.format(leaves=leaves))
     done = workspace.accel("launch", "--cpu", "--nproc-per-node", "2", script)
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("accel: ")]

@@ -132,7 +132,7 @@ def test_the_backend_of_a_group_follows_argument_then_environment_then_device(mo
     def init_process_group(backend, *, timeout, **rest):
         seen.append((backend, timeout.total_seconds()))
 
-    monkeypatch.setattr("accel.comm._handle.open_store", lambda env, timeout_s: None)
+    monkeypatch.setattr("accel.comm._opening.open_store", lambda env, timeout_s: None)
     monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
     monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: True)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1", "ACCEL_DEVICE": "cpu"}

@@ -8,9 +8,12 @@ from accel.comm._agree import (
     shared_failure as shared_failure,
 )
 from accel.comm._alarm import Alarm as Alarm
+from accel.comm._answers import Answers as Answers
+from accel.comm._bytes import as_bytes as as_bytes, as_tensor as as_tensor
 from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
 from accel.comm._exchange import exchange as exchange, exchange_values as exchange_values, start_values as start_values
-from accel.comm._handle import Comm as Comm, adopt as adopt, alone as alone, connect as connect
+from accel.comm._handle import Comm as Comm
+from accel.comm._header import HEADER_BYTES as HEADER_BYTES
 from accel.comm._mesh import (
     group_along as group_along,
     mesh_group as mesh_group,
@@ -20,15 +23,12 @@ from accel.comm._mesh import (
     position_on_mesh as position_on_mesh,
 )
 from accel.comm._message import (
-    HEADER_BYTES as HEADER_BYTES,
-    Answers as Answers,
-    as_bytes as as_bytes,
-    as_tensor as as_tensor,
     blank as blank,
     fill as fill,
     inline_bytes as inline_bytes,
     start as start,
 )
+from accel.comm._opening import adopt as adopt, alone as alone, connect as connect
 from accel.comm._torch import (
     ReduceOp as ReduceOp,
     all_gather_flat as all_gather_flat,

@@ -9,9 +9,11 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from accel.comm._answers import Answers
+from accel.comm._bytes import as_bytes, as_tensor
 from accel.comm._call import Call
 from accel.comm._handle import Comm
-from accel.comm._message import Answers, as_bytes, as_tensor, blank, fill, inline_bytes, start
+from accel.comm._message import blank, fill, inline_bytes, start
 from accel.comm._torch import gather_bytes
 
 T = TypeVar("T")

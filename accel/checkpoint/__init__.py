@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from accel.checkpoint._codec import (
         Kept as Kept,
         Making as Making,
-        check_tensor as check_tensor,
         decode as decode,
         encode as encode,
         encode_record as encode_record,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         tensors_in as tensors_in,
     )
     from accel.checkpoint._live_tensors import (
+        check_tensor as check_tensor,
         checksum as checksum,
         held_box as held_box,
         memory_id as memory_id,
@@ -74,7 +74,6 @@ _WITH_TORCH = {
     "_codec": (
         "Kept",
         "Making",
-        "check_tensor",
         "decode",
         "encode",
         "encode_record",
@@ -88,7 +87,7 @@ _WITH_TORCH = {
     "_read": ("Saved", "open_checkpoint"),
     "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
     "_save": ("save",),
-    "_live_tensors": ("checksum", "held_box", "memory_id", "tied"),
+    "_live_tensors": ("check_tensor", "checksum", "held_box", "memory_id", "tied"),
     "_statements": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

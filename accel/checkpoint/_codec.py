@@ -23,12 +23,10 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint._live_tensors import held_box
+from accel.checkpoint._live_tensors import check_tensor
 from accel.checkpoint._records import Classes, MisfitError, class_name, fields_of, is_record, make_record
 from accel.checkpoint._values import is_special, make_array, make_path, make_scalar, take_apart
 from accel.errors import CheckpointError
-from accel.storage import stored_dtype
-from accel.tensors import is_dtensor, local_part
 
 _PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
 _WORD = 2**63
@@ -218,36 +216,6 @@ def has_records(value: Any) -> bool:
     return (len(fields) == 1 and not fields.keys().isdisjoint(("$record", "$enum"))) or has_records(
         list(fields.values())
     )
-
-
-def check_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Raise unless a tensor is dense, has values, and can be stored.
-
-    Raises:
-        CheckpointError: it is sparse, quantized, without values, awaits a sum over ranks, or is of a dtype that has no
-            name on disk.
-    """
-    problem, fix = "", "Store a dense tensor."
-    if is_dtensor(tensor):
-        _ = held_box(tensor, path)
-        tensor = local_part(tensor)
-    if _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
-        problem, fix = (
-            f"a {type(tensor).__name__}",
-            "Store what it wraps, plain or in a DTensor.",
-        )
-    elif tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
-        problem, fix = "a tensor without values", "Give it values first: `to_empty`, or one forward pass."
-    elif tensor.layout != torch.strided or tensor.is_quantized:
-        problem = f"a tensor of layout {tensor.layout}" if not tensor.is_quantized else "a quantized tensor"
-    elif stored_dtype(tensor.dtype) is None:
-        problem, fix = f"a tensor of {tensor.dtype}", "Convert it to a dtype that safetensors has."
-    if problem:
-        raise CheckpointError(f"{problem} cannot be stored", where=path, fix=fix)
-
-
-def _dispatch(kind: type[torch.Tensor]) -> object:
-    return getattr(kind, "__torch_dispatch__", None)
 
 
 def _take(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:

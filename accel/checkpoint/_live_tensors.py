@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live tensors on this rank: the box that it holds, names of the same memory, and sums of bits."""
+"""Live tensors on this rank: whether they can be stored, the box held, names of the same memory, sums of bits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from accel import xla
 from accel.checkpoint._plan import Box, Split, local_box, whole
 from accel.errors import CheckpointError
+from accel.storage import stored_dtype
 from accel.tensors import is_dtensor, is_partial, local_part
 
 
@@ -52,6 +53,32 @@ def held_box(tensor: torch.Tensor, path: str) -> Box | None:
             fix="Shard it by distribute_tensor, fully_shard or parallelize_module, or store tensor.full_tensor().",
         )
     return box if box.size else None
+
+
+def check_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Raise unless a tensor is dense, has values, and can be stored.
+
+    Raises:
+        CheckpointError: it is sparse, quantized, without values, awaits a sum over ranks, or is of a dtype that has no
+            name on disk.
+    """
+    problem, fix = "", "Store a dense tensor."
+    if is_dtensor(tensor):
+        _ = held_box(tensor, path)
+        tensor = local_part(tensor)
+    if _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
+        problem, fix = (
+            f"a {type(tensor).__name__}",
+            "Store what it wraps, plain or in a DTensor.",
+        )
+    elif tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+        problem, fix = "a tensor without values", "Give it values first: `to_empty`, or one forward pass."
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        problem = f"a tensor of layout {tensor.layout}" if not tensor.is_quantized else "a quantized tensor"
+    elif stored_dtype(tensor.dtype) is None:
+        problem, fix = f"a tensor of {tensor.dtype}", "Convert it to a dtype that safetensors has."
+    if problem:
+        raise CheckpointError(f"{problem} cannot be stored", where=path, fix=fix)
 
 
 def memory_id(tensor: torch.Tensor) -> int:
@@ -115,6 +142,10 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _split(placement: object) -> Split | None:
     shard = cast("Any", placement)
     return None if shard.is_replicate() else Split(shard.dim, getattr(shard, "split_factor", 1))
+
+
+def _dispatch(kind: type[torch.Tensor]) -> object:
+    return getattr(kind, "__torch_dispatch__", None)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

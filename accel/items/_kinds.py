@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint import ItemKind, is_record
+from accel.checkpoint import ItemKind, Kept, is_record
 from accel.errors import CheckpointError, ConfigError
 from accel.parallel import unwrap_model
 from accel.tensors import is_dtensor
@@ -36,6 +36,15 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Take a state that `state_dict` gave."""
+        ...
+
+
+@runtime_checkable
+class CheckedBeforeSave(Protocol):
+    """A record that cannot be saved at every moment."""
+
+    def check_saveable(self) -> None:
+        """Raise `ConfigError` unless a checkpoint may be taken now."""
         ...
 
 
@@ -109,6 +118,24 @@ def check_items(items: Mapping[str, object], where: str) -> None:
             raise ConfigError(
                 "not a name of an item", expected="an identifier, such as model", got=repr(name), where=where
             )
+
+
+def check_records(kept: Kept) -> None:
+    """Ask every record whether it can be saved now.
+
+    Args:
+        kept: the records, by path.
+
+    Raises:
+        ConfigError: one of them says no; `where` is its path.
+    """
+    for path, record in kept.items():
+        if isinstance(record, CheckedBeforeSave):
+            try:
+                record.check_saveable()
+            except ConfigError as error:
+                facts = {"expected": error.expected, "got": error.got, "fix": error.fix}
+                raise ConfigError(error.problem, where=f"item {path}", **facts) from error
 
 
 def without_parts(items: Mapping[str, object]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.checkpoint import Box, Item, MisfitError, Saved, held_box, is_record, named_classes
+from accel.checkpoint import Box, Item, MisfitError, Saved, held_box
 from accel.context import DistContext
 from accel.data import Cursor, Mean, Sum
 from accel.errors import CheckpointError
@@ -24,7 +24,7 @@ from accel.items._stateful import StatefulLoad
 from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
 from accel.optim import Accumulation, parameters_of
-from accel.parallel import LocalSgd, clear_gradients, clear_parameters, engine_items
+from accel.parallel import ENGINES, LocalSgd, clear_gradients, clear_parameters, engine_items
 from accel.precision import LossScale
 from accel.random import Key, RngState
 from accel.tensors import local_part
@@ -120,7 +120,8 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         ConfigError: a `Part` or `TrainableOnly` of something else than it may be of.
     """
     passed, stored = without_parts(items), saved.manifest.items
-    items = engine_items(ctx, items)
+    if ctx.settings.strategy in ENGINES:
+        items = engine_items(ctx, items)
     live = without_wrappers(without_parts(items))
     modules = module_states(live)
     source = CheckpointSource(
@@ -130,7 +131,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         file_names=_file_names(saved, options),
         parameters=parameter_names(modules),
         parts={name for name, item in items.items() if isinstance(item, Part)},
-        classes=named_classes([*_OWN_RECORDS, *(type(item) for item in live.values() if is_record(item))]),
+        types=[*_OWN_RECORDS, *map(type, live.values())],
     )
     matching = Matching(source, passed)
     found = Problems()
@@ -184,9 +185,11 @@ def undo_changes(changes: Sequence[Change]) -> bool:
 
 def drop_gradients(items: Iterable[object]) -> None:
     """Drop the gradients of modules and of optimizers' parameters. No communication."""
-    live = list(items)
-    clear_gradients(*(each for each in live if isinstance(each, nn.Module)))
-    clear_parameters(parameters_of(each for each in live if isinstance(each, Optimizer)))
+    for item in items:
+        if isinstance(item, nn.Module):
+            clear_gradients(item)
+        elif isinstance(item, Optimizer):
+            clear_parameters(parameters_of([item]))
 
 
 def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:

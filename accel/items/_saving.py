@@ -33,6 +33,7 @@ from accel.items._kinds import (
     Stateful,
     TrainableOnly,
     check_items,
+    check_records,
     divided_names,
     kind_of,
     without_parts,
@@ -44,8 +45,8 @@ from accel.items._parts import join_values, own_values
 from accel.items._rng import capture_row
 from accel.items._stateful import capture_stateful
 from accel.items._transforms import SaveTransform
-from accel.items._value import capture_value, check_records
-from accel.parallel import engine_items
+from accel.items._value import capture_value
+from accel.parallel import ENGINES, engine_items
 from accel.storage import RemotePath, as_place
 from accel.tensors import local_part
 
@@ -164,7 +165,8 @@ def save_state(
         rule = check_keep(keep)
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
-        items = engine_items(ctx, items)
+        if ctx.settings.strategy in ENGINES:
+            items = engine_items(ctx, items)
         content = capture(ctx, items, transform)
         if mode == "sync" and not allow_non_finite:
             check_finite(content)

@@ -7,22 +7,12 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 
-from accel.checkpoint import (
-    Box,
-    Classes,
-    Item,
-    Kept,
-    Making,
-    Saved,
-    decode,
-    held_box,
-    named_classes,
-    tensors_in,
-)
+from accel.checkpoint import Box, Classes, Item, Kept, Making, Saved, decode, held_box, named_classes, tensors_in
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items._rng import Row, with_own_part
@@ -126,7 +116,7 @@ class Problems:
         return sorted(self.found, key=lambda each: (_TITLES.index(each[0]), each[1]))
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class CheckpointSource:
     """One checkpoint, as this rank loads it.
 
@@ -135,7 +125,7 @@ class CheckpointSource:
         file_names: of modules' tensors, by the names that they are loaded under.
         parameters: full names of the live modules' parameters, by `id`.
         parts: names of items that are `Part`s.
-        classes: of records and enums, by the names that they are stored under.
+        types: types of the live items and of accel's own records, by which stored records are made.
         problems: differences that are errors.
         skipped: differences that `strict=False` allows.
         left: entries of `Part`s in the checkpoint that this rank does not take.
@@ -149,7 +139,7 @@ class CheckpointSource:
     file_names: dict[str, str]
     parameters: Mapping[int, str]
     parts: Set[str]
-    classes: Classes
+    types: Sequence[type]
     problems: Problems = field(default_factory=Problems)
     skipped: Problems = field(default_factory=Problems)
     left: set[str] = field(default_factory=set[str])
@@ -227,10 +217,15 @@ class CheckpointSource:
         """
         return Making(
             kept=kept,
-            classes={**self.classes, **named_classes(map(type, kept.values()))},
+            classes={**self._classes, **named_classes(map(type, kept.values()))},
             own=lambda path, made: with_own_part(made, path, self.row),
             exact=self.saved.manifest.format >= _NAMED_SINCE,
         )
+
+    @cached_property
+    def _classes(self) -> Classes:
+        """Classes of records and enums, by the names that they are stored under."""
+        return named_classes(self.types)
 
     def _template(self, key: str, live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         found = live.get(key)

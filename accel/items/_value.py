@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -21,18 +21,8 @@ from accel.checkpoint import (
     record_tag,
     stored_names,
 )
-from accel.errors import ConfigError
 from accel.items._kinds import are_numbers, kind_of, type_name
 from accel.items._source import Change, ItemLoad, Problems, fields_in
-
-
-@runtime_checkable
-class CheckedBeforeSave(Protocol):
-    """A record that cannot be saved at every moment."""
-
-    def check_saveable(self) -> None:
-        """Raise `ConfigError` unless a checkpoint may be taken now."""
-        ...
 
 
 def capture_value(name: str, live: object, tensors: dict[str, torch.Tensor], kept: Kept) -> Item:
@@ -50,24 +40,6 @@ def capture_value(name: str, live: object, tensors: dict[str, torch.Tensor], kep
     if kind_of(live) == "record":
         return Item("record", type_name(live), record_tag(live) | encode_record(live, name, tensors, kept))
     return Item("value", type_name(live), encode(live, name, tensors, kept))
-
-
-def check_records(kept: Kept) -> None:
-    """Ask every record whether it can be saved now.
-
-    Args:
-        kept: the records, by path.
-
-    Raises:
-        ConfigError: one of them says no; `where` is its path.
-    """
-    for path, record in kept.items():
-        if isinstance(record, CheckedBeforeSave):
-            try:
-                record.check_saveable()
-            except ConfigError as error:
-                facts = {"expected": error.expected, "got": error.got, "fix": error.fix}
-                raise ConfigError(error.problem, where=f"item {path}", **facts) from error
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from accel.parallel._checkpointing import checkpoint_activations as checkpoint_a
 from accel.parallel._comm_hooks import PowerSgd as PowerSgd
 from accel.parallel._compile import compile_model as compile_model
 from accel.parallel._engines import (
+    ENGINES as ENGINES,
     Engine as Engine,
     StepOutcome as StepOutcome,
     StepRequest as StepRequest,

@@ -92,6 +92,6 @@ def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) 
 
 
 def engine_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, object]:
-    """Return items of a checkpoint, each object of the context's engine replaced by one that gives its state."""
+    """Return items of a checkpoint with each object of the context's engine replaced by one that gives its state."""
     engine = engine_of(ctx)
     return items if engine is None else engine.items(ctx, items)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from accel.parallel._unsharded import drop_unsharded, holds_unsharded, shards_of
+from accel.parallel._unsharded import drop_unsharded, shards_of
 from accel.tensors import local_part
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
@@ -133,7 +133,8 @@ def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor | None], lis
     parameters: list[torch.Tensor | None] = []
     sharded: list[nn.Module] = []
     waiting: list[Any] = list(models)
-    shards = "torch.distributed.fsdp" in sys.modules
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded_kind = getattr(fsdp, "FSDPModule", None)  # another thread may be importing the module
     while waiting:
         module = waiting.pop()
         if module is None:
@@ -142,6 +143,6 @@ def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor | None], lis
             parameters += module._parameters.values()
         if module._modules:
             waiting += module._modules.values()
-        if shards and holds_unsharded(module):
+        if sharded_kind is not None and isinstance(module, sharded_kind):
             sharded.append(module)
     return parameters, sharded

@@ -14,11 +14,6 @@ import torch
 from torch import nn
 
 
-def holds_unsharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on a module."""
-    return hasattr(type(module), "_get_fsdp_state")
-
-
 class Shards(NamedTuple):
     """A parameter that `fully_shard` has taken.
 

@@ -91,11 +91,14 @@ def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
     found["prepare"] = traced(prepare)
     found["batches"] = traced(lambda: list(accel.batches(ctx, loader)))
     found["a loop's pass"] = traced(train)
-    items = {"model": model, "optimizer": optimizer, "state": state}
     save = accel.save_state  # found before it is traced: a name is looked up in `lazy`
     load = accel.load_state
-    found["save_state"] = traced(lambda: save(ctx, folder, items, step=1))
-    found["load_state"] = traced(lambda: load(ctx, folder, items))
+    layer = {"model": nn.Linear(4, 1)}
+    run = {"model": model, "optimizer": optimizer, "state": state}
+    found["save a layer"] = traced(lambda: save(ctx, f"{folder}/layer", layer, step=1))
+    found["load a layer"] = traced(lambda: load(ctx, f"{folder}/layer", layer))
+    found["save a run"] = traced(lambda: save(ctx, f"{folder}/run", run, step=1))
+    found["load a run"] = traced(lambda: load(ctx, f"{folder}/run", run))
     return found
 
 

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verbs enter few files of the package, so that a reader opens few: the benchmark of the structure counts them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from accel.testing import simulate
+
+SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
+MOST_FILES = {"batches": 8, "save a layer": 20, "load a layer": 20}
+
+
+def test_a_verb_enters_few_files(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("structure", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    structure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(structure)
+    seen = simulate(lambda ctx: structure.verbs(ctx, str(tmp_path)), 2)[0]
+    for verb, most in MOST_FILES.items():
+        files = seen[verb].files()
+        assert 0 < len(files) <= most, f"{verb} enters {len(files)} files, the most is {most}: {', '.join(files)}"

@@ -8,9 +8,7 @@ ranks and micro-batches therefore gives the same gradient.
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
-from numbers import Real
 from typing import overload
 
 import msgspec
@@ -19,11 +17,11 @@ from torch import nn
 
 from accel.comm import start_all_reduce
 from accel.context import DistContext, context_first
-from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
+from accel.training._loss_weights import on_device, weigh
 from accel.training._train_state import TrainState, after_backward, weight_of, window_of
 from accel.training._window import check_alone, check_records
 
@@ -176,7 +174,7 @@ def backward(
     accum.check_scale(scaler)
     if accum.latest == accum.micro:  # a further pass of this batch, whose weight no later call would miss
         accum.follow("state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)")
-    added, factor = _weigh(ctx, scaler, accum, weight, same_units=same_units)
+    added, factor = weigh(ctx, scaler, accum, weight, same_units=same_units)
     if not accum.sync or ctx.world_size == 1:
         _run(ctx, loss, factor, retain_graph)
         return added
@@ -186,72 +184,16 @@ def backward(
     if own is None:
         _run(ctx, loss, factor, retain_graph)
         return added
-    total = own.clone() if isinstance(own, torch.Tensor) else _on_device(ctx, own)
+    total = own.clone() if isinstance(own, torch.Tensor) else on_device(ctx, own)
     wait = start_all_reduce(ctx.comm, total, "sum")  # travels while backward computes
     _run(ctx, loss, factor, retain_graph)
     wait()
     return added.share(total.item() if total.is_cpu else total)
 
 
-def _weigh(
-    ctx: DistContext,
-    scaler: LossScale,
-    accum: Accumulation,
-    weight: float | torch.Tensor | None,
-    *,
-    same_units: bool,
-) -> tuple[Accumulation, float | torch.Tensor]:
-    """The window with a backward's weight, and what its loss is multiplied by."""
-    unit, again = accum.unit or _unit(ctx, weight, accum.steps), accum.latest == accum.micro
-    if same_units and not again:
-        raise StepError(
-            "no backward of this micro-batch has counted these units",
-            expected="same_units=True from its second backward on",
-            got="it in the first",
-            where="backward",
-        )
-    _check_alike(accum, weight)
-    weighted = weight is not None
-    if weight is None:
-        world = 0.0 if again else float(ctx.world_size)
-        return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world), scaler.scale / unit
-    if isinstance(weight, SampleCount):
-        world, own = 0.0 if same_units else float(weight.world * weight.copies), None
-        factor = weight / unit * scaler.scale
-    else:
-        known = _own_weight(ctx, weight)
-        factor = known / unit * scaler.scale
-        world, own = 0.0, None
-        if not same_units and ctx.world_size == 1:
-            world = known
-        elif not same_units:
-            own = known
-    return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world, own=own), factor
-
-
-def _check_alike(accum: Accumulation, weight: float | torch.Tensor | None) -> None:
-    """Raise `StepError` where a window has backward passes with a weight and without."""
-    if accum.weighted is None or accum.weighted == (weight is not None):
-        return
-    raise StepError(
-        "some backward passes of this window have a weight, and others not",
-        expected="weight= in all of them, or in none",
-        got=f"{'none' if weight is None else 'one'} in micro-batch {accum.micro} of {accum.steps}",
-        where="backward, weight=",
-        fix="Pass weight= each time, such as batch.valid; beside same_units=True too.",
-    )
-
-
-def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
-    """Return the unit of the window's weights: a full window of equal parts then needs no division at its end."""
-    if isinstance(weight, SampleCount):
-        return weight.world * weight.copies / ctx.world_size * steps or 1.0
-    return float(steps) if weight is None else 1.0
-
-
 def _run(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -> None:
     if ctx.device.type == "xla" and not isinstance(factor, torch.Tensor):
-        factor = _on_device(ctx, factor)
+        factor = on_device(ctx, factor)
     if isinstance(factor, torch.Tensor):
         loss = loss * factor.detach().reshape(()).to(loss.device, loss.dtype)
     elif factor != 1.0:
@@ -310,39 +252,3 @@ def _check_loss(loss: torch.Tensor) -> None:
             where="backward",
             fix="Look for no_grad, detach() or item() on its way, and for a model that is frozen.",
         )
-
-
-def _own_weight(ctx: DistContext, weight: float | torch.Tensor) -> float | torch.Tensor:
-    """A weight that only this rank knows: a number where reading one waits for nothing.
-
-    A wrong one on a device becomes NaN, which the step reads together with the total weight.
-    """
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() != 1 or weight.is_complex():
-            raise _no_weight(f"a tensor of shape {list(weight.shape)} and {weight.dtype}")
-        if not weight.is_cpu:
-            there = weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
-            return torch.where(there >= 0, there, math.nan)
-        weight = weight.item()
-    try:
-        number = float(weight) if isinstance(weight, Real) else math.nan
-    except OverflowError:  # an integer of hundreds of digits
-        number = math.inf
-    if not 0 <= number < math.inf:
-        raise _no_weight("a number too large" if number == math.inf else repr(weight))
-    return number
-
-
-def _on_device(ctx: DistContext, number: float) -> torch.Tensor:
-    """A number there; for XLA as data and not as a constant of its graph, which must be the same on all ranks."""
-    if ctx.device.type == "xla":
-        return torch.tensor(number, dtype=_weight_dtype(ctx), device="cpu").to(ctx.device)
-    return torch.full((), number, dtype=_weight_dtype(ctx), device=ctx.device)
-
-
-def _weight_dtype(ctx: DistContext) -> torch.dtype:
-    return torch.float32 if ctx.device.type in ("mps", "xla") else torch.float64
-
-
-def _no_weight(got: str) -> ConfigError:
-    return ConfigError("not a weight", expected="a finite number, 0 or above", got=got, where="backward, weight=")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
 
 import torch
@@ -11,15 +11,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel import xla
-from accel.comm import all_reduce_flat
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, NonFiniteError, check_choice
-from accel.optim import Accumulation, first_nonfinite, parameters_of
-from accel.parallel import StepRequest, engine_of, name_of
+from accel.errors import ConfigError, check_choice
+from accel.optim import Accumulation
+from accel.parallel import StepRequest, engine_of
 from accel.precision import LossScale
-from accel.tensors import is_dtensor
 from accel.training._idle_settings import check_settings
 from accel.training._leftovers import refuse_leftovers
+from accel.training._nonfinite import check_overflow
 from accel.training._schedulers import check_not_exhausted
 from accel.training._step_effects import clear_here, step_by, step_here
 from accel.training._train_state import TrainState, after_step, ended_window
@@ -32,7 +31,6 @@ MaxNorm = float | Sequence[float | None] | None
 
 _POLICIES = get_args(NonFinite)
 _NEED_MORE = (torch.optim.LBFGS, ReduceLROnPlateau)
-_MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
 
 
 class StepResult(NamedTuple, Generic[A]):
@@ -185,7 +183,7 @@ def optimizer_step(
     else:
         outcome = step_by(engine, ctx, optimizers, weight, request)
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
-        _check_overflow(ctx, scaler, accum, optimizers)
+        check_overflow(ctx, scaler, accum, optimizers)
     if not outcome.stepped:
         if engine is None:
             clear_here(optimizers)
@@ -205,43 +203,6 @@ def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulat
         check_settings(ctx, accum, optimizers)
     if accum is not None:
         refuse_leftovers(ctx, optimizers)
-
-
-def _check_overflow(
-    ctx: DistContext, scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer]
-) -> None:
-    if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
-        return
-    raise NonFiniteError(
-        "a gradient is not finite" if accum is None else f"a gradient of step {accum.updates} is not finite",
-        expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
-        got="inf or NaN",
-        where=_first_nonfinite(ctx, optimizers),
-        fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
-        " may hold no unit, or pass nonfinite='skip' to leave such steps out.",
-    )
-
-
-def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
-    """Name the first parameter whose gradient holds inf or NaN on any rank. A collective if some are sharded."""
-    parameters = parameters_of(optimizers)
-    at = first_nonfinite(parameters)
-    if ctx.world_size > 1 and any(is_dtensor(each.grad) for each in parameters):
-        at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.comm.control), "min").item())
-    if at == len(parameters):
-        return "the norm of all gradients, each finite by itself"
-    return f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
-
-
-def _names(optimizers: list[Optimizer]) -> Iterator[str]:
-    """The parameters' names, from the optimizer or from `prepare_model`; else their places."""
-    for which, optimizer in enumerate(optimizers):
-        for group_at, group in enumerate(optimizer.param_groups):
-            known = cast("list[str] | None", group.get("param_names"))
-            for at, parameter in enumerate(group["params"]):
-                name = known[at] if known else name_of(parameter)
-                place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""
-                yield place + (name or f"param_groups[{group_at}]['params'][{at}]")
 
 
 def _result(

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are not finite: the error that names the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch.optim import Optimizer
+
+from accel.comm import all_reduce_flat
+from accel.context import DistContext
+from accel.errors import NonFiniteError
+from accel.optim import Accumulation, first_nonfinite, parameters_of
+from accel.parallel import name_of
+from accel.precision import LossScale
+from accel.tensors import is_dtensor
+
+_MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
+
+
+def check_overflow(
+    ctx: DistContext, scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer]
+) -> None:
+    """Raise where a loss scale does not explain gradients with inf or NaN. A collective if some are sharded.
+
+    Args:
+        ctx: the context.
+        scaler: loss scale of the window; a dynamic one may overflow a number of times in a row.
+        accum: window that has ended; None for a script without accumulation.
+        optimizers: optimizers that take the step together.
+
+    Raises:
+        NonFiniteError: the first such parameter is named.
+    """
+    if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
+        return
+    raise NonFiniteError(
+        "a gradient is not finite" if accum is None else f"a gradient of step {accum.updates} is not finite",
+        expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
+        got="inf or NaN",
+        where=_first_nonfinite(ctx, optimizers),
+        fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
+        " may hold no unit, or pass nonfinite='skip' to leave such steps out.",
+    )
+
+
+def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
+    """Name the first parameter whose gradient holds inf or NaN on any rank. A collective if some are sharded."""
+    parameters = parameters_of(optimizers)
+    at = first_nonfinite(parameters)
+    if ctx.world_size > 1 and any(is_dtensor(each.grad) for each in parameters):
+        at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.comm.control), "min").item())
+    if at == len(parameters):
+        return "the norm of all gradients, each finite by itself"
+    return f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
+
+
+def _names(optimizers: list[Optimizer]) -> Iterator[str]:
+    """The parameters' names, from the optimizer or from `prepare_model`; else their places."""
+    for which, optimizer in enumerate(optimizers):
+        for group_at, group in enumerate(optimizer.param_groups):
+            known = cast("list[str] | None", group.get("param_names"))
+            for at, parameter in enumerate(group["params"]):
+                name = known[at] if known else name_of(parameter)
+                place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""
+                yield place + (name or f"param_groups[{group_at}]['params'][{at}]")

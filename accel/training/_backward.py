@@ -21,8 +21,9 @@ from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
+from accel.training._call_order import begun_window
 from accel.training._loss_weights import on_device, weigh
-from accel.training._train_state import TrainState, after_backward, weight_of, window_of
+from accel.training._train_state import TrainState, after_backward, weight_of
 from accel.training._window import check_alone, check_records
 
 
@@ -52,7 +53,7 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
         ...     state = accel.backward(ctx, model(batch.data[0]).square().mean(), state)
     """
     ctx.comm.check_open()
-    accum = window_of(state, "accel.accumulate") if isinstance(state, TrainState) else state
+    accum = begun_window(state.accum, "accel.accumulate") if isinstance(state, TrainState) else state
     if accum.micro == 0:
         raise StepError(
             "no micro-batch was begun",

@@ -20,7 +20,8 @@ from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
 from accel.parallel import engine_of
 from accel.precision import LossScale
 from accel.tensors import local_parts
-from accel.training._train_state import TrainState, after_backward, ended_window
+from accel.training._call_order import ended_window
+from accel.training._train_state import TrainState, after_backward
 from accel.training._window import (
     as_tensor,
     check_alone,
@@ -163,7 +164,7 @@ def unscale_gradients(
     """
     if isinstance(scaler, TrainState):
         check_alone(accum, "unscale_gradients")
-        window = ended_window(scaler, "accel.unscale_gradients")
+        window = ended_window(scaler.accum, "accel.unscale_gradients")
         divided = unscale_gradients(ctx, optimizer, scaler.scaler, window)
         window.follow("state = accel.unscale_gradients(ctx, optimizer, state)")
         return after_backward(scaler, divided)
@@ -195,4 +196,4 @@ def _parts(
     if not isinstance(scaler, TrainState):
         return scaler, accum
     check_alone(accum, call)
-    return scaler.scaler, ended_window(scaler, call)
+    return scaler.scaler, ended_window(scaler.accum, call)

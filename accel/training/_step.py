@@ -16,12 +16,13 @@ from accel.errors import ConfigError, check_choice
 from accel.optim import Accumulation
 from accel.parallel import StepRequest, engine_of
 from accel.precision import LossScale
+from accel.training._call_order import ended_window
 from accel.training._idle_settings import check_settings
 from accel.training._leftovers import refuse_leftovers
 from accel.training._nonfinite import check_overflow
 from accel.training._schedulers import check_not_exhausted
 from accel.training._step_effects import clear_here, step_by, step_here
-from accel.training._train_state import TrainState, after_step, ended_window
+from accel.training._train_state import TrainState, after_step
 from accel.training._window import check_alone, check_limit, check_norm_type, checked_window, division, total_weight
 
 A = TypeVar("A")
@@ -153,7 +154,7 @@ def optimizer_step(
             ctx,
             optimizer,
             scaler.scaler,
-            ended_window(scaler, "accel.optimizer_step"),
+            ended_window(scaler.accum, "accel.optimizer_step"),
             scheduler=scheduler,
             max_norm=max_norm,
             norm_type=norm_type,

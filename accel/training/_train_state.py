@@ -15,6 +15,7 @@ from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import clear_gradients
 from accel.precision import LossScale, loss_scale
+from accel.training._call_order import begun_window, check_between, dropped, is_begun
 
 S = TypeVar("S", bound="TrainState")
 
@@ -72,8 +73,8 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
         Raises:
             StepError: the result of an earlier call was dropped, or the batch begins at another position.
         """
-        if self.sync or _is_begun(self):
-            raise _dropped(self, "state.next")
+        if self.sync or is_begun(self.accum):
+            raise dropped(self.accum, "state.next")
         if batch.start is not self.cursor and batch.start != self.cursor:
             raise StepError(
                 "the batch does not begin at the state's position",
@@ -92,14 +93,14 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
         Raises:
             StepError: within a window.
         """
-        _check_between(self, "state.next_epoch")
+        check_between(self.accum, "state.next_epoch")
         after = _replaced(self, cursor=Cursor(self.cursor.seed, self.cursor.epoch + 1))
         vars(self)["left"] = True  # beside the fields: this very object begins no other pass
         return after
 
     def check_pass(self) -> None:
         """Raise `StepError` within a window, whose gradients another pass would take up, or after `next_epoch`."""
-        _check_between(self, "accel.batches")
+        check_between(self.accum, "accel.batches")
         if vars(self).get("left"):
             raise StepError(
                 "the result of state.next_epoch() was dropped",
@@ -183,17 +184,6 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
     return _replaced(state, accum=state.accum.reset(), valid=None)
 
 
-def window_of(state: TrainState, call: str) -> Accumulation:
-    """Return the window of a state within a batch.
-
-    Raises:
-        StepError: no batch was begun.
-    """
-    if not state.accum.micro:
-        raise _not_begun(call)
-    return state.accum
-
-
 def weight_of(
     state: TrainState, weight: float | torch.Tensor | None, *, same_units: bool
 ) -> float | torch.Tensor | None:
@@ -202,10 +192,10 @@ def weight_of(
     Raises:
         StepError: no batch was begun, or an earlier pass of this batch had the same samples.
     """
-    window_of(state, "accel.backward")
+    begun_window(state.accum, "accel.backward")
     if weight is not None:
         return weight
-    if not _is_begun(state) and not same_units:
+    if not is_begun(state.accum) and not same_units:
         raise StepError(
             "the samples of this batch are counted already",
             expected="state = state.next(batch) before the backward of another batch",
@@ -221,29 +211,6 @@ def after_backward(state: TrainState, accum: Accumulation) -> TrainState:
     return _replaced(state, accum=accum)
 
 
-def ended_window(state: TrainState, call: str) -> Accumulation:
-    """Return the window of a state that waits for its optimizer step.
-
-    Raises:
-        StepError: no batch was begun, it had no backward pass, or the window goes on.
-    """
-    if not state.accum.micro:
-        raise _not_begun(
-            call, fix="Optimizers that end one window step in one call: optimizer_step(ctx, [first, second], state)."
-        )
-    if _is_begun(state):
-        raise _dropped(state, call)
-    if not state.sync:
-        raise StepError(
-            "the window has not ended",
-            expected="the call where state.sync",
-            got=f"micro-batch {state.accum.micro} of {state.accum.steps}",
-            where=call,
-            fix="Guard it: `if state.sync:`.",
-        )
-    return state.accum
-
-
 def after_step(
     state: TrainState, accum: Accumulation, scaler: LossScale, *, stepped: bool, grad_norm: torch.Tensor | None
 ) -> TrainState:
@@ -251,51 +218,6 @@ def after_step(
     after = TrainState(state.cursor, accum, scaler)
     vars(after).update(stepped=stepped, grad_norm=grad_norm)
     return after
-
-
-def _is_begun(state: TrainState) -> bool:
-    """Whether the current batch waits for its first backward pass."""
-    return state.accum.latest < state.accum.micro
-
-
-def _check_between(state: TrainState, call: str) -> None:
-    if not state.accum.micro:
-        return
-    if state.sync or _is_begun(state):
-        raise _dropped(state, call)
-    raise StepError(
-        "the window is not full",
-        expected="a state between two windows",
-        got=f"micro-batch {state.accum.micro} of {state.accum.steps}",
-        where=call,
-        fix="Drop its gradients before: state = accel.discard(state, model). Or end it with its last batch:"
-        " state = state.next(batch, last=True).",
-    )
-
-
-def _dropped(state: TrainState, call: str) -> StepError:
-    """The error for a state that waits for another call, or whose result of that call was dropped."""
-    if _is_begun(state):
-        missing, line = "the backward of this batch", "state = accel.backward(ctx, loss, state)"
-    else:
-        missing, line = "the optimizer step of this window", "state = accel.optimizer_step(ctx, optimizer, state)"
-    return StepError(
-        f"the state does not know of {missing}",
-        expected=line,
-        got=f"micro-batch {state.accum.micro} of {state.accum.steps}",
-        where=call,
-        fix=f"Keep the result: {line}. To give the window up: state = accel.discard(state, model).",
-    )
-
-
-def _not_begun(call: str, fix: str = "") -> StepError:
-    return StepError(
-        "no batch was begun",
-        expected="state = state.next(batch) before it",
-        got="a state between two windows",
-        where=call,
-        fix=fix,
-    )
 
 
 def _position(cursor: Cursor) -> str:

@@ -12,6 +12,16 @@ from accel.comm._answers import Answers as Answers
 from accel.comm._bytes import as_bytes as as_bytes, as_tensor as as_tensor
 from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
 from accel.comm._exchange import exchange as exchange, exchange_values as exchange_values, start_values as start_values
+from accel.comm._gradients import (
+    copied as copied,
+    exchanged as exchanged,
+    gathered as gathered,
+    gathered_summed as gathered_summed,
+    own_part as own_part,
+    scattered as scattered,
+    start_shift as start_shift,
+    summed as summed,
+)
 from accel.comm._handle import Comm as Comm
 from accel.comm._header import HEADER_BYTES as HEADER_BYTES
 from accel.comm._mesh import (

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives that gradients pass through: functions of a tensor and a group, of which a parallel layer is built.
+
+Each is linear, so its gradient is another one of them: the gradient of a sum over ranks is a copy to each of them, that
+of an all-gather is a reduce-scatter. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, calls the first two f and g.
+None makes a checked message: ranks of a model run the same layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_dist = cast(Any, dist)
+# torch 2.13 renamed both and warns about the old names
+_gather_into = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+
+
+def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor that is alike on all ranks, for each to use in its own way; gradients are summed.
+
+    Args:
+        x: alike on all ranks of the group.
+        group: of more than one rank. The backward is a collective.
+    """
+    return _through(x, _same, lambda grad: _reduced(grad, group))
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the ranks' tensors on each of them. A collective; the backward makes none.
+
+    Args:
+        x: this rank's summand, of one shape on all ranks of the group. What follows is alike on all of them.
+        group: of more than one rank.
+    """
+    return _through(x, lambda own: _reduced(own, group), _same)
+
+
+def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the ranks' tensors concatenated, where what follows is alike on all ranks. A collective.
+
+    The backward makes none: each rank keeps the gradient of its own part.
+
+    Args:
+        x: this rank's part, of one shape on all ranks of the group.
+        dim: dimension to concatenate along.
+        group: of more than one rank.
+    """
+    return _through(x, lambda own: _gathered(own, dim, group), lambda grad: _own(grad, dim, group))
+
+
+def gathered_summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the ranks' tensors concatenated, where each rank goes on in its own way. A collective, as its backward.
+
+    Args:
+        x: this rank's part, of one shape on all ranks of the group.
+        dim: dimension to concatenate along.
+        group: of more than one rank.
+    """
+    return _through(x, lambda own: _gathered(own, dim, group), lambda grad: _scattered(grad, dim, group))
+
+
+def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum of the ranks' tensors. A collective, as its backward.
+
+    Args:
+        x: this rank's summand, of one shape on all ranks of the group.
+        dim: dimension to divide; the group's size divides its length.
+        group: of more than one rank.
+    """
+    return _through(x, lambda own: _scattered(own, dim, group), lambda grad: _gathered(grad, dim, group))
+
+
+def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a tensor that is alike on all ranks. The backward is a collective.
+
+    Args:
+        x: alike on all ranks of the group.
+        dim: dimension to divide; the group's size divides its length.
+        group: of more than one rank.
+    """
+    return _through(x, lambda whole: _own(whole, dim, group), lambda grad: _gathered(grad, dim, group))
+
+
+def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the rows that the ranks have for this one, in their order: an all-to-all. A collective, as its backward.
+
+    Args:
+        x: rows for each rank in turn, shape [sum of `to`, ...].
+        to: number of rows for each rank.
+        back: number of rows from each rank.
+        group: of more than one rank.
+    """
+    return _through(x, lambda rows: _exchanged(rows, to, back, group), lambda grad: _exchanged(grad, back, to, group))
+
+
+def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Begin to send tensors to the rank that comes `by` later, in one message. A collective without a gradient.
+
+    Args:
+        tensors: of one dtype, and of the same shapes on all ranks of the group; unchanged until the wait.
+        by: number of ranks to go on, round and round; negative to go back.
+        group: of more than one rank.
+
+    Returns:
+        A function that waits, and returns the tensors of the rank `by` earlier.
+    """
+    size = group.size()
+    flat = torch.cat([each.reshape(-1) for each in tensors])
+    received = torch.empty_like(flat)
+    to = (group.rank() + by) % size
+    source = (group.rank() - by) % size
+    send = dist.P2POp(dist.isend, flat, group=group, group_peer=to)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    works = dist.batch_isend_irecv([send, receive])
+
+    def wait() -> list[Tensor]:
+        for work in works:
+            _ = work.wait()
+        parts = received.split([each.numel() for each in tensors])
+        return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
+
+    return wait
+
+
+class _Linear(torch.autograd.Function):
+    """A linear function, with the function of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.transposed = transposed
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transposed(grad), None, None
+
+
+def _through(x: Tensor, function: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:
+    return cast(Any, _Linear).apply(x, function, transposed)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    _dist.all_reduce(total, group=group)
+    return total
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    first = x.movedim(dim, 0).contiguous()
+    out = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
+    _gather_into(out, first, group=group)
+    return out.movedim(0, dim)
+
+
+def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    first = x.movedim(dim, 0).contiguous()
+    out = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
+    _scatter_into(out, first, group=group)
+    return out.movedim(0, dim)
+
+
+def _own(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def _exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty((sum(back), *x.shape[1:]))
+    _dist.all_to_all_single(out, x.contiguous(), list(back), list(to), group=group)
+    return out

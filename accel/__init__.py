@@ -134,6 +134,7 @@ if TYPE_CHECKING:
         synchronize_rng as synchronize_rng,
     )
     from accel.storage import RemotePath as RemotePath
+    from accel.topology import Axes as Axes, Plan as Plan
     from accel.training import (
         Ema as Ema,
         StepResult as StepResult,
@@ -280,6 +281,7 @@ _HOMES = {
         "unscale_gradients",
     ),
     "storage": ("RemotePath",),
+    "topology": ("Axes", "Plan"),
     "tree": ("Container",),
 }
 

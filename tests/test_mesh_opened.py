@@ -124,7 +124,7 @@ def test_an_empty_text_takes_the_mesh_away(ranks):
     [
         ("dp=3", "expected 3 ranks for dp=3, got 2 - at mesh=. Start 3 processes, or let one size be -1."),
         ("dp=-1,tp=4", "expected a multiple of 4 ranks for dp=-1,tp=4, got 2 - at mesh=. Start a multiple of 4 proc"),
-        ("stage=2", "unknown dimension of a mesh: got 'stage' in 'stage=2' - at mesh="),
+        ("stage=2", "unknown axis of a mesh: got 'stage' in 'stage=2' - at mesh="),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_on_all_ranks(ranks, text, said):
@@ -196,7 +196,7 @@ def train(ctx):
 
 expected = train(accel.single(accumulation=2))
 said = {}
-for text in (None, "tp=2", "fsdp=-1"):  # the first is what the launcher said
+for text in (None, "tp=2", "dp=-1"):  # the first is what the launcher said
     with accel.session(mesh=text) as ctx:
         off = float((train(ctx) - expected).abs().max())
         said[text or "launched"] = [ctx.data_parallel, list(ctx.mesh.shape), off < 1e-10]
@@ -220,7 +220,7 @@ def test_two_processes_train_on_the_mesh_that_the_launcher_names(tmp_path: Path)
     assert json.loads(said.read_text()) == {
         "launched": [[0, 2], [2, 1], True],
         "tp=2": [[0, 1], [2], True],
-        "fsdp=-1": [[0, 2], [2], True],
+        "dp=-1": [[0, 2], [2], True],
         "timeouts": [77.0],
         "left": False,
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: which ranks have samples of their own, what a text says of sizes, and what is refused rather than guessed."""
+"""Positions on meshes: which ranks have samples of their own, and what is refused rather than guessed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from accel import ConfigError, EnvError
-from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, fit_mesh, mesh_position, mesh_sizes
+from accel import ConfigError
+from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, mesh_position
 
 known = st.lists(st.sampled_from(DATA_DIMS + SHARED_DIMS), min_size=1, max_size=4, unique=True)
 meshes = known.flatmap(lambda names: st.tuples(st.just(names), st.tuples(*[st.integers(1, 4)] * len(names))))
@@ -81,6 +81,8 @@ def test_every_axis_has_an_index_and_a_size(mesh):
         position = mesh_position(names, shape, coordinate)
         assert [position.axis(name) for name in names] == list(map(Axis, coordinate, shape))
         dimensions = {dimension for dimension, known in AXIS_NAMES.items() if not set(known) & set(names)}
+        if set(names) & set(AXIS_NAMES["replicate"] + AXIS_NAMES["shard"]):
+            dimensions.discard("data")  # the place along both
         for dimension in dimensions:
             assert {position.axis(name) for name in AXIS_NAMES[dimension]} == {(0, 1)}
 
@@ -111,64 +113,3 @@ def test_other_names_are_for_the_user_to_state():
 def test_what_is_not_known_is_refused(names, data_dims, said):
     with pytest.raises(ConfigError, match=said):
         mesh_position(names, (2, 2), (0, 0), data_dims)
-
-
-def _written(names, shape):
-    return ",".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
-
-
-@given(mesh=meshes, left=st.none() | st.integers(0, 3))
-def test_a_text_says_the_sizes_in_its_order_and_one_may_be_left_open(mesh, left):
-    names, shape = mesh
-    spelled = [-1 if at == left else size for at, size in enumerate(shape)]
-    text = _written(names, spelled)
-    assert list(mesh_sizes(text, where="here").items()) == list(zip(names, spelled, strict=True))
-    fitted = fit_mesh(text, math.prod(shape), where="here")
-    assert list(fitted.items()) == list(zip(names, shape, strict=True))
-
-
-@given(mesh=meshes, open_at=st.none() | st.integers(0, 3), world_size=st.integers(1, 300))
-def test_a_mesh_has_all_ranks_or_is_refused(mesh, open_at, world_size):
-    names, shape = mesh
-    text = _written(names, [-1 if at == open_at else size for at, size in enumerate(shape)])
-    known = math.prod(size for at, size in enumerate(shape) if at != open_at)
-    fits = world_size % known == 0 if "-1" in text else world_size == known
-    if fits:
-        assert math.prod(fit_mesh(text, world_size, where="here").values()) == world_size
-        return
-    with pytest.raises(EnvError, match=rf"{known} ranks for .*got {world_size} - at here"):
-        fit_mesh(text, world_size, where="here", error=EnvError)
-
-
-@given(text=st.text(st.sampled_from("dptcfs=,-01 2\n"), max_size=12))
-def test_any_text_is_a_mesh_or_refused_by_name(text):
-    try:
-        sizes = mesh_sizes(text, where="here")
-    except ConfigError as refused:
-        error = refused
-    else:
-        assert text == _written(sizes, sizes.values())
-        return
-    assert error.where == "here"
-
-
-def test_no_text_is_no_mesh():
-    assert fit_mesh("", 7, where="here") == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("dp", "not a mesh: expected a text such as dp=2,tp=2 or fsdp=-1,tp=4, got 'dp' - at here"),
-        ("dp=0", "got 'dp=0'"),
-        ("dp=2,", "got 'dp=2,'"),
-        ("dp=2\n", r"got 'dp=2\\n'"),
-        ((2, 2), r"got \(2, 2\)"),
-        ("dp=2,dp=2", "a dimension stands twice: got 'dp=2,dp=2' - at here. Name dp once."),
-        ("dp_shards=2", "unknown dimension of a mesh: got 'dp_shards' in 'dp_shards=2' .* Did you mean `dp_shard`?"),
-        ("dp=-1,tp=-1", "two sizes are open: got 'dp=-1,tp=-1'"),
-    ],
-)
-def test_what_is_no_mesh_is_refused_with_its_text(text, said):
-    with pytest.raises(ConfigError, match=said):
-        mesh_sizes(text, where="here")

@@ -26,6 +26,7 @@ from accel.comm._handle import Comm as Comm
 from accel.comm._header import HEADER_BYTES as HEADER_BYTES
 from accel.comm._mesh import (
     group_along as group_along,
+    group_of_rows as group_of_rows,
     mesh_group as mesh_group,
     mesh_of_dims as mesh_of_dims,
     mesh_of_group as mesh_of_group,

@@ -123,7 +123,7 @@ def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) ->
     def wait() -> list[Tensor]:
         for work in works:
             _ = work.wait()
-        parts = received.split([each.numel() for each in tensors])
+        parts = torch.split(received, [each.numel() for each in tensors])
         return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
 
     return wait
@@ -141,8 +141,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transposed(grad), None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
+        return ctx.transposed(*grad_outputs), None, None
 
 
 def _through(x: Tensor, function: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:

@@ -98,7 +98,8 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
         if size == comm.size:
             groups.append(world)
             continue
-        groups.append(_open_group(grid.movedim(dim, -1).reshape(-1, size), f"mesh_{name}", timeout_s))
+        rows = cast("list[list[int]]", cast(Any, grid.movedim(dim, -1).reshape(-1, size)).tolist())
+        groups.append(_open_group(rows, f"mesh_{name}", timeout_s))
         comm.opened.append(groups[-1])
     return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=tuple(sizes))
 
@@ -129,11 +130,31 @@ def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: fl
         return mesh.get_group(dims[0])
     others = [at for at in range(mesh.ndim) if at not in dims]
     rows = cast(Any, mesh.mesh).permute(*others, *dims).reshape(-1, size)
-    key = tuple(tuple(row) for row in cast("list[list[int]]", rows.tolist()))
+    listed = tuple(tuple(row) for row in cast("list[list[int]]", rows.tolist()))
+    return group_of_rows(comm, listed, "_".join(names[at] for at in dims), timeout_s)
+
+
+def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> dist.ProcessGroup | None:
+    """Return the group of this rank's row; None of a row of one. The first call opens it, a collective.
+
+    Args:
+        comm: handle of all ranks, which owns the group.
+        rows: ranks, each in one row; rows are of one length.
+        name: of the groups, for errors and for torch.
+        timeout_s: time-out of collectives of the group, in seconds.
+
+    Raises:
+        CollectiveMismatch: ranks name other axes.
+        PeerError: another rank was lost.
+    """
+    if len(rows[0]) == 1:
+        return None
+    if len(rows[0]) == comm.size:
+        return comm.group
+    key = tuple(map(tuple, rows))
     if key not in comm.along:
-        listed = "_".join(names[at] for at in dims)
-        barrier(comm, Call("group_of", listed, call_site()))
-        comm.along[key] = _open_group(rows, f"mesh_{listed}", timeout_s)
+        barrier(comm, Call("group_of", name, call_site()))
+        comm.along[key] = _open_group(rows, f"mesh_{name}", timeout_s)
         comm.opened.append(comm.along[key])
     return comm.along[key]
 
@@ -183,9 +204,9 @@ def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
     return kind.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names[at] for at in dims))
 
 
-def _open_group(rows: torch.Tensor, name: str, timeout_s: float) -> dist.ProcessGroup:
+def _open_group(rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> dist.ProcessGroup:
     """Open a group for each row of ranks, and return this rank's."""
-    listed = cast(Any, rows).tolist()
+    listed = [list(row) for row in rows]
     timeout = timedelta(seconds=timeout_s)
     try:
         return cast(Any, dist).new_subgroups_by_enumeration(listed, timeout=timeout, group_desc=name)[0]

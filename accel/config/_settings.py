@@ -102,8 +102,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=MESH_TEXT,
-            examples=["dp=2,tp=2", "fsdp=-1"],
-            description="Dimensions of the mesh of all ranks, neighbours last; -1: all other ranks; empty: no mesh.",
+            examples=["dp=2,tp=2", "dp=-1,tp=8"],
+            description="Axes of the mesh of all ranks: pp, dp or dp_replicate and dp_shard, cp, tp, ep; -1: the rest.",
         ),
     ] = ""
     backend: Annotated[

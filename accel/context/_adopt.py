@@ -19,7 +19,7 @@ from accel.context._record import DistContext, build
 from accel.context._settings import check_containers, settle
 from accel.env import LaunchEnv
 from accel.errors import ConfigError
-from accel.topology import fit_mesh, without_mesh
+from accel.topology import axes_position, fit_axes, mesh_sizes, without_mesh
 from accel.tree import Container
 
 
@@ -138,9 +138,15 @@ def replace(
     handle = ctx.mesh if mesh is None else None
     position = ctx.position if mesh is None else without_mesh(ctx.rank, ctx.world_size)
     if isinstance(mesh, str):
-        sizes = fit_mesh(mesh, ctx.world_size, where="mesh=")
-        mesh = open_mesh(ctx.comm, sizes, device, ctx.timeout_s) if sizes else None
-    if mesh is not None:
+        axes = fit_axes(mesh, ctx.world_size, where="mesh=")
+        if axes is not None:
+            names = mesh_sizes(mesh, where="mesh=")
+            sizes = {name: getattr(axes, name) for name in names if name != "ep"}
+            handle = open_mesh(ctx.comm, sizes or {"dp": 1}, device, ctx.timeout_s)
+            position = axes_position(axes, names, ctx.rank)
+            if data_dims is not None:
+                position = position_on_mesh(ctx.comm, handle, data_dims)
+    elif mesh is not None:
         handle = mesh
         position = position_on_mesh(ctx.comm, mesh, data_dims)
     return dataclasses.replace(

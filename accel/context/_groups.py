@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from accel.comm import group_along
+from accel.comm import group_along, group_of_rows
 from accel.context._first import context_first
 from accel.context._record import DistContext
+from accel.topology import rank_rows
 
 
 @context_first
@@ -39,4 +40,6 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
     own = [found for name in axes if (found := ctx.position.find(name)) is not None]
     if ctx.mesh is None or ctx.mesh.mesh_dim_names is None:
         return ctx.comm.group if own and ctx.world_size > 1 else None
+    if "ep" in own and "ep" not in ctx.mesh.mesh_dim_names:
+        return group_of_rows(ctx.comm, rank_rows(ctx.axes, *own), "_".join(own), ctx.timeout_s)
     return group_along(ctx.comm, ctx.mesh, own, ctx.timeout_s)

@@ -15,7 +15,7 @@ from accel.comm import Comm
 from accel.config import Settings
 from accel.env import LaunchEnv
 from accel.formats import Precision, StrategyName
-from accel.topology import Axis, MeshPosition, without_mesh
+from accel.topology import AXES, Axes, Axis, MeshPosition, without_mesh
 from accel.tree import Container
 
 
@@ -98,6 +98,14 @@ class DistContext:
         Ranks of one tensor, context or pipeline group have the same index.
         """
         return self.position.data
+
+    @property
+    def axes(self) -> Axes:
+        """The sizes of the mesh's axes; `dp` of all ranks without a mesh.
+
+        Of a mesh that another framework made, axes under their own names alone count.
+        """
+        return Axes(**{name: axis.size for name, axis in self.position.axes if name in AXES})
 
     def axis(self, name: str) -> Axis:
         """Return this rank's index along an axis of the mesh, and the axis's size.

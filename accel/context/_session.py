@@ -19,7 +19,7 @@ from accel.context._first import context_first
 from accel.context._record import DistContext, build
 from accel.context._settings import check_backend, settle
 from accel.env import LaunchEnv, read_env
-from accel.topology import fit_mesh
+from accel.topology import fit_axes
 
 _CHECKED = ("accumulation", "precision", "mesh")  # by the first step
 
@@ -37,8 +37,8 @@ def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[Settin
             precision: a name such as "bf16", or a record: see `accel.Precision`.
             accumulation: number of micro-batches in an optimizer step; the script reads it from the context.
             strategy: "ddp" or "fsdp", the way in which `prepare` spreads a model over the ranks.
-            mesh: dimensions of a mesh of all ranks, such as "dp=2,tp=2" or "fsdp=-1,tp=4": the last is that of
-                neighbours, -1 stands for all ranks that the others leave. It becomes `ctx.mesh`. No mesh if empty.
+            mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 stands for all
+                ranks that the others leave. Ranks are numbered as `Axes` says. It becomes `ctx.mesh`. No mesh if empty.
             backend: c10d backend for that device.
             timeout_s: seconds after which a collective that misses a rank fails.
 
@@ -55,7 +55,7 @@ def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[Settin
     settled = settle(settings, env, SettingKeywords)
     device = choose_device(settings.get("device"), env)
     check_backend(settled.backend, "backend=" if settings.get("backend") else env.sources.get("backend", ""))
-    _ = fit_mesh(settled.mesh, env.world_size, where="mesh=")
+    _ = fit_axes(settled.mesh, env.world_size, where="mesh=")
     backend = None if settled.backend == "auto" else settled.backend
     grouped = env.world_size > 1 or settled.mesh
     comm = connect(env, device, backend, cast(float, settled.timeout_s)) if grouped else alone()

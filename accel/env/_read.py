@@ -14,7 +14,7 @@ from accel.env._record import LaunchEnv
 from accel.env._tpu import pod_hosts
 from accel.env._values import integer
 from accel.errors import EnvError, check_spelling
-from accel.topology import fit_mesh
+from accel.topology import fit_axes
 
 
 def read_env(environ: Mapping[str, str]) -> LaunchEnv:
@@ -38,7 +38,7 @@ def read_env(environ: Mapping[str, str]) -> LaunchEnv:
     restarts = integer(environ, "TORCHELASTIC_RESTART_COUNT", default=by_slurm) if place.launcher != "none" else 0
     hosts = max(1, len(pod_hosts(environ)))
     env = msgspec.structs.replace(place, **values, sources=sources, restarts=restarts, tpu_hosts=hosts)
-    _ = fit_mesh(env.mesh, env.world_size, where=sources.get("mesh", ""), error=EnvError)
+    _ = fit_axes(env.mesh, env.world_size, where=sources.get("mesh", ""), error=EnvError)
     return env
 
 

@@ -14,7 +14,7 @@ from accel.errors import LaunchError
 from accel.launching._machine import Machine, visible_gpus
 from accel.launching._target import Target
 from accel.launching._tpu import count_processes
-from accel.topology import fit_mesh
+from accel.topology import fit_axes
 
 # Variables of torchrun for its own workers. One of them makes torch look for a store of torchrun's agent, and there is
 # no such agent here.
@@ -151,7 +151,7 @@ def check_mesh(config: LaunchConfig, world_size: int) -> None:
     Raises:
         LaunchError: it does not fit.
     """
-    _ = fit_mesh(config.mesh, world_size, where="--mesh", error=LaunchError)
+    _ = fit_axes(config.mesh, world_size, where="--mesh", error=LaunchError)
 
 
 def share_cores(cores: Sequence[int], local_rank: int, count: int) -> tuple[int, ...]:

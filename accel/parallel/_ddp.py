@@ -97,7 +97,7 @@ def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
     return replica_of(model) is not None or is_sharded(model)
 
 
-def _check(_ctx: DistContext, _model: nn.Module) -> None: ...
+def _check(_ctx: DistContext, _model: nn.Module, _options: ReplicateOptions) -> None: ...
 
 
 def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> nn.Module:

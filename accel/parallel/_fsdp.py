@@ -61,7 +61,7 @@ def _is_done(ctx: DistContext, model: nn.Module) -> bool:
     )
 
 
-def _check(ctx: DistContext, model: nn.Module) -> None:
+def _check(ctx: DistContext, model: nn.Module, _options: ShardOptions) -> None:
     if ctx.device.type == "xla":
         raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Take the strategy ddp.")
     inner = unwrap_model(model)

@@ -52,8 +52,11 @@ def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def heir_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter that replaced this one in its model; None if the model still has it."""
-    return cast("torch.Tensor | None", getattr(parameter, _HEIR, None))
+    """Return the parameter that the model has in the place of this one; None if it still has this one."""
+    heir = cast("torch.Tensor | None", getattr(parameter, _HEIR, None))
+    while heir is not None and (later := getattr(heir, _HEIR, None)) is not None:
+        heir = later
+    return heir
 
 
 def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:

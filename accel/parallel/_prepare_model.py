@@ -20,6 +20,7 @@ from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._move import move_model
 from accel.parallel._sharded import check_sharded
 from accel.parallel._spread import Spread, SpreadOptions
+from accel.topology import Plan
 
 # by name: of torch, Apex, FairScale, DeepSpeed and others, which are not imported for it
 _WRAPPERS = frozenset(
@@ -38,6 +39,7 @@ def prepare_model(
     broadcast_buffers: bool = True,
     gradient_as_bucket_view: bool = True,
     comm_hook: CommHook | None = None,
+    plan: Plan | None = None,
 ) -> nn.Module:
     """Move the model to the context's device, and spread it over the ranks by the context's strategy. A collective.
 
@@ -61,6 +63,7 @@ def prepare_model(
         comm_hook: format of travelling gradients, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
+        plan: styles, stages and units for the mesh's axes; None for `Plan()`. Of axes of one rank it says nothing.
 
     Returns:
         The model to call in the training loop.
@@ -92,9 +95,9 @@ def prepare_model(
         _check_used(ctx, keywords, ())
         return engine.prepare(ctx, [model])[0]
     spreads = composition(ctx)
-    options = [_own_options(each, keywords) for each in spreads]
+    options = [own_options(each, plan, keywords) for each in spreads]
     _check_used(ctx, keywords, spreads)
-    check_model(ctx, model)
+    check_model(ctx, model, plan, keywords)
     prepared = model
     if all(each.is_done(ctx, model) for each in spreads):
         _check_free_of_options(keywords)
@@ -111,8 +114,14 @@ def prepare_model(
     return prepared
 
 
-def check_model(ctx: DistContext, model: nn.Module) -> None:
+def check_model(
+    ctx: DistContext, model: nn.Module, plan: Plan | None = None, keywords: ReplicateOptions | None = None
+) -> None:
     """Raise what `prepare_model` would raise for a model, before anything changes. No communication.
+
+    Args:
+        ctx, model, plan: as for `prepare_model`.
+        keywords: options of `prepare_model`; None for the defaults.
 
     Raises:
         DeviceError, PrepareError: as there.
@@ -125,7 +134,7 @@ def check_model(ctx: DistContext, model: nn.Module) -> None:
     if waiting:
         check_axes(ctx)
     for each in waiting:
-        each.check(ctx, model)
+        each.check(ctx, model, own_options(each, plan, keywords))
 
 
 def _check_bare(model: nn.Module) -> None:
@@ -160,16 +169,30 @@ def replaces_parameters(ctx: DistContext, model: nn.Module) -> bool:
     return any(each.replaces for each in unspread(ctx, model))
 
 
-def _own_options(spread: Spread, keywords: ReplicateOptions) -> SpreadOptions:
-    own = spread.options(**{name: getattr(keywords, name) for name in spread.options.__struct_fields__})
+def own_options(spread: Spread, plan: Plan | None, keywords: ReplicateOptions | None) -> SpreadOptions:
+    """Return the options of one dimension from a plan and the keywords of `prepare_model`.
+
+    Raises:
+        ConfigError: an option outside its range, or no plan.
+    """
+    sources = (_checked_plan(plan), keywords or ReplicateOptions())
+    found = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
+    own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own
 
 
+def _checked_plan(plan: Plan | None) -> Plan:
+    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass dicts
+        raise ConfigError("not a plan", expected="an accel.Plan, or None", got=type(plan).__name__, where="plan=")
+    return plan or Plan()
+
+
 def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[Spread]) -> None:
     """Raise `ConfigError` for keywords that are not at their defaults and that no dimension has as an option."""
-    used = [name for each in spreads for name in each.options.__struct_fields__]
     defaults = ReplicateOptions()
+    options = [name for each in spreads for name in each.options.__struct_fields__]
+    used = [name for name in options if name in defaults.__struct_fields__]
     unused = [name for name in keywords.__struct_fields__ if name not in used]
     if ignored := [name for name in unused if getattr(keywords, name) != getattr(defaults, name)]:
         raise ConfigError(

@@ -16,7 +16,7 @@ from accel.topology import Dimension
 
 
 class SpreadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one dimension, all of them keywords of `prepare_model`; see there."""
+    """Options of one dimension: fields of `Plan` and keywords of `prepare_model`, by their names; see there."""
 
     def check(self) -> None:
         """Raise `ConfigError` for values out of range, or that contradict each other."""
@@ -33,7 +33,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         dimension: the dimension that this is the answer for.
         options: class of its options.
         is_done: whether the model is spread along it already. No communication.
-        check: raises for a model that cannot be spread. No communication, and nothing is changed.
+        check: raises for a model that cannot be spread with these options. No communication, and nothing is changed.
         spread: spreads a model that lies on the CPU or on the context's device, from rank 0's values, and returns what
             to call in the loop. A collective that mutates the model.
         replaces: whether the model has other parameters afterwards.
@@ -42,7 +42,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     dimension: Dimension
     options: type[SpreadOptions]
     is_done: Callable[[DistContext, nn.Module], bool]
-    check: Callable[[DistContext, nn.Module], None]
+    check: Callable[[DistContext, nn.Module, Any], None]
     spread: Callable[[DistContext, nn.Module, Any], nn.Module]
     replaces: bool
 

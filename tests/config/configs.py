@@ -25,7 +25,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "precision": st.sampled_from(["auto", *get_args(PrecisionName)]),
     "accumulation": st.just("auto") | st.integers(1, 1_000_000),
     "strategy": st.sampled_from(["auto", *get_args(StrategyName)]),
-    "mesh": st.sampled_from(["", "dp=2,tp=2", "fsdp=-1", "dp_replicate=2,dp_shard=-1,tp=1"]),
+    "mesh": st.sampled_from(["", "dp=2,tp=2", "dp=-1", "dp_replicate=2,dp_shard=-1,tp=1"]),
     "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi"]),
     "timeout_s": SECONDS | st.just("auto"),
     "threads_per_process": COUNTS | st.just("auto"),

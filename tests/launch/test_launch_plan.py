@@ -18,7 +18,7 @@ from accel.errors import ConfigError, EnvError, LaunchError
 from accel.launching import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
 from accel.launching._machine import order_cores, read_gpus
 from accel.launching._plan import HostPosition, share_cores
-from accel.topology import fit_mesh
+from accel.topology import fit_axes
 
 
 def plan(
@@ -116,11 +116,11 @@ def test_every_setting_of_a_rank_is_a_field_of_the_record() -> None:
     assert all(field in FIELDS for field in SETTINGS)
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.sampled_from(["dp=2,tp=2", "dp=-1,tp=2", "fsdp=3", "fsdp=-1"]))
+@given(st.integers(1, 3), st.integers(1, 4), st.sampled_from(["dp=2,tp=2", "dp=-1,tp=2", "dp_shard=3", "dp_shard=-1"]))
 def test_a_mesh_fits_the_processes_of_all_hosts_or_nothing_starts(hosts: int, n: int, mesh: str) -> None:
     config, position = LaunchConfig(nproc_per_node=n, mesh=mesh), HostPosition(num_nodes=hosts)
     try:
-        fit_mesh(mesh, hosts * n, where="")
+        fit_axes(mesh, hosts * n, where="")
     except ConfigError:
         with pytest.raises(LaunchError, match=f"got {hosts * n} - at --mesh"):
             plan(config=config, position=position)

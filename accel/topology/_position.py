@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dimensions of a mesh of ranks: those along which ranks have samples of their own, and those that share them."""
+"""A rank's position on a mesh: dimensions along which ranks have samples of their own, and those that share them."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from accel.errors import AccelError, ConfigError, did_you_mean
+from accel.errors import ConfigError, did_you_mean
+from accel.topology._axes import Axes, coordinates
 
 Dimension = Literal["data", "replicate", "shard", "expert", "tensor", "context", "sequence", "pipeline"]
 
-# names of a mesh's axes by what their ranks do; along "data" ranks hold replicas or shards, as the strategy says
+# Names of a mesh's axes by what their ranks do; along "data" ranks hold replicas or shards, as the strategy says. A
+# text knows the first of each alone: the others are those of meshes that other frameworks make.
 AXIS_NAMES: Mapping[Dimension, tuple[str, ...]] = {
     "data": ("dp", "data", "data_parallel", "hsdp"),
     "replicate": ("dp_replicate", "replicate", "ddp"),
@@ -29,8 +28,6 @@ _DATA: tuple[Dimension, ...] = ("data", "replicate", "shard", "expert")  # along
 _DIMENSION_OF: Mapping[str, Dimension] = {name: dimension for dimension, names in AXIS_NAMES.items() for name in names}
 DATA_DIMS = tuple(name for name, dimension in _DIMENSION_OF.items() if dimension in _DATA)
 SHARED_DIMS = tuple(name for name in _DIMENSION_OF if name not in DATA_DIMS)
-
-MESH_TEXT = r"^([a-z_]+=(-1|[1-9][0-9]{0,6})(,[a-z_]+=(-1|[1-9][0-9]{0,6}))*)?$"
 
 
 class Axis(NamedTuple):
@@ -74,66 +71,17 @@ class MeshPosition:
     def axis(self, name: str) -> Axis:
         """Return index and size along an axis; (0, 1) where the mesh has none.
 
+        "dp" of a mesh of both `dp_replicate` and `dp_shard` is the place along both.
+
         Raises:
             ConfigError: as `find`.
         """
         own = self.find(name)
-        return Axis(0, 1) if own is None else dict(self.axes)[own]
-
-
-def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) -> dict[str, int]:
-    """Return the sizes of a mesh that a text describes, in its order: of "dp=-1,tp=2" they are {"dp": -1, "tp": 2}.
-
-    Args:
-        text: sizes by dimension, the slowest first; -1 for all ranks that the others leave. No mesh if empty.
-        where: source of the text, for errors.
-        error: class of the errors.
-
-    Raises:
-        AccelError: the text is none of these, a dimension stands twice or means nothing known, or two sizes are -1.
-    """
-    if not isinstance(text, str) or not re.fullmatch(MESH_TEXT, text):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise error("not a mesh", expected="a text such as dp=2,tp=2 or fsdp=-1,tp=4", got=repr(text), where=where)
-    pairs = [part.split("=") for part in text.split(",") if part]
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise error("a dimension stands twice", got=repr(text), where=where, fix=f"Name {name} once.")
-        if name not in DATA_DIMS + SHARED_DIMS:
-            fix = did_you_mean(name, DATA_DIMS + SHARED_DIMS)
-            raise error("unknown dimension of a mesh", got=f"{name!r} in {text!r}", where=where, fix=fix)
-    sizes = {name: int(size) for name, size in pairs}
-    if list(sizes.values()).count(-1) > 1:
-        raise error("two sizes are open", got=repr(text), where=where, fix="Let one at most be -1.")
-    return sizes
-
-
-def fit_mesh(text: str, world_size: int, *, where: str, error: type[AccelError] = ConfigError) -> dict[str, int]:
-    """Return the sizes of a mesh of so many ranks: of "dp=-1,tp=2" and 8 ranks they are {"dp": 4, "tp": 2}.
-
-    Args:
-        text: as for `mesh_sizes`.
-        world_size: number of ranks of the mesh.
-        where: source of the text, for errors.
-        error: class of the errors.
-
-    Raises:
-        AccelError: the sizes multiply to another number of ranks; or as `mesh_sizes`.
-    """
-    sizes = mesh_sizes(text, where=where, error=error)
-    if not sizes:
-        return {}
-    known = math.prod(size for size in sizes.values() if size != -1)
-    is_open = -1 in sizes.values()
-    wanted = f"{'a multiple of ' if is_open else ''}{known}"
-    if world_size % known if is_open else world_size != known:
-        raise error(
-            "the mesh does not fit the ranks",
-            expected=f"{wanted} ranks for {text}",
-            got=str(world_size),
-            where=where,
-            fix=f"Start {wanted} processes{'.' if is_open else ', or let one size be -1.'}",
-        )
-    return {name: world_size // known if size == -1 else size for name, size in sizes.items()}
+        if own is not None:
+            return dict(self.axes)[own]
+        if dimension_of(name) != "data":
+            return Axis(0, 1)
+        return _joint(axis for each, axis in self.axes if dimension_of(each) in ("replicate", "shard"))
 
 
 def without_mesh(rank: int, size: int) -> MeshPosition:
@@ -162,13 +110,34 @@ def mesh_position(
         ConfigError: an axis of unknown meaning, or `data_dims` that the mesh does not have.
     """
     data = _known(names, len(shape)) if data_dims is None else _stated(names or (), len(shape), data_dims)
-    at, count = 0, 1
-    for is_data, size, here in zip(data, shape, coordinate, strict=True):
-        if is_data:
-            at, count = at * size + here, count * size
     axes = tuple(Axis(here, size) for here, size in zip(coordinate, shape, strict=True))
+    share = _joint(axis for is_data, axis in zip(data, axes, strict=True) if is_data)
     named = ("dp",) if names is None else tuple(names)
-    return MeshPosition((at, count), tuple(zip(named, axes, strict=False)))
+    return MeshPosition((share.rank, share.size), tuple(zip(named, axes, strict=False)))
+
+
+def axes_position(axes: Axes, names: Iterable[str], rank: int) -> MeshPosition:
+    """Return a rank's position on a mesh of axes.
+
+    Args:
+        axes: of the mesh.
+        names: of the axes to list, in their order.
+        rank: 0 to `axes.world_size` - 1.
+    """
+    at = coordinates(axes, rank)
+    listed = tuple((name, Axis(at[name], getattr(axes, name))) for name in names)
+    share = _joint(axis for name, axis in listed if name in ("dp", "dp_replicate", "dp_shard"))
+    return MeshPosition((share.rank, share.size), listed)
+
+
+def _joint(axes: Iterable[Axis]) -> Axis:
+    """Return the place along several axes, the last fastest."""
+    rank = 0
+    count = 1
+    for axis in axes:
+        rank = rank * axis.size + axis.rank
+        count *= axis.size
+    return Axis(rank, count)
 
 
 def _known(names: Sequence[str] | None, ndim: int) -> list[bool]:

@@ -7,6 +7,13 @@ What lists and checks folders works without torch; all else is loaded when it is
 from typing import TYPE_CHECKING
 
 from accel.checkpoint._directory import latest_checkpoint as latest_checkpoint, manifest_of as manifest_of
+from accel.checkpoint._encoded import (
+    has_records as has_records,
+    is_list as is_list,
+    is_object as is_object,
+    stored_field as stored_field,
+    tensors_in as tensors_in,
+)
 from accel.checkpoint._manifest import (
     RANKS as RANKS,
     Item as Item,
@@ -33,17 +40,8 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.checkpoint._background import Saving as Saving, save_async as save_async
-    from accel.checkpoint._codec import (
-        Kept as Kept,
-        Making as Making,
-        decode as decode,
-        encode as encode,
-        encode_record as encode_record,
-        has_records as has_records,
-        record_tag as record_tag,
-        stored_field as stored_field,
-        tensors_in as tensors_in,
-    )
+    from accel.checkpoint._decode import Making as Making, decode as decode
+    from accel.checkpoint._encode import Kept as Kept, encode as encode, encode_record as encode_record
     from accel.checkpoint._live_tensors import (
         check_tensor as check_tensor,
         checksum as checksum,
@@ -64,6 +62,7 @@ if TYPE_CHECKING:
         is_record as is_record,
         make_record as make_record,
         named_classes as named_classes,
+        record_tag as record_tag,
         stored_names as stored_names,
     )
     from accel.checkpoint._save import save as save
@@ -71,21 +70,12 @@ if TYPE_CHECKING:
 
 _WITH_TORCH = {
     "_background": ("Saving", "save_async"),
-    "_codec": (
-        "Kept",
-        "Making",
-        "decode",
-        "encode",
-        "encode_record",
-        "has_records",
-        "record_tag",
-        "stored_field",
-        "tensors_in",
-    ),
+    "_decode": ("Making", "decode"),
+    "_encode": ("Kept", "encode", "encode_record"),
     "_merge": ("differing_values", "merge"),
     "_newest": ("Held", "SkippedCheckpoints", "hold_newest"),
     "_read": ("Saved", "open_checkpoint"),
-    "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "stored_names"),
+    "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "record_tag", "stored_names"),
     "_save": ("save",),
     "_live_tensors": ("check_tensor", "checksum", "held_box", "memory_id", "tied"),
     "_statements": ("Content",),

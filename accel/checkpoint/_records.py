@@ -113,6 +113,14 @@ def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact:
     return made
 
 
+def record_tag(value: object) -> dict[str, Any]:
+    """Return the tag of a Struct by its field; empty for other records."""
+    if not isinstance(value, msgspec.Struct):
+        return {}
+    config = value.__struct_config__
+    return {config.tag_field: config.tag} if config.tag_field is not None else {}
+
+
 def named_classes(kinds: Iterable[type]) -> Classes:
     """Return classes of records and enums, and those in the annotations of their fields, by stored name."""
     seen = dict[type, None]()

@@ -22,9 +22,10 @@ from torch.futures import Future
 from accel.testing import _collectives as run
 from accel.testing._collectives import Buffers, Layout, Run, SimulatedCall, layout
 from accel.testing._errors import SimulationError
+from accel.testing._meetings import Meeting, Transfer
 from accel.testing._networks import check_message, check_reduction, check_tensors
 from accel.testing._reductions import Reduction, reduction_of
-from accel.testing._rendezvous import Meeting, MeetingPoint, Transfer
+from accel.testing._rendezvous import MeetingPoint
 
 BACKEND = "simulated"
 

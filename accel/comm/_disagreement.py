@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank raises when first messages differ or report a failure."""
+"""Errors that every rank raises when first messages differ or report a failure."""
 
 from __future__ import annotations
 

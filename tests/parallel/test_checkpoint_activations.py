@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from blocks import Block, Stack
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import ConfigError
@@ -105,3 +108,52 @@ def test_prepared_models_train_alike_and_checkpoints_know_nothing_of_it(tmp_path
 def test_a_choice_of_nothing_is_refused(select: object) -> None:
     with pytest.raises(ConfigError, match=r"no part of the model is chosen|cannot choose by this"):
         accel.checkpoint_activations(Stack(2), select)  # type: ignore[arg-type]
+
+
+def _products_in_backward(model: nn.Module) -> int:
+    """Matrix products that backward runs for outputs, which have a bias here, and not for gradients."""
+
+    class Counted(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += func is torch.ops.aten.addmm.default
+            return func(*args, **(kwargs or {}))
+
+    loss = model(torch.randn(4, 8, dtype=torch.float64)).square().sum()
+    with Counted() as counted:
+        loss.backward()
+    return counted.products
+
+
+@settings(max_examples=8, deadline=None)
+@given(depth=st.integers(2, 4), dropout=st.sampled_from([0.0, 0.3]), copied=st.booleans())
+def test_products_can_be_kept(depth: int, dropout: float, copied: bool) -> None:
+    plain = Stack(depth, dropout)
+    forgets = accel.checkpoint_activations(copy.deepcopy(plain), Block)
+    keeps = accel.checkpoint_activations(copy.deepcopy(plain), Block, keep="products")
+    if copied:
+        keeps = pickle.loads(pickle.dumps(keeps))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(keeps), strict=True))
+    assert _products_in_backward(forgets) >= depth  # torch stops early, before the last product of a block
+    assert _products_in_backward(keeps) == _products_in_backward(plain) == 0
+
+
+def test_operators_are_kept_by_name() -> None:
+    model = accel.checkpoint_activations(Stack(3), keep=("aten.tanh.default", "aten.addmm.default"))
+    assert _products_in_backward(model) == 0
+
+
+@pytest.mark.parametrize("keep", ["product", ["aten.mm"], ["aten.mn.default"], [torch.ops.aten.mm.default]])
+def test_what_is_no_operator_is_refused(keep: Any) -> None:
+    model = Stack(2)
+    with pytest.raises(ConfigError, match="no such operator: expected 'products', or names"):
+        accel.checkpoint_activations(model, keep=keep)
+    assert type(model.blocks[0]) is Block
+
+
+def test_a_block_keeps_what_the_first_call_said() -> None:
+    model = accel.checkpoint_activations(Stack(2), keep="products")
+    accel.checkpoint_activations(model, keep="products")
+    with pytest.raises(ConfigError, match=r"keeps the outputs of other operators already.*select="):
+        accel.checkpoint_activations(model)

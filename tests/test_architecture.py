@@ -66,7 +66,7 @@ EXCEPTIONS = {
     ("launching/_parcel.py", "pickle"),
     ("launching/_flight_record.py", "pickle"),
 }
-MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+MOST_LINES, MOST_FUNCTION_LINES = 300, 60  # the list of public names at the top is as long as it is
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 CHANGING = {"append", "add", "update", "pop", "clear", "extend", "setdefault", "remove", "popitem", "insert", "discard"}
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "bytearray", "count", "local"}
@@ -83,7 +83,7 @@ def complaints(path: Path, root: Path = ROOT) -> Iterator[str]:
         return
     if not text.startswith("# SPDX-License-Identifier: Apache-2.0\n"):
         yield f"{relative}: no SPDX line"
-    if (lines := text.count("\n")) > MOST_LINES:
+    if (lines := text.count("\n")) > MOST_LINES and room != "__init__":
         yield f"{relative}: {lines} lines, the most is {MOST_LINES}"
     yield from _module_state(tree, relative)
     for node in ast.walk(tree):
@@ -178,7 +178,7 @@ def test_sources_keep_the_rules() -> None:
         ("data", "CACHE = {}\ndef f(): CACHE['a'] = 1\n", "changes module-level"),
         ("data", "SEEN = list()\ndef f(): SEEN.append(1)\n", "changes module-level"),
         ("data", "def f():\n    global x\n", "global"),
-        ("data", "x = 1\n" * 401, "lines, the most is 400"),
+        ("data", "x = 1\n" * 301, "lines, the most is 300"),
         ("data", "def f():\n" + "    x = 1\n" * 61, "f has 62 lines"),
         ("data", "import pickle\npickle.loads(b'')\n", "pickle"),
         ("surprise", "x = 1\n", "has no layer"),

@@ -29,6 +29,7 @@ from accel.parallel._local_sgd import (
 from accel.parallel._prepare_model import (
     check_model as check_model,
     prepare_model as prepare_model,
+    refuse_plan as refuse_plan,
     replaces_parameters as replaces_parameters,
 )
 from accel.parallel._replicas import average_ as average_

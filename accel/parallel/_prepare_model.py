@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
 from accel.parallel._autocast_seen import watch_autocast
 from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._composition import check_axes, composition, unspread
@@ -93,6 +93,7 @@ def prepare_model(
     engine = engine_of(ctx)
     if engine is not None:
         _check_used(ctx, keywords, ())
+        refuse_plan(ctx, plan)
         return engine.prepare(ctx, [model])[0]
     spreads = composition(ctx)
     options = [own_options(each, plan, keywords) for each in spreads]
@@ -133,8 +134,20 @@ def check_model(
     waiting = unspread(ctx, model)
     if waiting:
         check_axes(ctx)
+    refusals: list[AccelError] = []
     for each in waiting:
-        each.check(ctx, model, own_options(each, plan, keywords))
+        try:
+            each.check(ctx, model, own_options(each, plan, keywords))
+        except AccelError as error:
+            refusals.append(error)
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        raise PrepareError(
+            "several axes of the mesh refuse the model",
+            got="".join(f"\n- {error}" for error in refusals),
+            where="prepare_model",
+        )
 
 
 def _check_bare(model: nn.Module) -> None:
@@ -180,6 +193,18 @@ def own_options(spread: Spread, plan: Plan | None, keywords: ReplicateOptions | 
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
     own.check()
     return own
+
+
+def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
+    """Raise `ConfigError` for a plan beside an engine, which spreads models by its own options."""
+    if plan is not None:
+        raise ConfigError(
+            "a plan has no effect on an engine",
+            expected="a strategy of accel",
+            got=ctx.settings.strategy,
+            where="plan=",
+            fix="Leave it out: the engine has options of its own.",
+        )
 
 
 def _checked_plan(plan: Plan | None) -> Plan:

@@ -19,7 +19,15 @@ from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
 from accel.items import is_zero
 from accel.optim import parameters_of
-from accel.parallel import check_model, engine_of, heir_of, prepare_model, replaces_parameters, unwrap_model
+from accel.parallel import (
+    check_model,
+    engine_of,
+    heir_of,
+    prepare_model,
+    refuse_plan,
+    replaces_parameters,
+    unwrap_model,
+)
 from accel.precision import apply_precision
 from accel.topology import Plan
 
@@ -123,6 +131,8 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         _check_schedulers(objects)
         if engine is None:
             _convert_models(ctx, objects, plan)
+        else:
+            refuse_plan(ctx, plan)
     loaded = [prepare_loader(ctx, cast(Any, each)) if isinstance(each, DataLoader) else each for each in objects]
     if engine is not None:
         prepared = engine.prepare(ctx, loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from torch.optim import SGD
 
 import accel
 from accel import PrepareError
-from accel.parallel._composition import _ORDER, composition
+from accel.parallel._composition import _ORDER, _SPREADS, composition
+from accel.parallel._spread import SpreadOptions
 from accel.testing import Simulator
 from accel.topology import AXIS_NAMES, Dimension
 
@@ -64,3 +66,25 @@ def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) ->
         return bool(model.weight.eq(0).all())
 
     assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(accel.ConfigError, match=r"not a plan: expected an accel\.Plan, or None, got dict - at plan="):
+        accel.prepare(accel.single(), nn.Linear(2, 2), plan={"sequence": True})  # type: ignore[call-overload]
+
+
+def test_refusals_of_several_dimensions_are_told_together(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_ctx: accel.DistContext, _model: nn.Module, options: SpreadOptions) -> None:
+        raise PrepareError(f"{type(options).__name__} cannot take it")
+
+    refusing = {name: msgspec.structs.replace(each, check=refuse) for name, each in _SPREADS.items()}
+    both = list(refusing.values())
+    monkeypatch.setattr("accel.parallel._prepare_model.unspread", lambda _ctx, _model: both)
+
+    def rank(ctx: accel.DistContext) -> str:
+        with pytest.raises(PrepareError, match="several axes of the mesh refuse the model") as caught:
+            accel.prepare_model(ctx, nn.Linear(2, 2))
+        return caught.value.got
+
+    for told in ranks.run(rank, 2):
+        assert all(f"\n- {each.options.__name__} cannot take it" in told for each in both)

@@ -184,3 +184,10 @@ def test_an_engine_is_looked_up_by_the_name_of_the_strategy():
     found = engine_of(ctx, {"ddp": ("fake_engine", "make")})
     assert found is not None
     assert found == engine_of(_driven(ctx))
+
+
+def test_a_plan_beside_an_engine_is_refused() -> None:
+    ctx = _driven(accel.single())
+    for prepare in (accel.prepare, accel.prepare_model):
+        with pytest.raises(ConfigError, match=r"a plan has no effect on an engine: .*got fake - at plan="):
+            prepare(ctx, nn.Linear(2, 2), plan=accel.Plan(offload=True))

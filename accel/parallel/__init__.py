@@ -41,3 +41,11 @@ from accel.parallel._sync import (
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accel.parallel._unwrap import unwrap_model as unwrap_model, wrapped_name as wrapped_name
+from accel.parallel.experts import (
+    DispatchedTokens as DispatchedTokens,
+    Routing as Routing,
+    balance_loss as balance_loss,
+    combine_tokens as combine_tokens,
+    dispatch_tokens as dispatch_tokens,
+    route_tokens as route_tokens,
+)

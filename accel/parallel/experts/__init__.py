@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that ranks share: tokens are routed to them, dispatched and combined."""
+
+from accel.parallel.experts._balance import balance_loss as balance_loss
+from accel.parallel.experts._dispatch import (
+    DispatchedTokens as DispatchedTokens,
+    combine_tokens as combine_tokens,
+    dispatch_tokens as dispatch_tokens,
+)
+from accel.parallel.experts._routing import Routing as Routing, route_tokens as route_tokens

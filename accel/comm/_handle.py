@@ -61,6 +61,7 @@ class Comm:
         along: groups along several axes of a mesh, by the ranks of all groups that were opened together.
         unfinished: background work; None without.
         spare: host memory of finished background work, by name, for the next to use.
+        notes: facts that later calls on this group look up, by subject.
         met: the last checked call, if ranks made it from different lines.
         bell: ends the wait of all ranks; see `alarm`.
     """
@@ -76,6 +77,7 @@ class Comm:
         "beside",
         "control",
         "met",
+        "notes",
         "opened",
         "owned",
         "rank",
@@ -113,6 +115,7 @@ class Comm:
         self.along: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         self.unfinished: Unfinished | None = None
         self.spare: dict[str, torch.Tensor] = {}
+        self.notes: dict[str, str] = {}
         self.met: Met | None = None
         self.bell: Alarm | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import cast
+from typing import Self, cast
 
 import msgspec
 import torch
@@ -50,6 +50,10 @@ class DistContext:
     mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
     launched: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False, repr=False)
     comm: Comm = dataclasses.field(compare=False, repr=False)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the context itself: a copy of a module that holds it talks to the same peers."""
+        return self
 
     @property
     def backend(self) -> str:

@@ -41,6 +41,12 @@ from accel.parallel._sync import (
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accel.parallel._unwrap import unwrap_model as unwrap_model, wrapped_name as wrapped_name
+from accel.parallel.context import (
+    check_context_used as check_context_used,
+    context_attention as context_attention,
+    sequence_positions as sequence_positions,
+    split_sequence as split_sequence,
+)
 from accel.parallel.experts import (
     DispatchedTokens as DispatchedTokens,
     Routing as Routing,

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-# By what has them. Those of `fully_shard` are used in `_unsharded.py` alone.
+# By what has them. Those of `fully_shard` are used in `_unsharded.py` alone, fused attention in `context/_kernels.py`.
 PRIVATE = {
     # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
@@ -22,6 +22,14 @@ PRIVATE = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_fsdp_param_groups", "_fsdp_param_group"),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": ("_unsharded_param",),
+    "torch.ops.aten": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    ),
 }
 
 

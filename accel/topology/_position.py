@@ -49,10 +49,13 @@ class MeshPosition:
     Attributes:
         data: index among the shares of the samples, and their number.
         axes: index and size along each named axis, in the mesh's order; not part of equality, as the mesh is not.
+        opened: whether a text such as "dp=2,cp=2" named the mesh, so that its axes are used as the names say; a mesh of
+            the user's may serve other ends. Not part of equality.
     """
 
     data: tuple[int, int]
     axes: tuple[tuple[str, Axis], ...] = dataclasses.field(compare=False)
+    opened: bool = dataclasses.field(default=False, compare=False)
 
     def find(self, name: str) -> str | None:
         """Return the mesh's own name of an axis, which may be another one of the same dimension; None without one.
@@ -127,7 +130,7 @@ def axes_position(axes: Axes, names: Iterable[str], rank: int) -> MeshPosition:
     at = coordinates(axes, rank)
     listed = tuple((name, Axis(at[name], getattr(axes, name))) for name in names)
     share = _joint(axis for name, axis in listed if name in ("dp", "dp_replicate", "dp_shard"))
-    return MeshPosition((share.rank, share.size), listed)
+    return MeshPosition((share.rank, share.size), listed, opened=True)
 
 
 def _joint(axes: Iterable[Axis]) -> Axis:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over one block of keys, with the logarithm of the softmax's sums, by which blocks are merged.
+
+torch's fused kernels give it, by names that torch does not promise to keep; `accel.parallel._private` lists them. Where
+there is none for a device, scores are written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+_aten = cast(Any, torch.ops.aten)
+_LSE_ROWS = 32  # the memory-efficient kernel pads its sums to a multiple of these
+_HEAD_ALIGNMENT = 8  # of the head dim, in the flash kernel
+
+
+class Masked(NamedTuple):
+    """Mask of a block.
+
+    Attributes:
+        causal: whether query i sees keys 0 to i.
+        mask: True where a key is seen, in a shape that expands to [batch, heads, queries, keys]; beside it
+            `causal` is False.
+    """
+
+    causal: bool
+    mask: Tensor | None = None
+
+
+class Kernel(NamedTuple):
+    """A way to compute a block and its gradients.
+
+    Attributes:
+        forward: of (q, k, v, masked, scale) gives the output and the log-sum-exp [batch, heads, queries].
+        backward: of (gradient, q, k, v, out, log-sum-exp, masked, scale) gives the gradients of q, k and v. Output and
+            log-sum-exp are those over all blocks, so the gradients are this block's share.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Masked, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Masked, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: Masked) -> Kernel:
+    """Return the kernel for tensors of their device, dtype and head dims; all have as many heads."""
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        return _CPU
+    if q.device.type != "cuda" or masked.mask is not None:
+        return WRITTEN_OUT
+    cuda = cast(Any, torch.backends.cuda)
+    asked = cuda.SDPAParams(q, k, v, None, 0.0, masked.causal, False)
+    aligned = q.shape[-1] % _HEAD_ALIGNMENT == 0 and q.shape[-1] == v.shape[-1]
+    if aligned and cuda.can_use_flash_attention(asked):
+        return _FLASH
+    return _EFFICIENT if aligned and cuda.can_use_efficient_attention(asked) else WRITTEN_OUT
+
+
+def _scores(q: Tensor, k: Tensor, masked: Masked, scale: float) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q)) * scale
+    mask = masked.mask
+    if masked.causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, _hidden(scores.dtype))
+
+
+def _written_out_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, masked, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def _written_out_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    chances = (_scores(q, k, masked, scale) - lse[..., None]).exp()
+    shared = (grad * out).to(lse.dtype).sum(-1, keepdim=True)
+    of_scores = (chances * ((grad @ v.transpose(-1, -2)).to(lse.dtype) - shared) * scale).to(q.dtype)
+    return of_scores @ k, of_scores.transpose(-1, -2) @ q, chances.to(grad.dtype).transpose(-1, -2) @ grad
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
+    bias = _bias(masked.mask, q.dtype)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, masked.causal, attn_mask=bias, scale=scale)
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias = _bias(masked.mask, q.dtype)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, masked.causal, attn_mask=bias, scale=scale
+    )
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, masked.causal, scale=scale)
+    return out, lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = _no_random_state(q)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, masked.causal, unused, unused, scale=scale
+    )
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, masked.causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = _no_random_state(q)
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=float("inf"))
+    grads = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, padded, unused, unused, 0.0, [True, True, True, False], masked.causal, scale=scale
+    )
+    return grads[0], grads[1], grads[2]
+
+
+def _no_random_state(q: Tensor) -> Tensor:
+    """Return the state of the kernels' dropout, which is 0."""
+    return torch.zeros((), dtype=torch.int64, device=q.device)
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _hidden(dtype))
+
+
+def _hidden(dtype: torch.dtype) -> float:
+    """Return the score of a key that is not seen: finite, so that a row that sees no key of a block is no NaN."""
+    return -30_000.0 if dtype == torch.float16 else -1e30
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which blocks are merged and gradients are summed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+WRITTEN_OUT = Kernel(_written_out_forward, _written_out_backward)
+_CPU = Kernel(_cpu_forward, _cpu_backward)
+_FLASH = Kernel(_flash_forward, _flash_backward)
+_EFFICIENT = Kernel(_efficient_forward, _efficient_backward)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a sequence that ranks share equals one call of torch's, with its gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+
+import accel
+from accel import ConfigError
+from accel.parallel.context import _kernels
+from accel.parallel.context._kernels import WRITTEN_OUT, Masked, kernel_of
+from accel.testing import Simulator
+
+METHODS = ("gather", "ring", "heads")
+
+
+class Case(NamedTuple):
+    """One attention: shapes, mask and the seed of its numbers."""
+
+    length: int = 16
+    batch: int = 2
+    heads: int = 8
+    key_heads: int = 8
+    head_dim: int = 4
+    value_dim: int = 4
+    causal: bool = True
+    documents: bool = False
+    scale: float | None = None
+    seed: int = 0
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Queries, keys, values, a gradient of the output, and documents of uneven lengths."""
+    generator = torch.Generator().manual_seed(case.seed)
+    shapes = {
+        "q": (case.heads, case.head_dim),
+        "k": (case.key_heads, case.head_dim),
+        "v": (case.key_heads, case.value_dim),
+        "grad": (case.heads, case.value_dim),
+    }
+    made = {
+        name: torch.randn(case.batch, heads, case.length, dim, generator=generator, dtype=torch.float64).to(dtype)
+        for name, (heads, dim) in shapes.items()
+    }
+    starts = torch.rand(case.batch, case.length, generator=generator) < 0.2
+    return {**made, "documents": starts.cumsum(1)}
+
+
+def alone(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output and the gradients by one call of torch's."""
+    q, k, v = (inputs[name].clone().requires_grad_() for name in "qkv")
+    mask = torch.ones(case.length, case.length, dtype=torch.bool)
+    if case.causal:
+        mask = mask.tril()
+    if case.documents:
+        mask = mask & (inputs["documents"][:, :, None] == inputs["documents"][:, None, :])[:, None]
+    times = case.heads // case.key_heads
+    keys, values = (each.repeat_interleave(times, 1) for each in (k, v))
+    out = nn.functional.scaled_dot_product_attention(q, keys, values, mask, scale=case.scale)
+    out.backward(inputs["grad"])
+    return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}  # type: ignore[dict-item]
+
+
+def shared(ctx: accel.DistContext, case: Case, method: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of the same."""
+    part = accel.split_sequence(ctx, {name: inputs[name] for name in ("q", "k", "v", "grad")}, dim=2)
+    documents = accel.split_sequence(ctx, {"documents": inputs["documents"]})["documents"]
+    q, k, v = (part[name].clone().requires_grad_() for name in "qkv")
+    out = accel.context_attention(
+        ctx,
+        q,
+        k,
+        v,
+        causal=case.causal,
+        documents=documents if case.documents else None,
+        scale=case.scale,
+        method=method,
+    )
+    out.backward(part["grad"])
+    return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}  # type: ignore[dict-item]
+
+
+def largest_difference(
+    ranks: Simulator, size: int, case: Case, method: str, dtype: torch.dtype = torch.float64, mesh: str = ""
+) -> float:
+    inputs = make_inputs(case, dtype)
+    expected = alone(case, inputs)
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh=mesh or f"cp={size}")
+        own = accel.split_sequence(ctx, expected, dim=2, shift=())
+        got = shared(ctx, case, method, inputs)
+        return max((got[name] - own[name]).abs().max().item() for name in got)
+
+    return max(ranks.run(rank, size, default_group=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_equals_one_call_of_torchs(ranks: Simulator, size: int, method: str, causal: bool) -> None:
+    for key_heads, documents in ((8, False), (2, False), (8, True), (1, True)):
+        case = Case(length=48, causal=causal, key_heads=key_heads, documents=documents)
+        assert largest_difference(ranks, size, case, method) < 1e-12, case
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_equals_one_call_for_every_shape(ranks: Simulator, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([2, 3, 4]), "size")
+    key_heads = data.draw(st.integers(1, 3), "key heads")
+    case = Case(
+        length=2 * size * data.draw(st.integers(1, 4), "positions of a piece"),
+        batch=data.draw(st.integers(1, 2), "batch"),
+        heads=key_heads * size * data.draw(st.integers(1, 2), "times"),
+        key_heads=key_heads,
+        head_dim=data.draw(st.sampled_from([1, 3, 8]), "head dim"),
+        value_dim=data.draw(st.sampled_from([2, 8]), "value dim"),
+        causal=data.draw(st.booleans(), "causal"),
+        documents=data.draw(st.booleans(), "documents"),
+        scale=data.draw(st.sampled_from([None, 0.5]), "scale"),
+        seed=data.draw(st.integers(0, 99), "seed"),
+    )
+    method = data.draw(st.sampled_from(METHODS), "method")
+    assert largest_difference(ranks, size, case, method) < 1e-12
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_of_other_axes_have_sequences_of_their_own(ranks: Simulator, method: str) -> None:
+    assert largest_difference(ranks, 4, Case(), method, mesh="dp=2,cp=2") < 1e-12
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_smaller_dtypes_keep_their_precision(ranks: Simulator, method: str, dtype: torch.dtype, most: float) -> None:
+    assert largest_difference(ranks, 4, Case(length=64, key_heads=2), method, dtype) < most
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_has_its_dtype_before_anything_travels(ranks: Simulator, method: Any) -> None:
+    inputs = make_inputs(Case(), torch.float32)
+
+    def rank(ctx: accel.DistContext) -> tuple[torch.dtype, torch.dtype | None]:
+        ctx = accel.replace(ctx, mesh="cp=2", precision="bf16")
+        part = accel.split_sequence(ctx, {name: inputs[name] for name in "qkv"}, dim=2)
+        q = part["q"].clone().requires_grad_()
+        with accel.autocast(ctx):
+            out = accel.context_attention(ctx, q, part["k"], part["v"].bfloat16(), method=method)
+        out.sum().backward()
+        return out.dtype, q.grad.dtype  # type: ignore[union-attr]
+
+    assert ranks.run(rank, 2, default_group=True) == [(torch.bfloat16, torch.float32)] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed_activations_have_the_same_gradients(ranks: Simulator, method: Any) -> None:
+    case = Case(key_heads=2)
+    inputs = make_inputs(case)
+    expected = alone(case, inputs)
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.split_sequence(ctx, inputs | {"documents": inputs["grad"]}, dim=2)
+        q, k, v = (part[name].clone().requires_grad_() for name in "qkv")
+        out = torch.utils.checkpoint.checkpoint(
+            lambda *each: accel.context_attention(ctx, *each, method=method), q, k, v, use_reentrant=False
+        )
+        out.backward(part["grad"])
+        own = accel.split_sequence(ctx, expected, dim=2)
+        return max((each.grad - own[name]).abs().max().item() for name, each in zip("qkv", (q, k, v), strict=True))
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-12
+
+
+def test_keys_travel_before_they_are_repeated(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements that one rank sends in a forward: keys and values once, whatever the number of heads."""
+    sent: list[int] = []
+    for module, name in (("_gather", "gathered_summed"), ("_ring", "start_shift")):
+        whole = f"accel.parallel.context.{module}.{name}"
+        original = getattr(__import__(whole.rpartition(".")[0], fromlist=["x"]), name)
+
+        def count(x: Any, *rest: Any, original: Any = original) -> Any:
+            sent.append(sum(each.numel() for each in (x if isinstance(x, list) else [x])))
+            return original(x, *rest)
+
+        monkeypatch.setattr(whole, count)
+
+    def rank(ctx: accel.DistContext, method: Any) -> None:
+        ctx = accel.replace(ctx, mesh="cp=4")
+        part = accel.split_sequence(ctx, {name: each for name, each in inputs.items() if name in "qkv"}, dim=2)
+        with torch.no_grad():
+            accel.context_attention(ctx, part["q"], part["k"], part["v"], method=method)
+
+    case = Case(length=16, key_heads=2)
+    inputs = make_inputs(case)
+    own = 2 * case.batch * case.key_heads * case.length // 4 * case.head_dim
+    for method, times in (("gather", 1), ("ring", 3)):
+        sent.clear()
+        ranks.run(lambda ctx, method=method: rank(ctx, method), 4, default_group=True)
+        assert sent == [own] * times * 4
+
+
+@pytest.mark.parametrize("masked", ["causal", "all", "mask"])
+def test_kernels_agree_on_outputs_sums_and_gradients(masked: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, grad = (torch.randn(2, 3, 6, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    seen = torch.rand(2, 1, 6, 6, generator=generator) < 0.5
+    seen |= torch.eye(6, dtype=torch.bool)
+    mask = Masked(masked == "causal", seen if masked == "mask" else None)
+    kernel = kernel_of(q, k, v, mask)
+    assert kernel is not WRITTEN_OUT
+    out, lse = kernel.forward(q, k, v, mask, 0.3)
+    other, other_lse = WRITTEN_OUT.forward(q, k, v, mask, 0.3)
+    torch.testing.assert_close(out, other, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, other_lse, rtol=0, atol=1e-13)
+    for mine, theirs in zip(
+        kernel.backward(grad, q, k, v, out, lse.contiguous(), mask, 0.3),
+        WRITTEN_OUT.backward(grad, q, k, v, out, lse, mask, 0.3),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
+
+
+def test_a_row_that_sees_no_key_of_a_block_has_no_weight_in_the_merge() -> None:
+    q = k = v = torch.ones(1, 1, 2, 8)
+    mask = Masked(causal=False, mask=torch.tensor([[[[True, False], [False, False]]]]))
+    for kernel in (kernel_of(q, k, v, mask), WRITTEN_OUT):
+        out, lse = kernel.forward(q, k, v, mask, 1.0)
+        assert out.isfinite().all()
+        assert math.isfinite(lse[0, 0, 0])
+        assert lse[0, 0, 1] < -1e29
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_devices_without_a_fused_kernel_write_scores_out(device: str) -> None:
+    q = torch.empty(1, 2, 4, 8, device=device)
+    assert kernel_of(q, q, q, Masked(causal=True)) is _kernels.WRITTEN_OUT
+
+
+def test_a_module_that_holds_a_context_can_be_copied(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        return copy.deepcopy([ctx])[0] is ctx
+
+    assert all(ranks.run(rank, 2, default_group=True))
+
+
+def _qkv(q: tuple[int, ...] = (2, 4, 6, 8), k: tuple[int, ...] = (2, 2, 6, 8), v: tuple[int, ...] | None = None) -> Any:
+    return torch.zeros(q), torch.zeros(k), torch.zeros(v or k)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "problem"),
+    [
+        (_qkv(q=(4, 6, 8)), {}, "do not fit together"),
+        (_qkv(k=(2, 3, 6, 8)), {}, "do not fit together"),
+        (_qkv(k=(2, 0, 6, 8)), {}, "do not fit together"),
+        (_qkv(k=(1, 2, 6, 8)), {}, "do not fit together"),
+        (_qkv(k=(2, 2, 6, 4)), {}, "do not fit together"),
+        (_qkv(v=(2, 1, 6, 8)), {}, "do not fit together"),
+        (_qkv(k=(2, 2, 9, 8)), {}, "use_cache=False"),
+        ((*_qkv()[:2], torch.zeros(2, 2, 6, 8, dtype=torch.float64)), {}, "q, k and v differ"),
+        (_qkv(q=(2, 4, 5, 8), k=(2, 2, 5, 8)), {}, "no rank of cp has"),
+        (_qkv(), {"documents": torch.zeros(2, 5, dtype=torch.int64)}, "not the documents"),
+        (_qkv(), {"documents": torch.zeros(2, 6)}, "not the documents"),
+        (_qkv(), {"method": "rings"}, "unknown method"),
+        (_qkv(q=(2, 3, 6, 8), k=(2, 3, 6, 8)), {"method": "heads"}, "'gather' or 'ring'"),
+    ],
+)
+def test_refused_before_anything_is_sent(ranks: Simulator, tensors: Any, options: Any, problem: str) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        with pytest.raises(ConfigError) as caught:
+            accel.context_attention(ctx, *tensors, **options)
+        return str(caught.value)
+
+    assert all(problem in said for said in ranks.run(rank, 2, default_group=True))

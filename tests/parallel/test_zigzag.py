@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions and blocks of context parallelism, as plain integers: cover, balance, order."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, strategies as st
+
+from accel.parallel.context._zigzag import natural_order, pieces, places, rank_order, ring_block
+
+sizes = st.integers(1, 12)
+
+
+@given(size=sizes, each=st.integers(0, 5))
+def test_places_of_all_ranks_are_the_sequence(size: int, each: int) -> None:
+    length = 2 * size * each
+    held = [places(length, rank, size) for rank in range(size)]
+    assert {len(run) for runs in held for run in runs} <= {each}
+    assert sorted(at for runs in held for run in runs for at in run) == list(range(length))
+
+
+@given(size=sizes)
+def test_orders_sort_pieces_and_undo_each_other(size: int) -> None:
+    listed = [piece for rank in range(size) for piece in pieces(rank, size)]
+    assert [listed[at] for at in natural_order(size)] == list(range(2 * size))
+    assert [natural_order(size)[at] for at in rank_order(size)] == list(range(2 * size))
+
+
+@given(size=sizes)
+def test_causal_work_is_equal_on_all_ranks(size: int) -> None:
+    for rank in range(size):
+        blocks = [ring_block(rank, source, size, causal=True) for source in range(size)]
+        assert sum(block.pairs for block in blocks) == 2 * size + 1
+
+
+@given(size=sizes, causal=st.booleans())
+def test_blocks_are_the_pairs_that_the_mask_leaves(size: int, causal: bool) -> None:
+    seen: list[tuple[int, int]] = []
+    for rank, source in itertools.product(range(size), repeat=2):
+        block = ring_block(rank, source, size, causal=causal)
+        queries = pieces(rank, size)[slice(*block.queries)]
+        keys = pieces(source, size)[slice(*block.keys)]
+        seen += [pair for pair in itertools.product(queries, keys) if not block.causal or pair[0] >= pair[1]]
+        if causal and not block.causal:  # a block without a mask has no key that comes after a query
+            assert all(query > key for query, key in itertools.product(queries, keys))
+    whole = itertools.product(range(2 * size), repeat=2)
+    assert sorted(seen) == [(query, key) for query, key in whole if not causal or query >= key]
+
+
+def test_a_contiguous_cut_would_be_unequal() -> None:
+    """The balance is the zigzag's: of n contiguous parts, the last sees n times the keys of the first."""
+    size = 4
+    work = [sum(max(0, 2 * rank + half + 1) for half in (0, 1)) for rank in range(size)]
+    assert max(work) > 1.5 * sum(work) / size
+    assert len({sum(piece + 1 for piece in pieces(rank, size)) for rank in range(size)}) == 1

@@ -213,7 +213,7 @@ if ctx.rank == 0:
 def test_two_processes_train_on_the_mesh_that_the_launcher_names(tmp_path: Path):
     script, said = tmp_path / "program.py", tmp_path / "said.json"
     script.write_text(PROGRAM)
-    flags = ["--nproc-per-node", "2", "--cpu", "--accumulation", "2", "--timeout-s", "77", "--mesh", "fsdp=2,tp=-1"]
+    flags = ["--nproc-per-node", "2", "--cpu", "--accumulation", "2", "--timeout-s", "77", "--mesh", "dp=2,tp=-1"]
     command = [sys.executable, "-m", "accel.cli", "launch", *flags, str(script), str(said)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from accel.comm._gradients import (
 )
 from accel.comm._handle import Comm as Comm
 from accel.comm._header import HEADER_BYTES as HEADER_BYTES
+from accel.comm._merged_mesh import MERGED as MERGED, merged_mesh as merged_mesh, merged_order as merged_order
 from accel.comm._mesh import (
     group_along as group_along,
     group_of_rows as group_of_rows,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accel.comm import group_along, group_of_rows
 from accel.context._first import context_first
 from accel.context._record import DistContext
-from accel.topology import rank_rows
+from accel.topology import STRATEGY_DIMENSION, rank_rows
 
 
 @context_first
@@ -37,7 +37,8 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
         True
     """
     ctx.comm.check_open()
-    own = [found for name in axes if (found := ctx.position.find(name)) is not None]
+    data = STRATEGY_DIMENSION.get(ctx.strategy, "data")
+    own = list(dict.fromkeys(found for name in axes for found in ctx.position.find(name, data)))
     if ctx.mesh is None or ctx.mesh.mesh_dim_names is None:
         return ctx.comm.group if own and ctx.world_size > 1 else None
     if "ep" in own and "ep" not in ctx.mesh.mesh_dim_names:

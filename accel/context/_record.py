@@ -15,7 +15,7 @@ from accel.comm import Comm
 from accel.config import Settings
 from accel.env import LaunchEnv
 from accel.formats import Precision, StrategyName
-from accel.topology import AXES, Axes, Axis, MeshPosition, without_mesh
+from accel.topology import AXES, STRATEGY_DIMENSION, Axes, Axis, MeshPosition, without_mesh
 from accel.tree import Container
 
 
@@ -119,6 +119,7 @@ class DistContext:
 
         Args:
             name: such as "tp"; an axis under another name of the same dimension, such as "tensor", is found too.
+                "dp_shard" is the one axis "dp" under the strategy `fsdp`, "dp_replicate" under `ddp`.
 
         Raises:
             ConfigError: no mesh has an axis of that name.
@@ -127,7 +128,7 @@ class DistContext:
             >>> accel.single().axis("tp")
             Axis(rank=0, size=1)
         """
-        return self.position.axis(name)
+        return self.position.axis(name, STRATEGY_DIMENSION.get(self.strategy, "data"))
 
 
 def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) -> DistContext:

@@ -9,17 +9,15 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.formats import StrategyName
 from accel.parallel._ddp import REPLICATE
-from accel.parallel._fsdp import SHARD
 from accel.parallel._spread import Spread
-from accel.topology import Dimension, dimension_of
+from accel.parallel.shard import SHARD
+from accel.topology import STRATEGY_DIMENSION, Dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
 # the parameters as the others have left them. `fully_shard` exchanges along replicas too, so a mesh of both is SHARD's.
 _ORDER: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "sequence", "shard", "replicate")
 _SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (SHARD, REPLICATE)}
-_DATA_PARALLEL: Mapping[StrategyName, Dimension] = {"ddp": "replicate", "fsdp": "shard"}
 
 
 def composition(ctx: DistContext) -> Sequence[Spread]:
@@ -28,7 +26,9 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     Dimensions that nothing here spreads a model along are left out: their ranks hold replicas, or what the user spread.
     """
     asked = {dimension_of(name) for name, axis in ctx.position.axes if axis.size > 1}
-    wanted = {*asked - {"data", "replicate", "shard"}, _DATA_PARALLEL[ctx.strategy]}
+    # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
+    apart = asked & {"pipeline", "tensor", "expert"}
+    wanted = {*asked - {"data", "replicate", "shard"}, "shard" if apart else STRATEGY_DIMENSION[ctx.strategy]}
     return [_SPREADS[dimension] for dimension in _ORDER if dimension in wanted and dimension in _SPREADS]
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from accel.comm import all_reduce_flat, broadcast_flat
-from accel.context import DistContext
+from accel.comm import Comm, adopt, all_reduce_flat, alone, broadcast_flat
+from accel.context import DistContext, group_of
+from accel.topology import dimension_of
 
 
 def average_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
@@ -21,11 +22,25 @@ def average_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
     _in_flat(tensors, lambda flat: all_reduce_flat(ctx.comm, flat, "sum").div_(ctx.world_size))
 
 
-def follow_rank_0_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
-    """Replace tensors by rank 0's. A collective of one message for each dtype; arguments as for `average_`."""
+def stage_comm(ctx: DistContext) -> Comm:
+    """Return a handle of the ranks of this rank's pipeline stage; of all without a pipeline. A collective at first."""
+    names = ctx.mesh.mesh_dim_names if ctx.mesh is not None else None
+    if names is None or all(dimension_of(name) != "pipeline" or ctx.axis(name).size == 1 for name in names):
+        return ctx.comm
+    group = group_of(ctx, *(name for name in names if dimension_of(name) != "pipeline"))
+    return alone() if group is None else adopt(group, ctx.device)
+
+
+def follow_first_(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors by those of a handle's first rank. A collective of one message for each dtype.
+
+    Args:
+        comm: handle of the ranks.
+        tensors: plain ones, of the same shapes and dtypes in the same order on every rank; changed in place.
+    """
 
     def receive(flat: torch.Tensor) -> torch.Tensor:
-        broadcast_flat(ctx.comm, flat, source=0)
+        broadcast_flat(comm, flat, source=0)
         return flat
 
     _in_flat(tensors, receive)

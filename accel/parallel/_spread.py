@@ -12,6 +12,7 @@ from torch import nn
 
 from accel.comm import Call, call_site, exchange
 from accel.context import DistContext
+from accel.parallel._replicas import stage_comm
 from accel.topology import Dimension
 
 
@@ -48,7 +49,10 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_models(ctx: DistContext, options: SpreadOptions, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise `CollectiveMismatch` where ranks prepare models of other parameters, or in another way. A collective."""
+    """Raise `CollectiveMismatch` where ranks prepare models of other parameters, or in another way. A collective.
+
+    Ranks of other pipeline stages may, as their models are other parts.
+    """
     shapes = (f"{name}: {each.dtype} {list(each.shape)}" for name, each in parameters.items())
     facts = "\n".join([f"strategy {ctx.strategy}", options.describe(), *shapes])
-    _ = exchange(ctx.comm, Call("prepare_model", facts, call_site()), torch.empty(0, dtype=torch.uint8))
+    _ = exchange(stage_comm(ctx), Call("prepare_model", facts, call_site()), torch.empty(0, dtype=torch.uint8))

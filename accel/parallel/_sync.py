@@ -21,7 +21,7 @@ from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import unused_parameters
 from accel.parallel._private import rebuild_buckets
-from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots
+from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots, stage_size
 
 Exchanger = DistributedDataParallel | Sharded
 
@@ -135,7 +135,7 @@ def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
     if is_sharded(model):
         check_sharded(ctx, model)
         return sharded_roots(model)
-    if ctx.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
+    if stage_size(ctx) > 1 and any(parameter.requires_grad for parameter in model.parameters()):
         raise PrepareError(
             "the model is not prepared, so its gradients would stay on each rank",
             expected="model = accel.prepare_model(ctx, model)",

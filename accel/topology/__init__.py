@@ -16,6 +16,7 @@ from accel.topology._position import (
     AXIS_NAMES as AXIS_NAMES,
     DATA_DIMS as DATA_DIMS,
     SHARED_DIMS as SHARED_DIMS,
+    STRATEGY_DIMENSION as STRATEGY_DIMENSION,
     Axis as Axis,
     Dimension as Dimension,
     MeshPosition as MeshPosition,

@@ -24,6 +24,8 @@ AXIS_NAMES: Mapping[Dimension, tuple[str, ...]] = {
     "sequence": ("sp", "sequence", "sequence_parallel"),
     "pipeline": ("pp", "pipeline", "pipeline_parallel"),
 }
+# What an axis such as "dp" is for under each strategy that spreads plain models.
+STRATEGY_DIMENSION: Mapping[str, Dimension] = {"ddp": "replicate", "fsdp": "shard"}
 _DATA: tuple[Dimension, ...] = ("data", "replicate", "shard", "expert")  # along these ranks have samples of their own
 _DIMENSION_OF: Mapping[str, Dimension] = {name: dimension for dimension, names in AXIS_NAMES.items() for name in names}
 DATA_DIMS = tuple(name for name, dimension in _DIMENSION_OF.items() if dimension in _DATA)
@@ -57,34 +59,42 @@ class MeshPosition:
     axes: tuple[tuple[str, Axis], ...] = dataclasses.field(compare=False)
     opened: bool = dataclasses.field(default=False, compare=False)
 
-    def find(self, name: str) -> str | None:
-        """Return the mesh's own name of an axis, which may be another one of the same dimension; None without one.
+    def find(self, name: str, data: Dimension = "data") -> tuple[str, ...]:
+        """Return the mesh's own names of an axis, which may be others of the same dimension; none without one.
+
+        "dp" of a mesh of both `dp_replicate` and `dp_shard` is both.
+
+        Args:
+            name: of the axis.
+            data: dimension of an axis such as "dp", of which the strategy says whether its ranks hold replicas
+                ("replicate") or shards ("shard"); "data" where nobody says.
 
         Raises:
             ConfigError: no mesh has an axis of that name.
         """
         names = [own for own, _ in self.axes]
         if name in names:
-            return name
+            return (name,)
         if name not in _DIMENSION_OF:
             known = (*names, *_DIMENSION_OF)
             raise ConfigError("unknown axis of a mesh", got=repr(name), fix=did_you_mean(str(name), known))
-        return next((own for own in names if _DIMENSION_OF.get(own) == _DIMENSION_OF[name]), None)
+        dimensions = [_DIMENSION_OF.get(own) for own in names]
+        wanted = _DIMENSION_OF[name]
+        if wanted not in dimensions and wanted == data:
+            wanted = "data"
+        if wanted in dimensions:
+            return (names[dimensions.index(wanted)],)
+        both = zip(names, dimensions, strict=True) if wanted == "data" else ()
+        return tuple(own for own, dimension in both if dimension in ("replicate", "shard"))
 
-    def axis(self, name: str) -> Axis:
-        """Return index and size along an axis; (0, 1) where the mesh has none.
-
-        "dp" of a mesh of both `dp_replicate` and `dp_shard` is the place along both.
+    def axis(self, name: str, data: Dimension = "data") -> Axis:
+        """Return index and size along an axis; (0, 1) where the mesh has none. Arguments as for `find`.
 
         Raises:
             ConfigError: as `find`.
         """
-        own = self.find(name)
-        if own is not None:
-            return dict(self.axes)[own]
-        if dimension_of(name) != "data":
-            return Axis(0, 1)
-        return _joint(axis for each, axis in self.axes if dimension_of(each) in ("replicate", "shard"))
+        own = self.find(name, data)
+        return _joint(axis for each, axis in self.axes if each in own)
 
 
 def without_mesh(rank: int, size: int) -> MeshPosition:

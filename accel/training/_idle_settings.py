@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
+from accel.comm import MERGED
 from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.optim import Accumulation, parameters_of
 from accel.parallel import runs_without_autocast
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
@@ -55,7 +60,7 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
     asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in spread}
     if not asked:
         return
-    used = {name for each in parameters if is_dtensor(each) for name in each.device_mesh.mesh_dim_names or ()}
+    used = {name for each in parameters if is_dtensor(each) for name in _split_along(each)}
     if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
         raise ConfigError(
             "a dimension of the mesh that this run was given has no effect",
@@ -65,3 +70,11 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
             fix="Spread the model along it before prepare, or leave it out of the mesh. If your own code uses it in"
             " another way: ctx = accel.replace(ctx, mesh=ctx.mesh).",
         )
+
+
+def _split_along(parameter: DTensor) -> Iterator[str]:
+    """Names of the axes along which ranks hold different elements."""
+    names = parameter.device_mesh.mesh_dim_names
+    if names is not None:
+        for dim in split_dims(parameter):
+            yield from names[dim].split(MERGED)

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from accel.comm import merged_order
 from accel.errors import PrepareError
-from accel.parallel._axes import shard_axes
-from accel.parallel._units import plan_units
+from accel.parallel.shard._axes import shard_axes
+from accel.parallel.shard._units import plan_units
 
 
 class Block(nn.Module):
@@ -159,6 +160,14 @@ LAYOUTS = {
     "sizes of one": (("dp_replicate", "dp_shard", "tp"), (1, 4, 1), (), ((), (1,))),
     "two that shard": (("dp", "ep"), (2, 2), (), ((), (0, 1))),
     "names of their own": (("hosts", "gpus"), (2, 2), (), ((), (0, 1))),
+    "sequences": (("cp",), (4,), (), ((), (0,))),
+    "dp and sequences": (("dp", "cp"), (2, 2), (), ((), (0, 1))),
+    "hsdp and sequences": (("dp_replicate", "dp_shard", "cp"), (2, 2, 2), (), ((0,), (1, 2))),
+    "replicas and sequences": (("dp_replicate", "cp", "tp"), (2, 2, 2), ("tp",), ((0,), (1,))),
+    "a stage": (("pp", "dp_replicate", "dp_shard"), (2, 2, 2), (), ((1,), (2,))),
+    "a stage of one rank": (("pp", "dp"), (4, 1), (), ((), ())),
+    "replicas of parts": (("dp_replicate", "tp"), (2, 2), ("tp",), ((0,), ())),
+    "parts alone": (("dp", "tp"), (1, 4), ("tp",), ((), ())),
 }
 
 
@@ -166,12 +175,26 @@ LAYOUTS = {
 def test_names_say_where_shards_and_replicas_lie(name):
     names, sizes, taken, expected = LAYOUTS[name]
     assert shard_axes(names, sizes, taken) == expected
+    replicas, shards = expected
+    assert shard_axes(names, sizes, taken, whole=True) == (tuple(sorted(replicas + shards)), ())
 
 
-@pytest.mark.parametrize(
-    ("names", "sizes", "taken"),
-    [(("ddp",), (4,), ()), (("tp",), (4,), ()), (("dp", "tp"), (1, 4), ()), (("dp", "tp"), (2, 2), ("dp", "tp"))],
-)
-def test_a_mesh_without_a_dimension_to_shard_along_is_refused(names, sizes, taken):
-    with pytest.raises(PrepareError, match=rf"{names[0]}={sizes[0]}.*Name one \"fsdp\""):
-        shard_axes(names, sizes, taken)
+@pytest.mark.parametrize(("names", "sizes"), [(("ddp",), (4,)), (("dp_replicate", "dp_shard"), (4, 1))])
+def test_a_mesh_without_a_dimension_to_shard_along_is_refused(names, sizes):
+    with pytest.raises(PrepareError, match=rf"{names[0]}={sizes[0]}.*Name one \"dp_shard\""):
+        shard_axes(names, sizes)
+
+
+ORDERS = {
+    "none": (2, [(0, 1)], [(0, 1)]),
+    "between others": (4, [(1,), (2, 3)], [(0,), (1,), (2, 3)]),
+    "a part of this rank": (3, [(1,), ()], [(0,), (1,), (), (2,)]),
+    "parts in their own order": (3, [(1,), (0, 2)], [(1,), (0, 2)]),
+    "one that moves": (3, [(0, 2)], [(0, 2), (1,)]),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_merged_dimensions_stand_together_and_others_stay(name):
+    ndim, parts, expected = ORDERS[name]
+    assert merged_order(ndim, parts) == expected

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -18,6 +19,7 @@ from torch.optim import SGD
 import accel
 from accel import CollectiveMismatch, ConfigError, DeviceError, PrepareError, StepError
 from accel.testing import Simulator
+from accel.topology import AXES
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
 
@@ -92,23 +94,36 @@ def test_one_rank_keeps_the_model_as_it_is():
 
 MESHES = {
     "dp=4": (Shard(0),),
-    "dp_replicate=2,fsdp=2": (Replicate(), Shard(0)),
+    "dp_replicate=2,dp_shard=2": (Replicate(), Shard(0)),
     "fsdp=2,dp_replicate=2": (Replicate(), Shard(0)),
     "dp=2,tp=2": (Replicate(), Shard(0)),
     "dp=2,data=2": (Shard(0),),
+    "cp=4": (Shard(0),),
+    "dp=2,cp=2": (Shard(0),),
+    "dp_replicate=2,cp=2": (Replicate(), Shard(0)),
 }
+
+
+def _on(ctx: accel.DistContext, mesh: str) -> accel.DistContext:
+    """The context on a mesh that it opens, or with names that only meshes of other frameworks have."""
+    sizes = dict(part.split("=") for part in mesh.split(","))
+    if set(sizes) <= set(AXES):
+        return accel.replace(ctx, mesh=mesh)
+    return accel.replace(ctx, mesh=init_device_mesh("cpu", tuple(map(int, sizes.values())), mesh_dim_names=(*sizes,)))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_plain_model_is_laid_out_as_the_mesh_says(ranks, mesh):
     def rank(ctx):
+        ctx = _on(ctx, mesh)
         model = accel.prepare_model(ctx, _model())
         if ctx.strategy == "fsdp":
             assert {each.placements for each in model.parameters()} == {MESHES[mesh]}
+            assert {each.device_mesh.size() for each in model.parameters()} == {4}
         norm = _step(ctx, model, SGD(model.parameters(), lr=0.1))
         return norm, _whole(model.parameters())
 
-    expected, got = (_under(ranks, rank, 4, mesh=mesh, strategy=strategy) for strategy in ("ddp", "fsdp"))
+    expected, got = (_under(ranks, rank, 4, strategy=strategy) for strategy in ("ddp", "fsdp"))
     torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
@@ -286,15 +301,14 @@ def test_a_context_whose_group_torch_does_not_know_is_refused(ranks):
     assert ranks.run(rank, 2) == [True, True]
 
 
-def test_meshes_that_leave_nothing_to_shard_along_are_refused(ranks):
-    def rank(ctx, said):
+def test_a_mesh_of_replicas_alone_is_refused(ranks):
+    def rank(ctx):
         model = _model()
-        with pytest.raises(PrepareError, match=said):
+        with pytest.raises(PrepareError, match="got dp_replicate=2"):
             accel.prepare(ctx, model)
         assert not any(isinstance(each, DTensor) for each in model.parameters())
 
-    _under(ranks, lambda ctx: rank(ctx, "got ddp=2"), mesh="ddp=2")
-    _under(ranks, lambda ctx: rank(ctx, "replicas along tp, shards along dp, data"), 8, mesh="dp=2,data=2,tp=2")
+    _under(ranks, rank, mesh="dp_replicate=2")
 
 
 def test_tensor_parallelism_that_would_leave_gradients_behind_is_refused(ranks):

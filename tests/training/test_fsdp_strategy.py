@@ -142,7 +142,7 @@ def test_a_run_is_that_of_ddp(ranks: Simulator, world: Any, name: str, made: str
         model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
         norms = _train(ctx, model, optimizer, steps=steps, sync_each_batch=each)
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert sharded == (ctx.strategy == "fsdp" and ctx.world_size > 1)
+        assert sharded == (ctx.world_size > 1 and (ctx.strategy == "fsdp" or ctx.axis("tp").size > 1))
         return norms, _whole(model.parameters()), [each.clone() for each in model.buffers() if ctx.is_main_process]
 
     size, mesh = world

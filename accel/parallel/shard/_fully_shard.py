@@ -7,25 +7,26 @@ torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from accel.comm import adopt, broadcast_flat, mesh_of_dims, mesh_of_group
+from accel.comm import Comm
 from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
-from accel.parallel._axes import shard_axes
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters, replace_parameter
-from accel.parallel._replicas import follow_rank_0_
+from accel.parallel._move import move_model
+from accel.parallel._replicas import follow_first_, stage_comm
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
-from accel.parallel._units import plan_units
 from accel.parallel._unwrap import unwrap_model
-from accel.tensors import is_dtensor, local_part
+from accel.parallel.shard._first_values import begin_alike
+from accel.parallel.shard._mesh import check_mesh, open_shard_mesh
+from accel.parallel.shard._units import plan_units
+from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +67,7 @@ def _check(ctx: DistContext, model: nn.Module, _options: ShardOptions) -> None:
         raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Take the strategy ddp.")
     inner = unwrap_model(model)
     _ = plan_units(inner)
-    _ = _mesh(ctx, inner)
+    check_mesh(ctx, inner)
     if ctx.device.type == "cpu":
         return
     current = torch.get_device_module(ctx.device).current_device()
@@ -84,21 +85,26 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
     inner = unwrap_model(model)
     before = dict(inner.named_parameters())
     compare_models(ctx, options, before)
-    mesh = _mesh(ctx, inner)
-    _shard(ctx, inner, mesh)
+    stage = stage_comm(ctx)
+    mesh = open_shard_mesh(ctx, inner)
+    if mesh is None:
+        move_model(inner, ctx.device)
+        label_parameters(inner)
+        return model
+    _shard(ctx, inner, mesh, stage)
     for name, after in inner.named_parameters():
         replace_parameter(name, before[name], after)
     label_parameters(inner, needed=not options.find_unused_parameters)
     if options.find_unused_parameters:
         cast(Any, inner).set_reduce_scatter_unused_params(True)
     _reshard_after_evaluation(inner)
-    _begin_alike(ctx, mesh, inner.buffers())
+    begin_alike(ctx, stage, mesh, inner.buffers())
     if options.broadcast_buffers and any(True for _ in inner.buffers()):
-        _follow_rank_0(ctx, inner)
+        _follow_first(stage, inner)
     return model
 
 
-def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh) -> None:
+def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm) -> None:
     """Shard one unit after another, so that the device needs room for one whole one at a time."""
     from torch.distributed.fsdp import fully_shard  # its import takes most of a second
 
@@ -107,83 +113,16 @@ def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh) -> None:
         unit = model.get_submodule(name)
         unit.to(ctx.device)
         own = [each for each in unit.parameters() if id(each) in waiting]
-        _begin_alike(ctx, mesh, own)
+        begin_alike(ctx, stage, mesh, own)
         try:
             fully_shard(unit, mesh=mesh)
-        except (ValueError, AssertionError, NotImplementedError) as error:
+        except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
             where = f"{_WHERE}, {name or type(model).__name__}"
             raise PrepareError("torch cannot shard this", got=str(error), where=where) from error
         _gather_outside_of_inference(unit)
         waiting -= {id(each) for each in own}
         for each in own:
             _release(each)
-
-
-def _mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh:
-    """The mesh to shard over: all dimensions of the context's but those that tensor parallelism has taken."""
-    spread = [each.device_mesh for each in model.parameters() if is_dtensor(each)]
-    taken = {name for mesh in spread for name in mesh.mesh_dim_names or ()}
-    if ctx.mesh is None:
-        if spread:
-            raise PrepareError(
-                "tensor parallelism has spread the model over some of the ranks, and it is not known over which",
-                expected="a context that knows its mesh",
-                got="one without",
-                where=_WHERE,
-                fix="Tell it: accel.replace(ctx, mesh=mesh), with the mesh that parallelize_module got a part of.",
-            )
-        return mesh_of_group(ctx.comm, ctx.device.type, "fsdp")
-    if ctx.mesh.device_type != ctx.device.type:
-        raise DeviceError(
-            "the mesh is of another kind of device than the context",
-            expected=ctx.device.type,
-            got=ctx.mesh.device_type,
-            where=f"{_WHERE}, mesh=",
-        )
-    if spread:
-        _check_tensor_parallel(model)
-    names = ctx.mesh.mesh_dim_names
-    replicas, shards = shard_axes(names, ctx.mesh.shape, tuple(taken))
-    if len(shards) > 1 and not replicas and not spread:
-        return mesh_of_group(ctx.comm, ctx.device.type, "fsdp")
-    dims = (*replicas, *shards)
-    if len(replicas) > 1 or len(shards) > 1 or (spread and list(dims) != sorted(dims)):
-        raise PrepareError(
-            "fully_shard cannot use this mesh",
-            expected="one dimension for replicas, then one for shards",
-            got=f"replicas along {_named(names, replicas)}, shards along {_named(names, shards)}",
-            where=_WHERE,
-            fix="Make one dimension of several.",
-        )
-    return mesh_of_dims(ctx.mesh, dims)
-
-
-def _named(names: Sequence[str] | None, dims: Sequence[int]) -> str:
-    return ", ".join(names[at] for at in dims) if names and dims else "none"
-
-
-def _check_tensor_parallel(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not is_dtensor(parameter):
-            raise PrepareError(
-                "the gradient of a parameter would not reach every rank",
-                expected="tensor parallelism of all trainable parameters, or of none",
-                got="one that it left as it was",
-                where=f"{_WHERE}, {name}",
-                fix="Name its module in the plan of parallelize_module, or freeze it.",
-            )
-
-
-def _begin_alike(ctx: DistContext, mesh: DeviceMesh, tensors: Iterable[torch.Tensor]) -> None:
-    """Give all ranks rank 0's values; of a DTensor, those of the first rank with the same local part."""
-    along = [adopt(mesh.get_group(dim), ctx.device) for dim in range(mesh.ndim)]
-    for tensor in tensors:
-        if is_dtensor(tensor):
-            part = local_part(tensor)
-            for comm in along:
-                broadcast_flat(comm, part, source=0)
-        else:
-            broadcast_flat(ctx.comm, tensor.detach(), source=0)
 
 
 def _release(parameter: nn.Parameter) -> None:
@@ -219,11 +158,11 @@ def _reshard_after_evaluation(model: nn.Module) -> None:
     _ = model.register_forward_hook(cast(Any, torch.compiler).disable(reshard))
 
 
-def _follow_rank_0(ctx: DistContext, model: nn.Module) -> None:
-    """Replace buffers by rank 0's before each forward, as DDP does."""
+def _follow_first(stage: Comm, model: nn.Module) -> None:
+    """Replace buffers by those of the stage's first rank before each forward, as DDP does."""
 
     def follow(module: nn.Module, _inputs: Any) -> None:
-        follow_rank_0_(ctx, filterfalse(is_dtensor, module.buffers()))
+        follow_first_(stage, filterfalse(is_dtensor, module.buffers()))
 
     _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the launcher that the script ignores: refused at the first step."""
+"""Settings of the launcher, and the axis cp of a mesh, that the script ignores: refused at the first step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.comm import MERGED
 from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.optim import Accumulation, parameters_of
-from accel.parallel import runs_without_autocast
+from accel.parallel import check_context_used, runs_without_autocast
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
-    """Raise `ConfigError` if a setting that a variable gave this run has no effect on its step. No communication."""
+    """Raise `ConfigError` if a setting of a variable, or an axis cp, has no effect on a step. No communication."""
     if "accumulation" in ctx.launched:
         _check_accumulation(ctx, accum)
     if "precision" in ctx.launched or "mesh" in ctx.launched:
@@ -38,6 +38,7 @@ def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Seq
             )
         if "mesh" in ctx.launched:
             _check_mesh(ctx, parameters)
+    check_context_used(ctx)
 
 
 def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
@@ -56,8 +57,8 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
 
 
 def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
-    spread = SHARED_DIMS + AXIS_NAMES["expert"]
-    asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in spread}
+    others = {*SHARED_DIMS, *AXIS_NAMES["expert"]} - {*AXIS_NAMES["context"]}  # `check_context_used` asks for these
+    asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in others}
     if not asked:
         return
     used = {name for each in parameters if is_dtensor(each) for name in _split_along(each)}

@@ -139,7 +139,8 @@ def optimizer_step(
             began; nothing was changed.
         NonFiniteError: as `nonfinite` says, on every rank; parameters and gradients are left as they were.
         ConfigError: an option outside its range, a scheduler or optimizer that needs more than a step, a scheduler that
-            has no further one, or a setting of the launcher that has no effect; nothing was changed.
+            has no further one, a setting of the launcher that has no effect, or a mesh whose axis cp nothing uses;
+            nothing was changed.
         ContextClosedError: the context is closed.
 
     Example:
@@ -200,7 +201,7 @@ def optimizer_step(
 
 def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:
     """Raise if the launcher's settings have no effect, or the window began with gradients."""
-    if ctx.launched:
+    if ctx.launched or ctx.position.opened:
         check_settings(ctx, accum, optimizers)
     if accum is not None:
         refuse_leftovers(ctx, optimizers)

@@ -15,13 +15,14 @@ from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
-
-from accel.comm import Call, agreed, call_site, exchange
+from accel.comm import Call, agreed, call_site, reduce_ints
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 
 _SAME_REQUEST_S = 0.3  # a scheduler may signal the ranks and the launcher, which forwards the signal
+
+_NUMBERS = 1 << 16  # more than there are signals
+_NONE = 1 << 62
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -142,9 +143,12 @@ def stop_agreed(ctx: DistContext, requests: StopRequests) -> Stop | None:
     Raises:
         CollectiveMismatch: another rank called something else; on every rank.
     """
-    mine = torch.tensor([requests.received], dtype=torch.uint8)
-    received = exchange(ctx.comm, Call("stop_agreed", site=call_site()), mine)
-    return next((Stop(int(number), rank) for rank, number in enumerate(received) if number), None)
+    mine = ctx.rank * _NUMBERS + requests.received if requests.received else _NONE
+    (lowest,) = reduce_ints(ctx.comm, Call("stop_agreed", site=call_site()), [mine], "min")
+    if lowest == _NONE:
+        return None
+    rank, number = divmod(lowest, _NUMBERS)
+    return Stop(number, rank)
 
 
 def _checked(signals: Sequence[int]) -> Sequence[int]:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from accel.comm import Call, as_bytes, as_tensor, barrier, check_tag, exchange, shared_failure, tagged
+from accel.comm import Call, barrier, check_tag, reduce_ints, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError
 from accel.tree import leaves, map_leaves
@@ -56,9 +56,9 @@ def any_rank(ctx: DistContext, flag: bool, *, tag: str | None = None) -> bool:
     """
     with shared_failure(ctx.comm, Call("any_rank")):
         check_tag(tag, "any_rank")
-        mine = as_tensor(bytes([bool(flag)]))
+        mine = int(bool(flag))
     call = Call("any_rank", tagged("", tag), ordered=tag is None)
-    return any(as_bytes(theirs) != b"\0" for theirs in exchange(ctx.comm, call, mine))
+    return reduce_ints(ctx.comm, call, [mine], "max") == [1]
 
 
 @context_first

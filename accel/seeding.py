@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 import torch
 
-from accel.comm import Call, call_site, exchange, shared_failure
+from accel.comm import Call, broadcast_bytes, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
@@ -98,7 +98,7 @@ def synchronize_rng(ctx: DistContext) -> None:
     with shared_failure(ctx.comm, call):
         mine = msgspec.msgpack.encode(capture_rng(ctx.device)) if ctx.is_main_process else b""
     payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
-    first = exchange(ctx.comm, call, payload)[0]
+    first = broadcast_bytes(ctx.comm, call, payload, source=0)
     data = bytes(cast("list[int]", first.tolist()))  # pyright: ignore[reportUnknownMemberType]
     restore_rng(msgspec.msgpack.decode(data, type=RngState), ctx.device)
 

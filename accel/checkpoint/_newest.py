@@ -12,7 +12,7 @@ import msgspec
 
 from accel.checkpoint._manifest import MANIFEST, candidates, step_of
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.comm import Call, exchange_values, shared_failure
+from accel.comm import Call, broadcast_value, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place
@@ -105,7 +105,7 @@ def hold_newest(
                 raise error
             if ctx.is_main_process:
                 opened, pick = _pick(stack, path, skipped)
-        pick = exchange_values(ctx.comm, call, pick, _Pick)[0]
+        pick = broadcast_value(ctx.comm, call, pick, _Pick)
         if pick.damaged:
             raise _all_damaged(path, pick.damaged)
         if not pick.digest:

@@ -10,7 +10,20 @@ import torch
 from accel import tree as trees
 from accel.collectives._packing import bytes_of, plan_buckets, plan_packing, sections, split, write
 from accel.collectives._tree_tensors import TreeTensors, check_rank, make_call, read_tensors
-from accel.comm import HEADER_BYTES, Call, blank, broadcast_flat, check_tag, inline_bytes, shared_failure, start
+from accel.comm import (
+    HEADER_BYTES,
+    Call,
+    as_bytes,
+    as_tensor,
+    blank,
+    broadcast_bytes,
+    broadcast_flat,
+    check_tag,
+    inline_bytes,
+    reduced_bytes,
+    shared_failure,
+    start,
+)
 from accel.context import DistContext, context_first
 
 T = TypeVar("T")
@@ -55,7 +68,12 @@ def _broadcast(ctx: DistContext, leaves: TreeTensors, call: Call, src: int) -> l
     sends = ctx.rank == src
     received: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts)
-    if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
+    if ctx.comm.is_large and whole.nbytes <= reduced_bytes(ctx.comm) and leaves.on_cpu:
+        mine = as_bytes(bytes_of(whole, leaves.tensors)) if sends else b""
+        buffer = broadcast_bytes(ctx.comm, call, as_tensor(mine), source=src)
+        for group, elements in sections(whole, buffer):
+            received.update(split(group, elements, give=True))
+    elif whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
         message = blank(ctx.comm)
         if sends:
             write(whole, leaves.tensors, message, HEADER_BYTES)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gather`: the tensors of all ranks, joined along the first dimension.
 
-Small tensors travel in the checked message, large ones straight from their own memory.
+Small tensors travel in the checked message of up to 64 ranks, large ones straight from their own memory.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _gather_rows(ctx: DistContext, leaves: TreeTensors, call: Call, dst: int | N
     own = _rank_plan(leaves.dtypes, leaves.shapes, leaves.device_types, room)
     wait = start(ctx.comm, call, *_first_message(ctx, leaves, own), variant=own.head)
     plans = [own] * ctx.world_size
-    buckets = _buckets(ctx, leaves, plans) if own.inline is None else []  # packed while the first message travels
+    buckets = _even_buckets(ctx, leaves, own) if own.inline is None else []  # packed while the first message travels
     answers = wait()
     if not answers.same:
         plans = _all_plans(ctx, leaves, own, room, answers)
@@ -164,13 +164,13 @@ def _gather_rows(ctx: DistContext, leaves: TreeTensors, call: Call, dst: int | N
         buckets = _buckets(ctx, leaves, plans)
     joined: dict[int, torch.Tensor] = {}
     for chosen, packings, mine in buckets:
-        sizes = [packing.nbytes for packing in packings]
+        sizes = [mine.numel()] * len(plans) if answers.same else [packing.nbytes for packing in packings]
         everything = gather_bytes(ctx.comm, mine, sizes, dst)
         if everything is None:
             continue
         if len(chosen) == 1:  # the ranks' rows lie one after another already
             i = chosen[0]
-            total = sum(plan.rows[i] for plan in plans)
+            total = own.rows[i] * len(plans) if answers.same else sum(plan.rows[i] for plan in plans)
             joined[i] = _shaped(everything.view(leaves.dtypes[i]), leaves.shapes[i], total)
         elif answers.same and everything.numel():  # rows of no bytes cannot be viewed as another dtype
             joined.update(_join(leaves, plans, sections(packings[0], everything.view(len(sizes), -1))))
@@ -195,12 +195,12 @@ def _rank_plan(
     return _RankPlan(rows, counts, head, None, tuple(buckets))
 
 
-def _first_message(ctx: DistContext, leaves: TreeTensors, own: _RankPlan) -> tuple[bytearray, int]:
+def _first_message(ctx: DistContext, leaves: TreeTensors, own: _RankPlan) -> tuple[bytearray | None, int]:
     """Return the message and the bytes of its payload: rows and tensors, or only the rows, or nothing."""
+    if aligned(len(own.head)) > inline_bytes(ctx.comm):
+        return None, 0
     message = blank(ctx.comm)
     begin = HEADER_BYTES + aligned(len(own.head))
-    if begin > len(message):
-        return message, 0
     fill(message, own.head)
     if own.inline is None:
         return message, len(own.head)
@@ -222,11 +222,18 @@ def _all_plans(ctx: DistContext, leaves: TreeTensors, own: _RankPlan, room: int,
     return [_rank_plan(leaves.dtypes, each, leaves.device_types, room) for each in shapes]
 
 
+def _even_buckets(ctx: DistContext, leaves: TreeTensors, own: _RankPlan) -> list[_Bucket]:
+    """Pack this rank's tensors where all ranks have its plan."""
+    return [
+        _Bucket(chosen, [packing] * ctx.world_size, bytes_of(packing, leaves.tensors))
+        for chosen, packing in own.buckets
+    ]
+
+
 def _buckets(ctx: DistContext, leaves: TreeTensors, plans: list[_RankPlan]) -> list[_Bucket]:
     different = {id(plan): plan for plan in plans}
     if len(different) == 1:
-        planned = plans[0].buckets
-        return [_Bucket(each, [packing] * len(plans), bytes_of(packing, leaves.tensors)) for each, packing in planned]
+        return _even_buckets(ctx, leaves, plans[0])
     most = [max(counts) for counts in zip(*(plan.counts for plan in different.values()), strict=True)]
     buckets: list[_Bucket] = []
     for chosen in plan_buckets(leaves.dtypes, most, leaves.device_types):

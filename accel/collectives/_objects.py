@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from accel.collectives._tree_tensors import check_rank
-from accel.comm import Call, as_bytes, as_tensor, check_tag, exchange, shared_failure, tagged
+from accel.comm import Call, as_bytes, as_tensor, barrier, broadcast_bytes, check_tag, exchange, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import not_pickled, not_unpickled
 
@@ -88,8 +88,9 @@ def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 
         count = len(objects)
         payload = _pickled(list(objects), "broadcast_object_list") if ctx.rank == src else as_tensor(b"")
     detail = tagged(f"src={src}\n{count} objects", tag)
-    parts = exchange(ctx.comm, Call("broadcast_object_list", detail, ordered=tag is None), payload)
-    (received,) = _all_unpickled(ctx, [parts[src]], "broadcast_object_list")
+    call = Call("broadcast_object_list", detail, ordered=tag is None)
+    sent = broadcast_bytes(ctx.comm, call, payload, source=src)
+    (received,) = _all_unpickled(ctx, [sent], "broadcast_object_list")
     return received
 
 
@@ -107,5 +108,5 @@ def _all_unpickled(ctx: DistContext, parts: Sequence[torch.Tensor], name: str) -
             objects = [pickle.loads(as_bytes(part)) for part in parts]
         except Exception as error:
             raise not_unpickled(error, name) from error
-    _ = exchange(ctx.comm, Call(name, "unpickled", ordered=False), as_tensor(b""))
+    barrier(ctx.comm, Call(name, "unpickled", ordered=False))
     return objects

@@ -129,7 +129,8 @@ def bytes_of(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View the bytes of a tensor that is not empty, shape [bytes]; copied if its elements do not lie in order."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[DtypeGroup, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 
 from accel import tree as trees
 from accel.collectives._tree_tensors import TreeTensors, make_call, read_tensors
-from accel.comm import Call, check_tag, exchange_values, shared_failure
+from accel.comm import Call, check_tag, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, TreeError
 
@@ -63,8 +63,7 @@ def pad_across_processes(
             _check(path, leaf, dim, pad_index)
     options = f"dim={dim}, pad_index={pad_index!r}, pad_first={pad_first}"
     call = make_call(ctx, "pad_across_processes", tree, leaves, options, tag=tag, open_dim=dim)
-    sizes = exchange_values(ctx.comm, call, [shape[dim] for shape in leaves.shapes], list[int])
-    most = [max(same) for same in zip(*sizes, strict=True)]
+    most = reduce_ints(ctx.comm, call, [shape[dim] for shape in leaves.shapes], "max")
     return trees.replace_tensors(tree, _padded(leaves, dim, most, pad_index, pad_first=pad_first), ctx.containers)
 
 

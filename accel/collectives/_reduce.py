@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
 import torch
 
 from accel import tree as trees
-from accel.collectives._packing import plan_buckets, plan_packing, sections, split, to_bytes, write
+from accel.collectives._packing import Packing, plan_buckets, plan_packing, sections, split, to_bytes, write
 from accel.collectives._tree_tensors import TreeTensors, make_call, read_tensors
 from accel.comm import (
     HEADER_BYTES,
@@ -18,6 +19,7 @@ from accel.comm import (
     blank,
     check_tag,
     inline_bytes,
+    reduced_bytes,
     shared_failure,
     start,
 )
@@ -30,13 +32,22 @@ Reduction = Literal["sum", "mean", "max", "min", "product"]
 _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
            torch.float64, torch.complex64, torch.complex128)  # fmt: skip
 
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # while ranks' values are added
+_PAIRWISE: dict[Reduction, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
 
 @context_first
 def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None = None) -> T:
     """Reduce each tensor of a tree over all ranks. A collective.
 
     All ranks get the same bits. The rounding of floating-point sums depends on the size of the tree: small ones are
-    added in rank order, large ones in the backend's.
+    added in rank order, among more than 64 ranks in pairs of neighbours, and large ones in the backend's order.
 
     Args:
         ctx: the context.
@@ -74,6 +85,11 @@ def _reduce(ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction) ->
     counts = tuple([leaf.numel() for leaf in leaves.tensors])
     reduced: dict[int, torch.Tensor] = {}
     whole = plan_packing(leaves.dtypes, counts)
+    if ctx.comm.is_large and leaves.on_cpu:
+        wide = plan_packing(tuple([_WIDER.get(dtype, dtype) for dtype in leaves.dtypes]), counts)
+        if wide.nbytes <= reduced_bytes(ctx.comm):
+            reduced = _reduce_on_the_way(ctx, leaves, call, op, wide)
+            return [reduced[i].view(shape) for i, shape in enumerate(leaves.shapes)]
     if whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
         message = blank(ctx.comm)
         write(whole, leaves.tensors, message, HEADER_BYTES)
@@ -91,6 +107,33 @@ def _reduce(ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction) ->
             for group, elements in sections(packing, buffer):
                 reduced.update(split(group, _all_reduce(ctx, elements, op), give=True))
     return [reduced[i].view(shape) if len(shape) != 1 else reduced[i] for i, shape in enumerate(leaves.shapes)]
+
+
+def _reduce_on_the_way(
+    ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction, packing: Packing
+) -> dict[int, torch.Tensor]:
+    """Reduce small tensors of a large group, in the checked message.
+
+    Args:
+        ctx, leaves, call, op: as of `_reduce`.
+        packing: layout of the tensors, those of 16 bits as float32.
+    """
+    message = blank(ctx.comm)
+    mine = [leaf.to(_WIDER.get(leaf.dtype, leaf.dtype)) for leaf in leaves.tensors]
+    write(packing, mine, message, HEADER_BYTES)
+
+    def combine(lower: torch.Tensor, upper: torch.Tensor) -> None:
+        others = sections(packing, upper)
+        for (_, elements), (_, more) in zip(sections(packing, lower), others, strict=True):
+            _ = _PAIRWISE[op](elements, more, out=elements)
+
+    answers = start(ctx.comm, call, message, packing.nbytes, combine=combine)()
+    assert answers.reduced is not None  # in a large group
+    reduced: dict[int, torch.Tensor] = {}
+    for group, elements in sections(packing, answers.reduced):
+        total = elements / ctx.world_size if op == "mean" else elements
+        reduced.update(split(group, total))
+    return {i: each.to(leaves.dtypes[i]) for i, each in reduced.items()}
 
 
 def _all_reduce(ctx: DistContext, flat: torch.Tensor, op: Reduction) -> torch.Tensor:

@@ -11,6 +11,11 @@ from accel.comm._alarm import Alarm as Alarm
 from accel.comm._answers import Answers as Answers
 from accel.comm._bytes import as_bytes as as_bytes, as_tensor as as_tensor
 from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
+from accel.comm._combine import (
+    broadcast_bytes as broadcast_bytes,
+    broadcast_value as broadcast_value,
+    reduce_ints as reduce_ints,
+)
 from accel.comm._exchange import exchange as exchange, exchange_values as exchange_values, start_values as start_values
 from accel.comm._gradients import (
     copied as copied,
@@ -38,17 +43,17 @@ from accel.comm._message import (
     blank as blank,
     fill as fill,
     inline_bytes as inline_bytes,
+    reduced_bytes as reduced_bytes,
     start as start,
 )
 from accel.comm._opening import adopt as adopt, alone as alone, connect as connect
+from accel.comm._pairs import receive_flat as receive_flat, send_flat as send_flat
+from accel.comm._pending import peer_error as peer_error
 from accel.comm._torch import (
     ReduceOp as ReduceOp,
     all_gather_flat as all_gather_flat,
     all_reduce_flat as all_reduce_flat,
     broadcast_flat as broadcast_flat,
     gather_bytes as gather_bytes,
-    peer_error as peer_error,
-    receive_flat as receive_flat,
-    send_flat as send_flat,
     start_all_reduce as start_all_reduce,
 )

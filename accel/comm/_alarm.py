@@ -43,6 +43,10 @@ class Alarm(Protocol):
         """Leave a note for all ranks and cut this rank's connections; return the first note left."""
         ...
 
+    def cut(self) -> None:
+        """Cut this rank's connections, so that peers which wait for it raise."""
+        ...
+
     def rung(self) -> bool:
         """Return whether a rank has left a note during a `watching` block. Takes 2 s at most."""
         ...
@@ -88,7 +92,7 @@ class StoreAlarm:
             while not ended.wait(_LOOK_S):
                 with self._lock:
                     if _is_noted(self._store):
-                        self._cut()
+                        self.cut()
 
         thread = threading.Thread(target=look, name="accel-alarm", daemon=True)
         self._watchers += 1
@@ -104,7 +108,7 @@ class StoreAlarm:
 
     def ring(self, note: bytes) -> bytes:
         first = self._store.compare_set(_KEY, "", note.decode())
-        self._cut()
+        self.cut()
         return first
 
     def rung(self) -> bool:
@@ -130,7 +134,7 @@ class StoreAlarm:
         assert group is not None  # it is open
         self._renewed(self._store, group)
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         group = cast(Any, dist.group.WORLD)
         if hasattr(group, "abort"):  # torch 2.7
             with contextlib.suppress(RuntimeError):

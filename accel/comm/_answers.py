@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first messages of all ranks, and views of the payloads in them."""
+"""All ranks' first messages, and views of the payloads in them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ class Answers(NamedTuple):
 
     Attributes:
         same: whether all ranks sent one variant and payloads of one size.
-        sizes: bytes of each rank's payload.
-        received: the messages, of equal length, one after another; a payload begins at HEADER_BYTES. Read-only, as
-            ranks of one process share it.
+        most: bytes of the largest payload.
+        sizes: bytes of each rank's payload; empty in a large group where they differ.
+        received: the messages, of equal length, one after another; a payload begins at HEADER_BYTES. Empty in a large
+            group. Read-only, as ranks of one process share it.
+        reduced: bytes of the payloads, reduced; uint8, shape [reduced_bytes(comm)]. None in a small group. Read-only.
     """
 
     same: bool
+    most: int
     sizes: list[int]
     received: bytearray
+    reduced: torch.Tensor | None = None
 
     @property
     def inline(self) -> torch.Tensor:

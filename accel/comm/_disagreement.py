@@ -41,7 +41,7 @@ def raise_failure(
         assert gathered is not None  # without dst
         data = gathered
     record = msgspec.json.decode(as_bytes(data), type=ErrorRecord)
-    if any(head[1:-1] != heads[rank][1:-1] for head in heads):
+    if any((head.failed, head.variant) != (True, heads[rank].variant) for head in heads):
         record = msgspec.structs.replace(record, problem=f"rank {rank}: {record.problem}")
     raise rebuild(record) from cause
 
@@ -71,8 +71,44 @@ def check_order(comm: Comm, call: Call, earlier: Met | None, heads: list[Head]) 
     now = Met(heads[0].fingerprint, places, call_trace())
     comm.met = now
     ranks = crossed(earlier, now)
-    if earlier is None or ranks is None:
+    if earlier is not None and ranks is not None:
+        _check_traces(comm, call, earlier, now, ranks)
+
+
+def right_order(comm: Comm, earlier: Met | None, head: Head) -> int:
+    """Return the number of the last comparison in which this rank made this call after the one before; 0 for none."""
+    if earlier is None or earlier.fingerprint != head.fingerprint:
+        return 0
+    return comm.right_orders.get((head.fingerprint, earlier.places[0], head.place), 0)
+
+
+def check_reduced_order(comm: Comm, call: Call, earlier: Met | None, head: Head, is_right: bool) -> None:
+    """Do as `check_order` in a large group where the places of a call differ. A collective unless they are known.
+
+    Args:
+        comm: an open handle of more than one rank.
+        call: the expected call of all ranks.
+        earlier: the ordered call before, if ranks made it from different places.
+        head: this rank's header.
+        is_right: whether one earlier comparison had the same places on all ranks, and found nothing.
+    """
+    now = Met(head.fingerprint, [head.place], call_trace())
+    comm.met = now
+    if earlier is None or earlier.fingerprint != now.fingerprint or is_right:
         return
+    before, place = earlier.places[0], head.place
+    pairs = [as_bytes(row) for row in all_gather_flat(comm, as_tensor(before + place).to(comm.control)).cpu()]
+    befores = [pair[: len(before)] for pair in pairs]
+    places = [pair[len(before) :] for pair in pairs]
+    ranks = crossed(earlier._replace(places=befores), now._replace(places=places))
+    if ranks is not None:
+        _check_traces(comm, call, earlier, now, ranks)
+    else:
+        comm.right_orders[head.fingerprint, before, place] = comm.next_number()
+
+
+def _check_traces(comm: Comm, call: Call, earlier: Met, now: Met, ranks: tuple[int, int]) -> None:
+    """Raise `CollectiveMismatch` unless two crossed calls are branches. A collective."""
     mine = (steps(earlier.trace), steps(now.trace))
     texts = _texts(comm, msgspec.json.encode(mine), ranks)
     left, right = (msgspec.json.decode(text, type=tuple[list[Step], list[Step]]) for text in texts)

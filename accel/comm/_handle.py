@@ -21,6 +21,8 @@ from accel.errors import ContextClosedError
 T = TypeVar("T")
 R = TypeVar("R")
 
+MOST_GATHERED = 64
+
 
 class ThreadExchange(Protocol):
     """Passes objects between ranks that are threads of one process."""
@@ -63,6 +65,8 @@ class Comm:
         spare: host memory of finished background work, by name, for the next to use.
         notes: facts that later calls on this group look up, by subject.
         met: the last checked call, if ranks made it from different lines.
+        right_orders: numbers of comparisons of orders by fingerprint and code places; see `accel.comm._order`.
+        most_gathered: most ranks that receive the first messages of all.
         bell: ends the wait of all ranks; see `alarm`.
     """
 
@@ -77,10 +81,12 @@ class Comm:
         "beside",
         "control",
         "met",
+        "most_gathered",
         "notes",
         "opened",
         "owned",
         "rank",
+        "right_orders",
         "roll",
         "size",
         "spare",
@@ -117,6 +123,8 @@ class Comm:
         self.spare: dict[str, torch.Tensor] = {}
         self.notes: dict[str, str] = {}
         self.met: Met | None = None
+        self.right_orders: dict[tuple[bytes, bytes, bytes], int] = {}
+        self.most_gathered = MOST_GATHERED
         self.bell: Alarm | None = None
 
     def __repr__(self) -> str:
@@ -143,6 +151,11 @@ class Comm:
         return self._share
 
     @property
+    def is_large(self) -> bool:
+        """Whether first messages are reduced on their way, as they are among many ranks."""
+        return self.size > self.most_gathered
+
+    @property
     def alarm(self) -> Alarm | None:
         """The alarm for ranks in collectives of torch; None where the group cannot be opened again.
 
@@ -156,6 +169,7 @@ class Comm:
         self._group = group
         self._number = 0
         self.met = None
+        self.right_orders.clear()
         self.roll = RollCall(store, self.rank, self.size)
 
     def carrier(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel.comm._agree import barrier
 from accel.comm._call import Call, call_site
 from accel.comm._handle import Comm
-from accel.comm._torch import peer_error
+from accel.comm._pending import peer_error
 from accel.errors import ConfigError
 from accel.topology import MeshPosition, mesh_position
 

@@ -2,45 +2,52 @@
 """The first message of every call: of fixed size, with a fingerprint of the call and room for a small payload.
 
 Its size does not depend on the call. Ranks that make different calls therefore meet in it, compare fingerprints, and
-all raise `CollectiveMismatch`. The same message carries a rank's failure to the others. Every rank receives one from
-each, so messages are smaller among many ranks.
+all raise `CollectiveMismatch`. The same message carries a rank's failure to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
-import torch
 
 from accel.comm._answers import Answers
 from accel.comm._call import Call, call_place
-from accel.comm._disagreement import check_order, raise_failure, raise_mismatch
+from accel.comm._disagreement import check_order, check_reduced_order, raise_failure, raise_mismatch, right_order
 from accel.comm._handle import Comm
-from accel.comm._header import HEADER_BYTES, Head, fingerprint, read_head, write_head
-from accel.comm._torch import start_all_gather
+from accel.comm._header import HEADER_BYTES, Head, fingerprint, write_head
+from accel.comm._headers import start_gathered, start_range
+from accel.comm._order import Met
+from accel.comm._rounds import Combine
 from accel.errors import describe
 
 _MOST_BYTES = 8192
 _LEAST_BYTES = 512
 _RECEIVED_BYTES = 64 * 1024  # by each rank from all others together, between these limits
-
-
-class _Arrived(NamedTuple):
-    """All ranks' first messages; their headers only where these differ or report a failure."""
-
-    answers: Answers
-    heads: list[Head]
+_REDUCED_BYTES = 1024
 
 
 def inline_bytes(comm: Comm) -> int:
-    """Return the room for a payload in the first message, in bytes: a multiple of 16, equal on all ranks."""
-    return _message_bytes(comm) - HEADER_BYTES
+    """Return the room for a payload that all ranks receive in the first message, in bytes; 0 in a large group.
+
+    It is a multiple of 16, equal on all ranks.
+    """
+    return 0 if comm.is_large else _message_bytes(comm) - HEADER_BYTES
+
+
+def reduced_bytes(comm: Comm) -> int:
+    """Return the room for a payload that is reduced in the first message, in bytes; 0 in a small group.
+
+    It is a multiple of 16, equal on all ranks. Messages through a device's memory have none.
+    """
+    return _REDUCED_BYTES - 2 * HEADER_BYTES if comm.is_large and comm.control.type == "cpu" else 0
 
 
 def blank(comm: Comm) -> bytearray:
     """Make an empty first message; its payload begins at HEADER_BYTES."""
+    if comm.is_large:
+        return bytearray(2 * HEADER_BYTES + reduced_bytes(comm))
     return bytearray(_message_bytes(comm))
 
 
@@ -51,6 +58,7 @@ def start(
     payload_bytes: int = 0,
     *,
     variant: bytes = b"",
+    combine: Combine | None = None,
     failure: bytes = b"",
     cause: BaseException | None = None,
 ) -> Callable[[], Answers]:
@@ -62,6 +70,7 @@ def start(
         message: from `blank`, filled with as much of the payload as fits; None for no payload.
         payload_bytes: size of the whole payload.
         variant: facts that may differ between ranks of one call; a hash of them above 16 bytes.
+        combine: reduces payloads in a large group; None for no payload there.
         failure: this rank's encoded error, sent in place of a payload; empty without one.
         cause: the error itself, the cause of the error raised here.
 
@@ -72,23 +81,24 @@ def start(
     """
     sent = blank(comm) if message is None else message
     if failure:
-        fill(sent, failure)
         payload_bytes, variant = len(failure), failure
     place = call_place() if call.ordered else b""
-    write_head(sent, Head(fingerprint(call.name, call.detail), variant, payload_bytes, bool(failure), place))
+    head = Head(fingerprint(call.name, call.detail), variant, payload_bytes, place, bool(failure))
     earlier = comm.met
     if call.ordered:
         comm.met = None
-    arrive = _start_exchange(comm, sent)
+    if comm.is_large:
+        return _start_large(comm, call, sent, head, earlier, combine, failure, cause)
+    fill(sent, failure)
+    write_head(sent, head)
+    arrive = start_gathered(comm, sent)
 
     def wait() -> Answers:
         answers, heads = arrive()
-        if any(head.failed for head in heads):
-            raise_failure(comm, heads, answers, failure, cause)
-        if any(head.fingerprint != heads[0].fingerprint for head in heads):
-            raise_mismatch(comm, call, heads)
-        if heads and call.ordered:
-            check_order(comm, call, earlier, heads)
+        if heads:
+            _raise_differences(comm, call, heads, answers, failure, cause)
+            if call.ordered:
+                check_order(comm, call, earlier, heads)
         return answers
 
     return wait
@@ -115,41 +125,43 @@ def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
     raise error
 
 
-def _start_exchange(comm: Comm, sent: bytearray) -> Callable[[], _Arrived]:
-    """Begin to all-gather one message of each rank."""
-    if comm.share is not None:
-        return comm.share(sent, _join)
-    received = bytearray(len(sent) * comm.size)
-    mine = torch.frombuffer(sent, dtype=torch.uint8)
-    rows = arriving = torch.frombuffer(received, dtype=torch.uint8)
-    if comm.control.type != "cpu":
-        mine = mine.to(comm.control)
-        arriving = rows.to(comm.control)
-    arrive = start_all_gather(comm, arriving, mine)
+def _start_large(
+    comm: Comm,
+    call: Call,
+    sent: bytearray,
+    head: Head,
+    earlier: Met | None,
+    combine: Combine | None,
+    failure: bytes,
+    cause: BaseException | None,
+) -> Callable[[], Answers]:
+    """Reduce the first messages; gather the headers of all ranks only to report an error."""
+    head = head._replace(order=right_order(comm, earlier, head))
+    write_head(sent, head)
+    own = sent[:HEADER_BYTES]
+    arrive = start_range(comm, sent, combine)
 
-    def wait() -> _Arrived:
-        arrive()
-        if arriving is not rows:
-            _ = rows.copy_(arriving)
-        return _read(received, comm.size)
+    def wait() -> Answers:
+        lowest, highest, reduced = arrive()
+        if highest.failed or lowest.fingerprint != highest.fingerprint:
+            answers, heads = start_gathered(comm, own)()
+            _raise_differences(comm, call, heads, answers, failure, cause)
+        if lowest.place != highest.place:
+            check_reduced_order(comm, call, earlier, head, 0 < lowest.order == highest.order)
+        even = lowest.payload_bytes == highest.payload_bytes
+        sizes = [highest.payload_bytes] * comm.size if even else []
+        return Answers(lowest.is_like(highest), highest.payload_bytes, sizes, bytearray(), reduced)
 
     return wait
 
 
-def _join(messages: Sequence[bytearray]) -> _Arrived:
-    return _read(bytearray().join(messages), len(messages))
-
-
-def _read(received: bytearray, ranks: int) -> _Arrived:
-    """Compare the headers of all ranks' messages."""
-    length = len(received) // ranks
-    header = received[:HEADER_BYTES]
-    first = read_head(header)
-    if not first.failed and all(received.startswith(header, rank * length) for rank in range(1, ranks)):
-        return _Arrived(Answers(True, [first.payload_bytes] * ranks, received), [])
-    heads = [read_head(received, rank * length) for rank in range(ranks)]
-    same = all(head[:-1] == first[:-1] for head in heads)
-    return _Arrived(Answers(same, [head.payload_bytes for head in heads], received), heads)
+def _raise_differences(
+    comm: Comm, call: Call, heads: list[Head], answers: Answers, failure: bytes, cause: BaseException | None
+) -> None:
+    if any(head.failed for head in heads):
+        raise_failure(comm, heads, answers, failure, cause)
+    if any(head.fingerprint != heads[0].fingerprint for head in heads):
+        raise_mismatch(comm, call, heads)
 
 
 def _message_bytes(comm: Comm) -> int:

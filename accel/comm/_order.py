@@ -31,7 +31,7 @@ class Met(NamedTuple):
 
     Attributes:
         fingerprint: hash of kind, structure and shapes.
-        places: from `place_of`, by rank.
+        places: from `place_of`, by rank; of this rank alone in a large group.
         trace: functions and instructions on this rank's stack, outermost first.
     """
 

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from accel.comm._absent import absence
-from accel.comm._call import public_call
 from accel.comm._handle import Comm
-from accel.errors import AccelError, PeerError
+from accel.comm._pairs import start_receive, start_send
+from accel.comm._pending import start_transfer
+from accel.comm._rounds import start_gather
 
 ReduceOp = Literal["sum", "max", "min", "product"]
 
@@ -28,19 +27,11 @@ _AT_ONCE_BYTES = 128 * 1024
 # Dtypes of XLA's all-reduce on TPUs, https://github.com/pytorch/xla/issues/1952 and 2609
 _XLA_REDUCES = (torch.float32, torch.bfloat16, torch.float16)
 
-_TAG = 0xACCE1  # keeps these messages apart from the user's own sends
+# Rounds of messages between pairs need fewer messages than a ring among many ranks, but none of them overlap.
+_IN_ROUNDS_BYTES = 1024 * 1024
 
 # torch 2.13 renamed the function and warns about the old name
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-
-_LOST = (
-    "gloo/",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "NCCL error",
-    "NCCL communicator",
-)
 
 
 def all_gather_flat(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
@@ -64,10 +55,14 @@ def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Calla
         mine: shape [length], contiguous; unchanged until the wait.
     """
     group = comm.carrier(mine)
+    if comm.is_large and mine.device.type == "cpu" and out.nbytes <= _IN_ROUNDS_BYTES:
+        return start_gather(comm, out, mine)
     if mine.device.type == "cpu" and out.nbytes <= _AT_ONCE_BYTES:
         copies = torch.cat([mine] * comm.size)
-        return _start(comm, lambda: [cast(Any, dist).all_to_all_single(out, copies, group=group, async_op=True)])
-    return _start(comm, lambda: [getattr(dist, _ALL_GATHER)(out, mine, group=group, async_op=True)])
+        return start_transfer(
+            comm, lambda: [cast(Any, dist).all_to_all_single(out, copies, group=group, async_op=True)]
+        )
+    return start_transfer(comm, lambda: [getattr(dist, _ALL_GATHER)(out, mine, group=group, async_op=True)])
 
 
 def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int | None = None) -> torch.Tensor | None:
@@ -91,10 +86,11 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
     if not out.numel():
         return out
     few = max(sizes) < _BROADCAST_BYTES
-    filled = [rank for rank, size in enumerate(sizes) if size]
     if len(set(sizes)) == 1 and (few or mine.device.type != "cpu"):
         start_all_gather(comm, out, mine)()
-    elif few and len(filled) > 2:
+        return out
+    filled = [rank for rank, size in enumerate(sizes) if size]
+    if few and len(filled) > 2:
         padded = mine.new_zeros(max(sizes))
         padded[: mine.numel()] = mine
         rows = all_gather_flat(comm, padded)
@@ -102,7 +98,7 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
     else:
         parts = torch.split(out, list(sizes))
         _ = parts[comm.rank].copy_(mine)
-        _start(comm, lambda: [_broadcast(comm, parts[rank], rank) for rank in filled])()
+        start_transfer(comm, lambda: [_broadcast(comm, parts[rank], rank) for rank in filled])()
     return out
 
 
@@ -133,7 +129,7 @@ def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[
         "min": dist.ReduceOp.MIN,
         "product": dist.ReduceOp.PRODUCT,
     }
-    return _start(comm, lambda: [cast(Any, dist).all_reduce(mine, op=kinds[op], group=group, async_op=True)])
+    return start_transfer(comm, lambda: [cast(Any, dist).all_reduce(mine, op=kinds[op], group=group, async_op=True)])
 
 
 def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
@@ -147,55 +143,9 @@ def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
     plain = tensor.contiguous()
     if _goes_by_control(comm, plain):
         plain = plain.to(comm.control)
-    _start(comm, lambda: [_broadcast(comm, plain, source)])()
+    start_transfer(comm, lambda: [_broadcast(comm, plain, source)])()
     if plain is not tensor:
         _ = tensor.copy_(plain)
-
-
-def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-    """Send 1-d tensors to ranks that call `receive_flat`; return when all have received theirs.
-
-    Args:
-        comm: an open handle of more than one rank.
-        tensors: contiguous, by receiving rank.
-    """
-    pairs = [(rank, tensor.to(comm.control)) for rank, several in tensors.items() for tensor in several]
-    works = _guarded(lambda: [(rank, _send(comm, tensor, rank)) for rank, tensor in pairs], tensors)
-    for rank, work in works:
-        _guarded(work.wait, [rank])
-
-
-def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-    """Receive 1-d tensors from another rank; sends and receives match by order.
-
-    Args:
-        comm: an open handle of more than one rank.
-        tensors: contiguous, of the lengths and dtypes sent; overwritten.
-        source: the sending rank.
-    """
-    buffers = [tensor.to(comm.control) for tensor in tensors]
-    works = _guarded(lambda: [_receive(comm, buffer, source) for buffer in buffers], [source])
-    for tensor, buffer, work in zip(tensors, buffers, works, strict=True):
-        _guarded(work.wait, [source])
-        if buffer is not tensor:
-            _ = tensor.copy_(buffer)
-
-
-def peer_error(error: BaseException, name: str) -> PeerError | None:
-    """Convert the error of a lost connection to a `PeerError`; return None for any other error.
-
-    Args:
-        error: raised by a forward or backward in which torch runs collectives.
-        name: the call, for the message.
-    """
-    text = str(error)
-    if isinstance(error, PeerError) or not (isinstance(error, dist.DistError) or any(sign in text for sign in _LOST)):
-        return None
-    return PeerError(
-        f"{name} did not complete: {error}",
-        expected="every rank in this call",
-        fix="Another rank has left or hangs; look for its error first.",
-    )
 
 
 def _goes_by_control(comm: Comm, tensor: torch.Tensor) -> bool:
@@ -205,67 +155,19 @@ def _goes_by_control(comm: Comm, tensor: torch.Tensor) -> bool:
 
 def _gather_to(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int) -> torch.Tensor | None:
     if comm.rank != dst:
-        _start(comm, lambda: [_send(comm, mine, dst)] if mine.numel() else [])()
+        start_transfer(comm, lambda: [start_send(comm, mine, dst)] if mine.numel() else [])()
         return None
     out = mine.new_empty(sum(sizes))
     parts = torch.split(out, list(sizes))
     _ = parts[dst].copy_(mine)
-    _start(comm, lambda: _receive_all(comm, parts))()
+    start_transfer(comm, lambda: _receive_all(comm, parts))()
     return out
-
-
-def _send(comm: Comm, tensor: torch.Tensor, dst: int) -> Any:
-    return cast(Any, dist).isend(tensor, group=comm.carrier(tensor), group_dst=dst, tag=_TAG)
-
-
-def _receive(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
-    return cast(Any, dist).irecv(tensor, group=comm.carrier(tensor), group_src=source, tag=_TAG)
 
 
 def _receive_all(comm: Comm, parts: Sequence[torch.Tensor]) -> list[Any]:
     sources = [rank for rank, part in enumerate(parts) if rank != comm.rank and part.numel()]
-    return [_receive(comm, parts[rank], rank) for rank in sources]
+    return [start_receive(comm, parts[rank], rank) for rank in sources]
 
 
 def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
     return cast(Any, dist).broadcast(tensor, group=comm.carrier(tensor), group_src=source, async_op=True)
-
-
-def _guarded(action: Callable[[], Any], others: Iterable[int]) -> Any:
-    """Run a transfer between this rank and others; a lost connection becomes a `PeerError`."""
-    try:
-        return action()
-    except AccelError:  # from a simulated group
-        raise
-    except RuntimeError as error:
-        raise PeerError(
-            f"rank {', '.join(map(str, others))} has left or hangs",
-            expected="its part in a transfer",
-            got=str(error).splitlines()[0],
-            where=public_call(),
-            fix="See what it did last: its error, its other branch, or what it waits for.",
-        ) from error
-
-
-def _start(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
-    """Begin transfers of all ranks; return a function that waits for their end."""
-    number = comm.next_number()
-    began = time.monotonic()
-    works: list[Any] = []
-
-    def run(action: Callable[[], object]) -> None:
-        try:
-            _ = action()
-        except AccelError:  # from a simulated group
-            raise
-        except RuntimeError as error:
-            if comm.alarm is not None and comm.alarm.rung():
-                raise peer_error(error, public_call()) or error from error
-            raise absence(comm.roll, comm.rank, comm.size, number, time.monotonic() - began, error) from error
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-
-    run(lambda: works.extend(begin()))
-    return lambda: run(wait)

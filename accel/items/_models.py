@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint import check_tensor, checksum, tied
-from accel.comm import Call, agreed, agreed_values, call_site, exchange_values, shared_failure
+from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
 from accel.items._whole import facts, live_tensors
@@ -82,7 +82,8 @@ def save_model(
     with shared_failure(ctx.comm, Call("save_model", size, site)):
         weights = _plan(ctx, model, parse_size(max_shard_size, "save_model, max_shard_size="))
     call = Call("save_model", "\n".join([size, *facts(weights.tensors)]), site)
-    alone = len(set(exchange_values(ctx.comm, call, weights.local, int))) > 1
+    most, inverted = reduce_ints(ctx.comm, call, [weights.local, ~weights.local], "max")
+    alone = most != ~inverted
     if alone and ctx.is_main_process:
         _warn("ranks hold different parameters or buffers; %s gets rank 0's", target)
     with _stage(ctx, target / "model", "save_model", site) as stage:
@@ -194,8 +195,10 @@ def _stage(ctx: DistContext, target: Path, name: str, site: str) -> Generator[Pa
             held.callback(_remove, stage)
             return stage.name
 
-        names = agreed_values(ctx.comm, Call(f"{name}: opening the stage", site=site), make, str)
-        yield parent / names[0]
+        call = Call(f"{name}: opening the stage", site=site)
+        with shared_failure(ctx.comm, call):
+            made = make()
+        yield parent / broadcast_value(ctx.comm, call, made, str)
 
 
 def _remove(stage: Path) -> None:

@@ -61,6 +61,7 @@ CASES = {
 
 said = {}
 with accel.session(device="cpu", timeout_s=20) as ctx:
+    ctx.comm.most_gathered = int(sys.argv[2])
     for name, calls in CASES.items():
         accel.wait_for_everyone(ctx)
         began = time.monotonic()
@@ -101,13 +102,14 @@ SAID = {
 
 
 @pytest.mark.multiprocess
-def test_every_mismatch_is_told_on_both_ranks_within_a_second(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most_gathered", [1, 64], ids=["large group", "small group"])
+def test_every_mismatch_is_told_on_both_ranks_within_a_second(tmp_path: Path, most_gathered: int) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(SCRIPT)
     port = free_port()
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [common | {"RANK": str(rank)} for rank in range(2)]
-    with script_ranks(script, environs, tmp_path / "said", folder=tmp_path) as processes:
+    with script_ranks(script, environs, tmp_path / "said", most_gathered, folder=tmp_path) as processes:
         assert [each.wait(120) for each in processes] == [0, 0], [each.said() for each in processes]
     ranks = [json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2)]
     for name, (left, right) in SAID.items():

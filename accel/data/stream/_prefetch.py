@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch.utils.data import DataLoader
 
-from accel.comm import Call, exchange_values, shared_failure
+from accel.comm import Call, reduce_ints, shared_failure
 from accel.context import DistContext
 from accel.data._cursor import StreamPosition
 from accel.data._read_error import read_error
@@ -137,7 +137,7 @@ class Prefetcher:
 
         Reading again can take longer than a message may, so ranks that still skip report it.
         """
-        while any(exchange_values(self._ctx.comm, self._call, self._skips(), bool)):
+        while any(reduce_ints(self._ctx.comm, self._call, [int(self._skips())], "max")):
             pass
 
     def take(self, count: int) -> list[ReadStep]:

@@ -47,7 +47,7 @@ def any_rank(ctx: DistContext, flag: bool, *, tag: str | None = None) -> bool:
     Args:
         ctx: the context.
         flag: this rank's, such as a loss below the target or a time limit reached.
-        tag: name of the call, compared between ranks if any rank gives one; see `gather`.
+        tag: name of the call, compared between ranks if any rank passes one; see `gather`.
 
     Raises:
         CollectiveMismatch: another rank called something else; on every rank.
@@ -200,7 +200,7 @@ def _rows(dataset: Any, positions: list[int]) -> Any:
 
 
 def _is_dataset(inputs: object) -> bool:
-    """Whether an object is a dataset with positions, of torch or Hugging Face; its own slices have another type."""
+    """Return whether an object is a map-style dataset, of torch or Hugging Face; its own slices have another type."""
     if isinstance(inputs, Dataset):
         return hasattr(cast(object, inputs), "__len__") and not isinstance(inputs, IterableDataset)
     return callable(getattr(inputs, "select", None)) and hasattr(inputs, "features") and hasattr(inputs, "__len__")
@@ -216,7 +216,7 @@ def _unpadded(inputs: object) -> ConfigError:
 
 
 def _is_sliced(others: tuple[type, ...], inputs: object) -> bool:
-    """Whether an object is split by position, and not traversed."""
+    """Return whether an object is split by position, and not traversed."""
     if isinstance(inputs, (str, bytes, Mapping, *others)) or hasattr(inputs, "_fields"):  # no slice is a namedtuple
         return False
     if _is_dataset(inputs):

@@ -20,7 +20,7 @@ Weight = float | torch.Tensor
 
 
 class Sum(msgspec.Struct, frozen=True, eq=False):
-    """Sums over the samples of all ranks. Adding gives a new record; nothing is communicated before `sync` or `value`.
+    """Sums over the samples of all ranks. Adding returns a new record. Ranks communicate only in `sync` and `value`.
 
     Attributes:
         total: sums over all ranks up to the last `sync`: nested containers of tensors, float64; None before the first.
@@ -49,7 +49,7 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
     def sync(self, ctx: DistContext) -> Sum:
         """Return the sums, added up over all ranks. A collective.
 
-        Synchronized sums can be saved, and go on with another number of ranks.
+        Synchronized sums can be saved, and resumed on another number of ranks.
 
         Raises:
             CollectiveMismatch: ranks have added other structures or shapes; on every rank.
@@ -82,10 +82,10 @@ class Sum(msgspec.Struct, frozen=True, eq=False):
 
 
 class Mean(msgspec.Struct, frozen=True, eq=False):
-    """Weighted means over the samples of all ranks. Adding gives a new record, as with `Sum`.
+    """Weighted means over the samples of all ranks. Adding returns a new record, as with `Sum`.
 
     Attributes:
-        sums: of values times weight, and of weights.
+        sums: sums of values times weight, and of weights.
     """
 
     sums: Sum = Sum()

@@ -59,7 +59,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
 def batches(
     ctx: DistContext, loader: Loader | StreamLoader, state: Positioned | Cursor | None = None
 ) -> Generator[Batch]:
-    """Give this rank's batches from a position to the end of its epoch. A collective at the first.
+    """Yield this rank's batches from a position to the end of its epoch. A collective at the first batch.
 
     All ranks take equally many steps. A start in the middle costs as much as one at the beginning. Before the first
     batch, ranks compare their cursors, plans and samplers in one message; none follows it. Over a stream, every batch
@@ -76,9 +76,9 @@ def batches(
     Raises:
         StepError: a state that waits for `backward` or `optimizer_step`.
         DataError: a loader that is not prepared, or prepared for another rank; a cursor of another dataset or order;
-            another length of the dataset than before; a sampler that fails or gives nothing; on every rank. Also a
-            batch that cannot be read, on the rank that reads it; the others get `PeerError` in their next collective.
-        TreeError: the collate function makes a container that cannot be taken apart.
+            another length of the dataset than before; a sampler that fails or yields nothing; on every rank. Also a
+            batch that cannot be read, on the rank that reads it; the others raise `PeerError` in their next collective.
+        TreeError: the collate function returns a container of an unknown kind.
         CollectiveMismatch: ranks differ in their cursors, lengths of the dataset, batch sizes or samplers; on every
             rank.
         ContextClosedError: the context is closed.

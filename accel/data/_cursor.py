@@ -23,7 +23,7 @@ class WorkerPosition(msgspec.Struct, frozen=True):
     """Progress of one reading process.
 
     Attributes:
-        elements: elements of its part of the stream, in batches that have been given.
+        elements: elements of its part of the stream, in the batches so far.
         state: the stream's `state_dict()` at that point; None if it has none.
         ended: whether its part has been read to the end.
     """
@@ -35,7 +35,7 @@ class WorkerPosition(msgspec.Struct, frozen=True):
     def check_saveable(self) -> None:
         """Raise `ConfigError` for a record or enum of the user's in `state`.
 
-        A run that loads the checkpoint passes a new cursor, which does not know their classes.
+        A run that loads the checkpoint passes a new cursor, without their classes.
         """
         for path, name in _user_classes(self.state, "$"):
             raise ConfigError(
@@ -51,9 +51,9 @@ class StreamPosition(msgspec.Struct, frozen=True):
 
     Attributes:
         workers: positions of its reading processes; one if it reads without workers.
-        turn: number of the worker that gives the next batch.
-        ranks: number of ranks that read a part each; 0 for a position in the whole stream, from which any number of
-            ranks can go on.
+        turn: number of the worker with the next batch.
+        ranks: number of ranks that read a part each; 0 for a position in the whole stream, which fits any number of
+            ranks.
     """
 
     workers: tuple[WorkerPosition, ...]
@@ -67,7 +67,7 @@ class Cursor(msgspec.Struct, frozen=True, weakref=True):
     Attributes:
         seed: seed of the data order.
         epoch: epochs finished.
-        consumed: samples of this epoch that all ranks together have taken.
+        consumed: samples of this epoch taken by all ranks together.
         of: name of the order that `consumed` counts in; empty for any. A cursor from `batches` fits no other order.
         stream: position of the stream's reader; None for data with positions, and on ranks that do not read.
     """
@@ -125,13 +125,13 @@ class LastPass:
         return LastPass, ()  # another process begins without a memory
 
     def check(self, cursor: Cursor) -> None:
-        """Raise `DataError` if a training pass would begin at the very cursor of the complete one before."""
+        """Raise `DataError` if a training pass would begin at the cursor of the previous complete pass."""
         if self._last is None or self._last() is not cursor or not torch.is_grad_enabled():
             return
         raise DataError(
             "the loop has dropped the cursor after each batch, and would repeat the epoch",
             expected="cursor = batch.next for each batch",
-            got=f"the cursor of the pass before: epoch {cursor.epoch}, {cursor.consumed} consumed",
+            got=f"the cursor of the previous pass: epoch {cursor.epoch}, {cursor.consumed} consumed",
             where="batches",
             fix="Write `cursor = batch.next` in the loop, or carry a TrainState: state = state.next(batch). To read the"
             " epoch again, pass a new Cursor, or a state from a train_state of its own; to evaluate, leave the cursor"

@@ -2,8 +2,8 @@
 """One epoch: its order as a keyed permutation or as a sampler drew it, and its steps from any cursor.
 
 The permutation is a generalised Feistel network over Z_a x Z_b with a * b just above n, and cycle walking for the few
-values beyond n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So any position of any epoch is known
-without the others, and memory is O(1).
+values beyond n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So any position of any epoch is
+computed alone, in O(1) memory.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class SampleSource:
     """The samples of a loader, and how every epoch orders and cuts them.
 
     Attributes:
-        samples: samples in an epoch, the length of a sampler; None if only drawing can tell.
+        samples: samples in an epoch, the length of a sampler; None if they are known only after a draw.
         dataset: the user's.
         size: samples in the dataset, None if it has no length.
         plan: the cut of an epoch into steps.
         shuffle: whether each epoch has its own permutation; without meaning beside a sampler.
         salt: seed of the loader's own generator, None without one.
         sampler: the user's own, None for an order that is arithmetic.
-        in_batches: whether the sampler gives lists.
+        in_batches: whether the sampler yields lists.
         lengths: tokens of each sample of the dataset, for batches that are cut by length.
     """
 
@@ -149,7 +149,7 @@ def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
         cursor: the start position.
 
     Raises:
-        DataError: the cursor belongs to another order or lies beyond its end, or a sampler gives nothing.
+        DataError: the cursor belongs to another order or lies beyond its end, or a sampler yields nothing.
     """
     check_cursor(cursor)
     this, count, bounds, name = _ordered(source, cursor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare_loader`: an ordinary torch DataLoader becomes a frozen description of how its samples are sharded."""
+"""`prepare_loader`: a frozen description of an ordinary torch DataLoader, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Loader:
         """Steps in an epoch, the same on every rank.
 
         Raises:
-            DataError: only drawing or cutting an epoch can tell; see `steps`.
+            DataError: epochs differ in their steps; see `steps`.
         """
         plan, sampler = self.source.plan, self.source.sampler
         if isinstance(plan, Plan):
@@ -71,7 +71,7 @@ class Loader:
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch that are used; None where only drawing an epoch can tell."""
+        """Samples of an epoch that are used; None where they are known only after a draw."""
         plan = self.source.plan
         return plan.end if isinstance(plan, Plan) else self.source.samples
 
@@ -142,10 +142,10 @@ def prepare_loader(
     replay: bool = False,
     steps_per_message: int | None = None,
 ) -> Loader | StreamLoader:
-    """Shard a DataLoader over the ranks of the context. No communication; the user's loader is left as it is.
+    """Shard a DataLoader over the ranks of the context. No communication; the user's loader does not change.
 
-    `shuffle=True` means a new order each epoch; the order itself follows from the cursor's seed. A sampler is drawn
-    from once an epoch, on every rank, with its random streams seeded from the cursor.
+    `shuffle=True` means a new order each epoch; the order itself follows from the cursor's seed. Every rank draws from
+    a sampler once an epoch, with random streams seeded from the cursor.
 
     Args:
         ctx: the context.
@@ -154,26 +154,27 @@ def prepare_loader(
         global_batch: samples of all ranks in one step; by default the loader's batch size times the ranks.
         tail: treatment of a last step that is not full; by default `drop` if the loader has `drop_last`, else
             `ragged`. `pad` keeps shapes constant; not for batches of different sizes.
-        batch_tokens: cut batches of different sizes instead: each rank's holds at most this many tokens, counted as its
-            rows times its longest sample.
-        lengths: for `batch_tokens`: the dataset's lengths in tokens, or a function from a sample's position to its own.
+        batch_tokens: largest number of tokens in a rank's batch, its rows times its longest sample. Batches then differ
+            in size.
+        lengths: for `batch_tokens`: lengths of the dataset's samples in tokens, or a function from a sample's position
+            to its length.
         batches_per_step: for `batch_tokens` and for a batch sampler of your own: batches of all ranks in one step, by
-            default one a rank. A rank takes whole batches, joined when it takes several.
-        data_parallel: (index, count) of this rank among the data-parallel ones; by default `ctx.data_parallel`, which
-            is the rank among all without a mesh. Ranks with the same index read the same samples.
-        seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position, so
-            that augmentation does not depend on workers and ranks; by default if the loader has workers. A dataset that
-            draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always read so.
-        replay: for a stream only, whether to resume by reading again from the beginning, even if the stream has a
-            state; for an incomplete state, such as that of a Hugging Face dataset with a shuffle buffer.
-        steps_per_message: for a stream only, the most steps in one message between ranks, if they are small; by
-            default 1 with workers, else 8, which are then read at once. The first message holds one step.
+            default one a rank. A rank takes whole batches, and joins several into one.
+        data_parallel: (index, count) of this rank among the data-parallel ranks; by default `ctx.data_parallel`.
+            Without a mesh every rank is one. Ranks with the same index read the same samples.
+        seed_samples: whether each sample is read with its own random streams, seeded by seed, epoch and position; by
+            default if the loader has workers. Augmentation then depends on neither workers nor ranks. A dataset that
+            draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always seeded.
+        replay: for a stream only, whether to resume by reading from the beginning even if the stream has a state. For
+            incomplete states, such as that of a Hugging Face dataset with a shuffle buffer.
+        steps_per_message: for a stream only, largest number of small steps in one message between ranks; by default 1
+            with workers, else 8, which are read at once. The first message holds one step.
 
     Returns:
         The sharded loader.
 
     Raises:
-        DataError: a loader that cannot be sharded exactly; the message says why and what to do.
+        DataError: a loader that cannot be sharded exactly; the error names the reason and a way out.
         ConfigError: an argument outside its range, or without an effect.
 
     Example:
@@ -240,7 +241,7 @@ def _place(ctx: DistContext, data_parallel: tuple[int, int] | None) -> tuple[int
             return index, count
         case _:
             raise ConfigError(
-                "no such place among data-parallel ranks",
+                "no such index among data-parallel ranks",
                 expected=f"(index, count), an index below a count that divides {ctx.world_size} ranks",
                 got=repr(data_parallel),
                 where="prepare_loader(data_parallel=)",

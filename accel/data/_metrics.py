@@ -28,7 +28,7 @@ def gather_for_metrics(ctx: DistContext, tree: T, batch: Batch, *, tag: str | No
         tree: nested containers of tensors of shape [batch.rows, ...]. A tensor of shape [] counts as one value of
             this rank; it is left out if the rank's batch holds no real sample.
         batch: the batch that the tensors were computed on.
-        tag: name of the call, compared between ranks if any rank gives one; see `gather`.
+        tag: name of the call, compared between ranks if any rank passes one; see `gather`.
 
     Returns:
         The same containers, tensors of shape [real samples of all ranks, ...].

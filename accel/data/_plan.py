@@ -19,7 +19,7 @@ Tail = Literal["ragged", "pad", "drop"]
 
 
 class SampleCount(int):
-    """The real samples in this rank's batch: an int that knows about the other ranks too.
+    """Number of real samples in this rank's batch: an int with the counts of the other ranks.
 
     `world` counts the samples of all ranks in this step, and `copies` the ranks that hold each of them.
     `backward(weight=...)` reads both, so the weights of a step need no communication.
@@ -87,7 +87,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
         batches_per_step: batches of all ranks in one step.
         tail: treatment of a last step with fewer batches: `ragged` leaves some ranks with none, `drop` leaves the
             step out.
-        batch_tokens: the most tokens in a batch, for batches that are cut by length; None for those of a batch sampler.
+        batch_tokens: largest number of tokens in a batch that is cut by length; None for those of a batch sampler.
     """
 
     batches_per_step: int
@@ -105,7 +105,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of one global batch.
 
     Attributes:
-        start, stop: positions in the epoch's order; empty when this rank is left with none.
+        start, stop: positions in the epoch's order; empty for a rank without samples.
         rows: samples to load, stand-ins included; at least 1.
         valid: real samples, here and over all ranks.
         is_last: whether the epoch ends with this step.
@@ -124,7 +124,7 @@ class BatchBounds(msgspec.Struct, frozen=True):
     """The batches of the rest of one epoch.
 
     Attributes:
-        bounds: positions in the epoch's order: where the first batch starts, and where each one ends.
+        bounds: positions in the epoch's order: the start of the first batch, and the end of each.
         batches_per_step: batches of all ranks in one step.
         drop: whether a last step with fewer batches is left out.
     """
@@ -135,7 +135,7 @@ class BatchBounds(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """A short text that differs between different batches."""
+        """A short text, different for different batches."""
         return hashlib.blake2b(array("q", self.bounds), digest_size=6).hexdigest()
 
     def steps_after(self, consumed: int) -> int:
@@ -189,7 +189,7 @@ def shard(plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Shard:
     Shards are contiguous in the epoch's order, in rank order, and differ by at most one sample.
 
     Args:
-        plan: the dataset's.
+        plan: plan of the dataset's epochs.
         cursor: position before the step.
         rank, world_size: data-parallel rank, and the number of these.
 
@@ -217,11 +217,11 @@ def token_bounds(lengths: Iterable[int], batch_tokens: int, start: int = 0) -> l
 
     Args:
         lengths: tokens of each sample from `start` on, at most `batch_tokens`.
-        batch_tokens: the most tokens in a batch.
+        batch_tokens: largest number of tokens in a batch.
         start: the position of the first sample.
 
     Returns:
-        Positions: `start`, and where each batch ends.
+        Positions: `start`, and the end of each batch.
     """
     bounds, stop, longest = [start], start, 0
     for length in lengths:
@@ -241,7 +241,7 @@ def copies_of(data_ranks: list[int], world_size: int) -> int:
         world_size: number of data-parallel ranks.
 
     Raises:
-        DataError: not all parts are taken equally often.
+        DataError: parts have unequal numbers of ranks.
     """
     taken = Counter(data_ranks)
     copies = max(len(data_ranks) // world_size, 1)

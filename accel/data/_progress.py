@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`progress`: how far an epoch is and how fast all ranks together are, as a line of text on the main rank."""
+"""`progress`: position in the epoch and rate of all ranks, as a line of text on the main rank."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ def progress(
     every_s: float | None = None,
     values: Callable[[], Mapping[str, float | torch.Tensor]] | None = None,
 ) -> Generator[Batch]:
-    """Give the batches, and show on the main rank how far they are. No communication beyond theirs.
+    """Yield batches, and show their progress on the main rank. No communication beyond theirs.
 
-    A bar that redraws itself on a terminal; elsewhere, as in a log, a line now and then and one at the end. The rate
-    counts the real samples of all ranks since the start, and the bar where the epoch stands, so that a resumed one does
-    not begin at nothing.
+    A terminal shows a bar; a log gets a line now and then, and one at the end. The rate counts the real samples of all
+    ranks since the start. The bar shows the position in the epoch, so a resumed epoch does not begin at zero.
 
     Args:
         ctx: the context.
         batches: from `accel.batches`.
-        total: samples in the epoch, such as `loader.samples`; without it there is neither bar nor remaining time.
+        total: samples in the epoch, such as `loader.samples`; without it neither bar nor remaining time is shown.
         label: text in front; the epoch by default.
         show: whether to show anything.
         file: stream to print to; standard error by default.
-        every_s: seconds between two showings; by default 0.2 on a terminal and 10 elsewhere.
-        values: returns numbers and scalar tensors by name, such as the loss and the learning rate. Called on the main
-            rank alone, after a batch that is shown, so it must not communicate; a tensor of a GPU is waited for then.
+        every_s: seconds between two updates; by default 0.2 on a terminal and 10 elsewhere.
+        values: function that returns numbers and scalar tensors by name, such as the loss and the learning rate. Called
+            on the main rank only, at each update, so it must not communicate. Waits for tensors on a GPU.
 
     Yields:
         The batches.

@@ -26,7 +26,7 @@ Request = tuple[Shard, list[int]]
 
 
 def requests(epoch: Epoch, rank: int, world_size: int) -> Iterator[Request]:
-    """Give a rank's shards of the rest of an epoch, with their samples; stand-ins repeat a sample of the step."""
+    """Yield a rank's shards of the rest of an epoch, with their samples; stand-ins repeat a sample of the step."""
     if isinstance(epoch.plan, Plan):
         return _equal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))
     return _unequal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))
@@ -64,7 +64,7 @@ def _samples(this: Order | DrawnOrder, part: Shard) -> list[int]:
 
 
 class Workers:
-    """Worker processes that live from one epoch to the next, until `close` or until nothing holds this any more."""
+    """Worker processes that live from one epoch to the next, until `close` or the end of this object."""
 
     __slots__ = ("_busy", "_feed", "_reader")
 
@@ -114,7 +114,7 @@ class RequestQueue:
     """The batch sampler of the rest of an epoch; it remembers open requests, because workers read ahead.
 
     Attributes:
-        parts: the shards that were requested and have not been given yet.
+        parts: shards requested and not yet read.
         bare: whether a request is a list of samples alone, without seeds and epoch.
     """
 
@@ -134,9 +134,9 @@ class RequestQueue:
 class RequestedDataset(Dataset[Any]):
     """Answers requests from a dataset, each sample with random streams of its own if seeds are given.
 
-    So augmentation does not depend on workers, ranks and batches. A `worker_init_fn` finds it as
+    Augmentation then depends on neither workers, ranks nor batches. A `worker_init_fn` finds this object as
     `get_worker_info().dataset`: it shows the attributes, length and samples of the user's dataset, and attributes set
-    on it are set there. A dataset with `set_epoch` is read through its twin at the epoch of the request.
+    on it are set there. A dataset with `set_epoch` is read through a shallow copy at the epoch of the request.
     """
 
     def __init__(self, dataset: Any, whole: bool) -> None:
@@ -190,7 +190,7 @@ def has_epochs(dataset: Any) -> bool:
 
 
 def _at_epoch(dataset: Any, epoch: int) -> Any:
-    """Return a twin of a dataset that knows the epoch, so that a second pass may read another one."""
+    """Return a shallow copy of a dataset at an epoch; a second pass may read another epoch."""
     if not has_epochs(dataset):
         return dataset
     if type(dataset) is Subset:
@@ -202,9 +202,9 @@ def _at_epoch(dataset: Any, epoch: int) -> Any:
 
 
 def twin(source: Any) -> Any:
-    """Return another object of the same attributes, so that an epoch or a position set on it leaves the user's alone.
+    """Return a shallow copy: an epoch or a position set on it does not change the user's object.
 
-    `copy.copy` would not do: classes that give their own `__dict__` as what is pickled share it with their copies.
+    `copy.copy` would not do: a class that pickles its own `__dict__` shares it with the copy.
     """
     kind = cast(Any, type(source))
     if hasattr(kind, "__del__"):  # which may close what both hold
@@ -221,7 +221,7 @@ def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any])
     """Read batches lazily in this process.
 
     Args:
-        dataset: gives a sample, or all of a batch if it has `__getitems__`.
+        dataset: source of samples; reads a batch at once if it has `__getitems__`.
         collate: makes a batch of samples.
         asked: the requests.
     """
@@ -239,7 +239,7 @@ def _reads_batches(dataset: Any) -> bool:
 
 
 def _draws_nothing(dataset: Any) -> bool:
-    """Whether reading a sample surely runs no code but python's, numpy's and torch's, which draws no numbers there."""
+    """Return whether reading a sample runs code of python, numpy and torch only, which draws no numbers there."""
     dataset = _undivided(dataset)
     if type(dataset) is TensorDataset:
         return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
@@ -248,7 +248,7 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 def _undivided(dataset: Any) -> Any:
-    """Return the dataset behind subsets, which only pass on its abilities."""
+    """Return the dataset behind subsets, which forward to it."""
     while type(dataset) is Subset:
         dataset = cast(Any, dataset).dataset
     return dataset

@@ -35,8 +35,8 @@ class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         samples: positions in the dataset, int64, shape [given].
-        bounds: of a batch sampler: 0, and where each batch ends among the samples; empty of another.
-        digest: a short text that differs between different samples or batches.
+        bounds: of a batch sampler: 0, and the end of each batch among the samples; else empty.
+        digest: a short text, different for different samples or batches.
     """
 
     samples: torch.Tensor
@@ -45,16 +45,16 @@ class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
 
 
 def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> SamplerDraw:
-    """Return the samples of one epoch. No communication; global random streams are left as they were.
+    """Return the samples of one epoch. No communication; restores the global random streams.
 
     Args:
-        sampler: gives positions in the dataset, or lists of them; has a length, unless it gives lists.
+        sampler: iterable of positions in the dataset, or of lists of them; has a length, unless it yields lists.
         cursor: position in the epoch to draw.
-        in_batches: whether the sampler gives lists.
-        dataset: the user's, which may have no length.
+        in_batches: whether the sampler yields lists.
+        dataset: the user's dataset, with or without a length.
 
     Raises:
-        DataError: the sampler fails, or gives nothing, more than its length, no integers, or positions outside the
+        DataError: the sampler fails, or yields nothing, more than its length, no integers, or positions outside the
             dataset.
     """
     name = type(sampler).__name__
@@ -67,7 +67,7 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
             for count, each in enumerate(clone, 1):
                 if most is not None and count > most:
                     things = "batches" if in_batches else "samples"
-                    _refuse(name, "gives more than its length says", f"{most} {things}", "more", "Correct __len__.")
+                    _refuse(name, "yields more than its length", f"{most} {things}", "more", "Correct __len__.")
                 if in_batches:
                     given.extend(each)
                     bounds.append(len(given))
@@ -78,15 +78,15 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
     except Exception as error:  # any error of the user's code
         raise DataError(f"the sampler failed: {type(error).__name__}: {error}", where=name) from error
     if not given:
-        _refuse(name, "gives nothing: an epoch without a batch would never end", "at least one sample", "none", "")
+        _refuse(name, "yields nothing: an epoch without a batch would never end", "at least one sample", "none", "")
     if any(start == stop for start, stop in pairwise(bounds)):
-        _refuse(name, "gives an empty batch", "at least one sample in each", "a batch of none", "")
+        _refuse(name, "yields an empty batch", "at least one sample in each", "a batch of none", "")
     samples = torch.frombuffer(given, dtype=torch.int64)
     low = int(samples.min())
     high = int(samples.max())
     if low < 0 or (size is not None and high >= size):
         bad = str(low if low < 0 else high)
-        _refuse(name, "gives a position outside the dataset", f"0 to {(size or 2**63) - 1}", bad, "")
+        _refuse(name, "yields a position outside the dataset", f"0 to {(size or 2**63) - 1}", bad, "")
     hashed = hashlib.blake2b(given, digest_size=6)
     hashed.update(array("q", bounds))
     return SamplerDraw(samples, bounds if in_batches else [], hashed.hexdigest())
@@ -111,12 +111,12 @@ def _fresh_streams(sampler: Any, cursor: Cursor, dataset: object) -> Generator[A
 
 
 def _fresh(sampler: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
-    """Return a copy that knows the epoch, with copies of the attributes that iteration may change.
+    """Return a copy at an epoch, with copies of the attributes that iteration may change.
 
     Args:
         sampler: the original.
         key: start of its generators.
-        epoch: for its `set_epoch`.
+        epoch: argument of its `set_epoch`.
         known: copies by the identity of their originals, so that shared attributes stay shared.
     """
     clone = known[id(sampler)] = copy.copy(sampler)

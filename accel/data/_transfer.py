@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches to the device: on CUDA on a stream of their own, so that copying and computing overlap; else at once.
 
-A copy from pinned memory runs behind the host's back, which is safe on CUDA only; everything else is waited for.
+An asynchronous copy from pinned memory is safe on CUDA only; the host waits for every other copy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ P = TypeVar("P")
 def moved(
     items: Iterator[tuple[Any, T]], device: torch.device, containers: Sequence[Container] = (), *, ahead: bool
 ) -> Iterator[tuple[Any, T]]:
-    """Give each batch on the device, with its companion.
+    """Yield each batch on the device, with its companion.
 
     Args:
         items: pairs of a batch, any nesting of containers or an object with `.to`, and a companion of any kind.
         device: destination.
         containers: further kinds of containers.
-        ahead: on CUDA, whether to read and copy one batch ahead of the one in use. The first is given at once.
+        ahead: on CUDA, whether to read and copy one batch ahead of the one in use. The first is yielded at once.
     """
     if device.type == "cpu":
         return items
@@ -42,7 +42,7 @@ def moved(
 
 
 def to_device(data: Any, device: torch.device, containers: Sequence[Container] = ()) -> Any:
-    """Return a batch on the device, the very same if that is the CPU; the host waits for the copy.
+    """Return a batch on the device, itself if that is the CPU; the host waits for the copy.
 
     Args:
         data: nested containers of tensors and of objects with `.to`, or one such object; the rest is kept.
@@ -50,7 +50,7 @@ def to_device(data: Any, device: torch.device, containers: Sequence[Container] =
         containers: further kinds of containers.
 
     Raises:
-        TreeError: a container that cannot be taken apart and has no `.to`.
+        TreeError: a container of an unknown kind, without `.to`.
     """
     return data if device.type == "cpu" else _map_movable(lambda leaf: leaf.to(device), data, containers)
 
@@ -69,9 +69,9 @@ def pin(data: Any) -> Any:
 
 
 def one_ahead(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Generator[tuple[P, T]]:
-    """Start each item before its predecessor is given; only the first is given as soon as it is there.
+    """Read one item ahead of the one in use; the first is yielded at once.
 
-    An error in reading ahead waits until the items before it have been given.
+    An error in reading ahead is raised after the items before it.
     """
     for data, other in items:
         yield start(data), other
@@ -97,7 +97,7 @@ def one_ahead(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Gene
 def _by_steps(
     items: Iterator[tuple[Any, T]], device: torch.device, containers: Sequence[Container]
 ) -> Generator[tuple[Any, T]]:
-    """Give each batch, and end its computation as a step of XLA's, so that each step is the same graph."""
+    """Yield each batch, and end its computation as a step of XLA's, so that each step is the same graph."""
     for data, other in items:
         yield to_device(data, device, containers), other
         xla.end_step()
@@ -127,7 +127,7 @@ class _Copier:
         self._side = torch.cuda.Stream(device)
 
     def start(self, data: Any) -> _Copy:
-        """Begin to copy a batch; pinned memory is not waited for."""
+        """Begin to copy a batch; from pinned memory without waiting."""
         tensors: list[torch.Tensor] = []
 
         def copy(leaf: Any) -> object:

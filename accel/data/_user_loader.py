@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's DataLoader: its order and its batches, taken as they are or refused with the way out."""
+"""A user's DataLoader: its order and its batches, accepted as they are or refused with a way out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sample_source(
         hasattr(sampler, "__next__"),
         "the sampler can be iterated only once",
         type(sampler).__name__,
-        "Pass an object that gives a new iterator each time.",
+        "Pass an object that returns a new iterator each time.",
     )
     size = 0 if cuts_itself else batcher.batch_size
     drops = getattr(batcher, "drop_last", False) is True
@@ -74,7 +74,7 @@ def sample_source(
 
 
 def _check_loader(loader: Any) -> None:
-    """Refuse a loader that does not give its batches as torch's DataLoader does."""
+    """Refuse a loader that does not yield its batches as torch's DataLoader does."""
     kind = cast(Any, type(loader))
     _refuse(not isinstance(loader, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")
     changed = any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))

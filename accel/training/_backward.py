@@ -31,12 +31,12 @@ from accel.training._window import check_alone, check_records
 def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.Module) -> AbstractContextManager[None]:
     """Hold back the exchange of gradients in this block's forward and backward until `state.sync`.
 
-    At a window's begin it looks for gradients that an earlier one left; `optimizer_step` refuses to step with them.
+    At the start of a window it looks for gradients left by an earlier one; `optimizer_step` refuses to step with them.
 
     Args:
         ctx: the context.
-        state: from `state.next(batch)`; or an accumulation, from `accum.next(...)`.
-        models: from `prepare_model`; all that the block trains.
+        state: state from `state.next(batch)`, or an accumulation from `accum.next(...)`.
+        models: all models that the block trains, from `prepare_model`.
 
     Returns:
         A context manager for one block.
@@ -44,7 +44,7 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
     Raises:
         StepError: no micro-batch was begun; at the end of a window's last block, a parameter took no part in the loss.
         PrepareError: a trainable model that is not prepared, on more ranks than one.
-        PeerError: out of the block, where another rank was lost in it.
+        PeerError: another rank was lost within the block.
         ContextClosedError: the context is closed.
 
     Example:
@@ -112,29 +112,29 @@ def backward(
 ) -> TrainState | Accumulation | None:
     """Add the gradients of `loss * weight` to the parameters. Exchanges gradients when the window ends.
 
-    `backward(ctx, loss, state)` takes and returns the `TrainState`. By its parts it is
-    `backward(ctx, loss, scaler, accum)`, or `backward(ctx, loss, scaler)` where each backward has a step of its own.
+    `backward(ctx, loss, state)` takes and returns the `TrainState`. By its parts it is `backward(ctx, loss, scaler,
+    accum)`, or `backward(ctx, loss, scaler)` with a step after each backward.
 
     Args:
         ctx: the context.
         loss: shape [], a mean over `weight` units on this rank.
         scaler: a `TrainState` within a batch; or a loss scale, from `loss_scale` or the latest step.
-        accum: beside a loss scale, the current micro-batch; None for a script that takes a step after each backward.
-        weight: number of real units behind the mean: samples (`batch.valid`) or valid tokens. 0 adds nothing, so long
-            as the loss's own gradient is finite: divide by tokens.clamp(min=1). Left out beside a `TrainState`, it is
-            `batch.valid`; left out beside its parts, every micro-batch of every rank counts the same, once, whatever
+        accum: beside a loss scale, the current micro-batch; None with a step after each backward.
+        weight: number of real units behind the mean: samples (`batch.valid`) or valid tokens. 0 adds nothing, if the
+            loss's own gradient is finite: divide by tokens.clamp(min=1). The default beside a `TrainState` is
+            `batch.valid`. By default beside its parts every micro-batch of every rank counts the same, once, whatever
             its number of backward passes.
-        same_units: whether an earlier backward of this micro-batch was over the very same units, so that the losses are
-            added and their weight counts once.
+        same_units: whether an earlier backward of this micro-batch was over the same units; the losses are then added,
+            and their weight counts once.
         retain_graph: as in torch.autograd.backward.
 
     Returns:
-        The state, or the accumulation, with the weight added, to be kept; None without either.
+        The state, or the accumulation, with the weight added; None without either.
 
     Raises:
         StepError: not a scalar loss with a gradient, or calls out of order.
-        ConfigError: a weight that is no number from 0, or one without an accumulation to remember it; a record in the
-            place of another.
+        ConfigError: a weight that is no number from 0, or a weight without an accumulation; a record in the place of
+            another.
         PeerError: another rank was lost while gradients were exchanged.
 
     Example:
@@ -163,7 +163,7 @@ def backward(
     if accum is None:
         if weight is not None:
             raise ConfigError(
-                "nothing remembers the weight",
+                "a weight needs an accumulation",
                 expected="an Accumulation beside weight=",
                 got="weight alone",
                 where="backward",
@@ -226,7 +226,7 @@ def _raise_marked_twice(error: RuntimeError) -> None:
 def _check_retained(ctx: DistContext, retain_graph: bool) -> None:
     if retain_graph and ctx.world_size > 1:
         raise ConfigError(
-            "nothing remembers that a second backward follows, whose gradients would stay on each rank",
+            "retain_graph needs an accumulation, which notes that gradients of a second backward follow",
             expected="an Accumulation beside retain_graph=True",
             got="retain_graph alone",
             where="backward",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of the loop's calls: the one that a window waits for, and the errors of another in its place."""
+"""Order of the loop's calls: the next call of a window, and errors for another in its place."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ended_window(window: Accumulation, call: str) -> Accumulation:
 
 
 def check_between(window: Accumulation, call: str) -> None:
-    """Raise `StepError` within a window, named by the call that is missing."""
+    """Raise `StepError` within a window; the error names the missing call."""
     if not window.micro:
         return
     if window.sync or is_begun(window):
@@ -63,7 +63,7 @@ def check_between(window: Accumulation, call: str) -> None:
 
 
 def dropped(window: Accumulation, call: str) -> StepError:
-    """Make the error for a window that waits for another call, or whose result of that call was dropped."""
+    """Make the error for a call before the one that the window waits for, or after its result was dropped."""
     if is_begun(window):
         missing, line = "the backward of this batch", "state = accel.backward(ctx, loss, state)"
     else:
@@ -73,7 +73,7 @@ def dropped(window: Accumulation, call: str) -> StepError:
         expected=line,
         got=f"micro-batch {window.micro} of {window.steps}",
         where=call,
-        fix=f"Keep the result: {line}. To give the window up: state = accel.discard(state, model).",
+        fix=f"Keep the result: {line}. To abandon the window: state = accel.discard(state, model).",
     )
 
 

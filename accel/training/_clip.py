@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division and clipping apart from `optimizer_step`, for scripts that look at gradients before it.
+"""Division and clipping apart from `optimizer_step`, for scripts that read gradients before it.
 
-`optimizer_step` does both in the passes that it makes anyway; these make passes of their own.
+`optimizer_step` does both in its own passes; these functions make additional ones.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Shorten gradients in place to a norm and return the norm before. A collective if some are sharded.
 
-    The norm is that of the true gradient: the division by weight and loss scale that `optimizer_step` will make is
-    reckoned with. It counts every element of every rank once, whatever the parameters are: some of a model's or all,
-    of one model or several, replicated or sharded. If it is not finite nothing is clipped, so that `optimizer_step`
-    finds the gradients as they are and its policy decides.
+    The norm is that of the gradient after the division by weight and loss scale, which `optimizer_step` makes later. It
+    counts every element of every rank once, for any parameters: some or all of a model, of one model or several,
+    replicated or sharded. Nothing is clipped if the norm is not finite; the policy of `optimizer_step` then decides.
 
     Args:
         ctx: the context.
-        parameters: all that share the norm.
+        parameters: all parameters that share the norm.
         max_norm: longest norm.
         scaler, accum: as for `optimizer_step`.
         norm_type: p of the p-norm, above 0; inf for the largest absolute value.
@@ -94,10 +93,10 @@ def clip_grad_value_(
     scaler: TrainState | LossScale,
     accum: Accumulation | None = None,
 ) -> None:
-    """Cut every element of gradients to between -clip_value and clip_value, in place. No communication.
+    """Clamp every element of gradients to [-clip_value, clip_value], in place. No communication.
 
-    The value is that of the true gradient, as for `clip_grad_norm_`. If one of this rank's is not finite nothing is
-    clipped, so that `optimizer_step` finds it and its policy decides.
+    The value is that of the gradient after division, as for `clip_grad_norm_`. Nothing is clipped if a gradient of this
+    rank is not finite; the policy of `optimizer_step` then decides.
 
     Args:
         ctx: the context.
@@ -148,15 +147,15 @@ def unscale_gradients(
     scaler: TrainState | LossScale,
     accum: Accumulation | None = None,
 ) -> TrainState | Accumulation:
-    """Divide gradients by the window's weight and the loss scale now, to look at them before `optimizer_step`.
+    """Divide gradients by the window's weight and the loss scale now, to read them before `optimizer_step`.
 
     Args:
         ctx: the context.
-        optimizer: all that take the step.
+        optimizer: all optimizers that take the step.
         scaler, accum: as for `optimizer_step`.
 
     Returns:
-        The state or the window, to be kept: nothing is left to divide. The step refuses gradients besides these.
+        The state or the window, with nothing left to divide. The step refuses other gradients than these.
 
     Raises:
         StepError: the window has not ended, or there are no gradients.
@@ -170,7 +169,7 @@ def unscale_gradients(
         return after_backward(scaler, divided)
     if accum is None:
         raise ConfigError(
-            "nothing remembers that the gradients are divided",
+            "dividing gradients needs an accumulation, which notes it",
             expected="a TrainState; or a LossScale, then an Accumulation",
             got="a LossScale alone",
             where="unscale_gradients",

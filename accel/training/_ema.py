@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Ema`: an exponential moving average of a model's weights, which often evaluates better than the weights.
+"""`Ema`: an exponential moving average of a model's weights.
 
 Polyak and Juditsky 1992; Karras et al. 2024, arXiv:2312.02696.
 """
@@ -21,7 +21,7 @@ _torch = cast(Any, torch)  # the operations on lists have no public names
 
 
 class Stepped(Protocol):
-    """A `StepResult`, as far as an average needs it."""
+    """Protocol of step results: the part of a `StepResult` that an average reads."""
 
     @property
     def stepped(self) -> bool:
@@ -33,12 +33,13 @@ class Ema(nn.Module):
     """The average of a model's weights over its steps, in a module of its own: an item of a checkpoint.
 
     Sharded parameters have sharded averages. Floating-point averages are at least fp32: in bf16 a decay of 0.999 would
-    not move them.
+    leave them unchanged.
 
     Args:
-        model: after `prepare`, so that the average lies where the weights do. Its parameters are copied.
-        decay: the share of the average that an update keeps, 0 up to but without 1.
-        warmup: keep less at first, (1 + n) / (10 + n) at update n, so that the random first weights are soon forgotten.
+        model: model from `prepare`, so that the average is on the same devices. Its parameters are copied.
+        decay: share of the average that an update keeps, in [0, 1).
+        warmup: whether to keep less at first, (1 + n) / (10 + n) at update n, so that the initial weights soon lose
+            influence.
         buffers: "model" evaluates with the model's own buffers, which for batch norms are averages already; "average"
             averages floating-point buffers too, and copies others.
 
@@ -72,8 +73,8 @@ class Ema(nn.Module):
         """Move the average towards the model's weights. Call it after each step. No communication. Mutates this.
 
         Args:
-            model: the one that the average was made of.
-            step: result of `optimizer_step`; a step that was skipped leaves the average alone.
+            model: model of the average.
+            step: result of `optimizer_step`; a skipped step does not change the average.
 
         Raises:
             PrepareError: another model, or one that was prepared after the average was made.
@@ -95,9 +96,10 @@ class Ema(nn.Module):
 
     @contextlib.contextmanager
     def applied_to(self, model: nn.Module) -> Generator[None]:
-        """Let the model have the averaged weights in the block, and its own again after it, whatever happens in it.
+        """Put the averaged weights into the model for the block; its own weights return at the end, also after an
+        error.
 
-        What the block changes in the model's weights is lost; it takes the memory of a copy of them. No communication.
+        Changes of the weights in the block are lost. Takes the memory of a copy of them. No communication.
 
         Raises:
             PrepareError: as `update_`.
@@ -114,12 +116,12 @@ class Ema(nn.Module):
             _copy(own, live)
 
     def _live(self, model: nn.Module) -> list[torch.Tensor]:
-        """The model's tensors that have an average."""
+        """Return the model's tensors with an average."""
         reshard(model)
         return [*model.parameters(), *(model.buffers() if self.averages_buffers else ())]
 
     def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Averages and the model's tensors, in the model's order, which is that of the averages too."""
+        """Pair averages with the model's tensors, in the model's order."""
         own = [*self.weights.parameters(), *self.weights.buffers()]
         live = self._live(model)
         if list(map(_shape_and_place, own)) != list(map(_shape_and_place, live)):
@@ -144,15 +146,15 @@ def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
     """Return the share of the average that an update keeps.
 
     Args:
-        updates: number of earlier ones.
-        decay: the most.
-        warmup: whether it grows up to that: (1 + updates) / (10 + updates).
+        updates: number of earlier updates.
+        decay: largest share.
+        warmup: whether the share grows to it, by (1 + updates) / (10 + updates).
     """
     return min(decay, (1 + updates) / (10 + updates)) if warmup else decay
 
 
 def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
-    """The model's tensors by the names that they have without wrappers."""
+    """Return the model's tensors by name, without wrappers."""
     reshard(model)
     named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
     if buffers:
@@ -161,7 +163,7 @@ def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]
 
 
 def _add_copy(root: nn.Module, name: str, live: torch.Tensor) -> None:
-    """Store a copy under the name that it has in the model."""
+    """Store a copy under its name in the model."""
     path, _, leaf = name.rpartition(".")
     root = _child(root, path)
     copy = live.detach().clone()
@@ -174,7 +176,7 @@ def _add_copy(root: nn.Module, name: str, live: torch.Tensor) -> None:
 
 
 def _child(root: nn.Module, name: str) -> nn.Module:
-    """The submodule of a name, made where it is missing; the root itself for none."""
+    """Return the submodule of a name, made if it is missing; the root itself for an empty name."""
     for part in name.split(".") if name else ():
         child = getattr(root, part, None)
         if not isinstance(child, nn.Module):
@@ -191,7 +193,7 @@ def _averaged(tensor: torch.Tensor) -> bool:
 def _by_kind(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Group pairs so that one kernel can take a group: it wants one device, one dtype and one mesh."""
+    """Group pairs by device, dtype and mesh, so that one kernel can take a group."""
     groups: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for average, live in pairs:
         kind = average.device, average.dtype, mesh_of(average)

@@ -28,17 +28,16 @@ class TwoModes(Protocol):
 
 @contextlib.contextmanager
 def evaluating(*objects: nn.Module | Optimizer) -> Generator[None]:
-    """Evaluate in this block: models in eval mode, and the weights that a schedule-free optimizer wants evaluated.
+    """Evaluate in this block: models in eval mode, with the averaged weights of schedule-free optimizers.
 
-    Pass the optimizers too, whatever they are: others than schedule-free ones are left alone. Save a model for use in
-    this block, and the state of a run outside of it. Afterwards every submodule and optimizer is in the mode that it
-    was in. No communication.
+    Pass the optimizers too; only schedule-free ones change. Save a model for inference in this block, and the state of
+    a run outside of it. Afterwards every submodule and optimizer is in its former mode. No communication.
 
     Args:
         objects: models and optimizers.
 
     Raises:
-        ConfigError: neither of both.
+        ConfigError: an object of another kind.
 
     Reference: Defazio et al. 2024, "The road less scheduled", arXiv:2405.15682.
     """

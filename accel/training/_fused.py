@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer in the backward: each parameter is stepped as soon as its gradient is there, which then is freed."""
+"""The optimizer in the backward: each parameter is stepped with its gradient, which is freed at once."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ _POLICIES = Literal["raise", "ignore"]
 def fused_step(
     ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, nonfinite: Literal["raise", "ignore"] = "raise"
 ) -> None:
-    """Run backward and step in one, so that no two gradients need memory at a time. Mutates parameters.
+    """Run backward and step in one, with one gradient in memory at a time. Mutates parameters.
 
-    It takes the place of `backward` and `optimizer_step` in a loop that steps after every backward, of one rank or of
-    a model that `fully_shard` has spread over several: then the gradients of one of its groups are alive together. What
-    needs all gradients before any parameter moves is out of its reach: clipping by norm, accumulation, the loss scale
-    of fp16, skipping a step. The optimizer stays an ordinary one, for schedulers (step them after this) and
-    checkpoints. With torch.optim.SGD this is LOMO.
+    It takes the place of `backward` and `optimizer_step` in a loop with a step after every backward, on one rank or for
+    a model of `fully_shard`, where the gradients of one group are alive together. It cannot do what needs all gradients
+    before any parameter moves: clipping by norm, accumulation, the loss scale of fp16, skipping a step. The optimizer
+    stays an ordinary one, for schedulers (step them after this) and checkpoints. With torch.optim.SGD this is LOMO.
 
     Args:
         ctx: the context. For local SGD pass `accel.single(ctx.device)`.
         loss: shape [], the mean over the batch, to be minimised. Ranks count the same.
-        optimizer: one that steps each parameter by itself, as those of torch.optim do.
-        nonfinite: policy for inf or NaN: `raise`, which costs several ranks two small messages, or `ignore`, which does
-            not look and so never waits for the device.
+        optimizer: optimizer that steps each parameter by itself, as those of torch.optim do.
+        nonfinite: policy for inf or NaN: `raise`, which costs several ranks two small messages, or `ignore`, which
+            never waits for the device.
 
     Raises:
         ConfigError: a parameter that is not sharded on more ranks than one, fp16, or an optimizer that cannot step a
             single parameter.
         StepError: gradients of an earlier backward are left, or a parameter got two in this one.
-        NonFiniteError: on all ranks; a loss is not finite, and nothing was changed; or a gradient is not, whose
-            parameter was left as it was there, and the message tells how many others had been stepped before.
+        NonFiniteError: on all ranks. A loss is not finite, and nothing was changed; or a gradient is not finite, its
+            parameter was not changed, and the error has the number of parameters stepped before.
 
     Reference: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources",
         arXiv:2306.09782; torch.Tensor.register_post_accumulate_grad_hook.
@@ -92,7 +91,7 @@ def fused_step(
 
 
 def _step_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Let the optimizer see one parameter only: it would look through all of them to find the one with a gradient."""
+    """Show the optimizer one parameter only: it would search all of them for the one with a gradient."""
     narrow, all_groups = {**group, "params": [parameter]}, optimizer.param_groups
     optimizer.param_groups = [narrow]
     try:
@@ -129,7 +128,7 @@ def _check_once(parameter: torch.Tensor, done: set[int]) -> None:
 
 
 def _nonfinite(parameter: torch.Tensor, stepped: int) -> NonFiniteError | None:
-    """The error of a gradient that is not finite where this rank holds it."""
+    """Make the error for a gradient that is not finite in this rank's part."""
     if first_nonfinite([parameter]):
         return None
     return NonFiniteError(
@@ -146,7 +145,7 @@ def _name(parameter: torch.Tensor) -> str:
 
 
 def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """The group of each parameter, by `id`, after a look at what would make this wrong."""
+    """Return the group of each parameter, by `id`, after checks of model, context and optimizer."""
     ctx.comm.check_open()
     refused = {
         "an engine steps all of its parameters at once": engine_of(ctx) is not None,

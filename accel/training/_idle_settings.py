@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the launcher, and the axis cp of a mesh, that the script ignores: refused at the first step."""
+"""Settings of the launcher, and an axis cp of the mesh, without effect in the script: refused at the first step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
-    """Raise `ConfigError` if a setting of a variable, or an axis cp, has no effect on a step. No communication."""
+    """Raise `ConfigError` if a setting of the launcher, or an axis cp, has no effect on a step. No communication."""
     if "accumulation" in ctx.launched:
         _check_accumulation(ctx, accum)
     if "precision" in ctx.launched or "mesh" in ctx.launched:
         parameters = parameters_of(optimizers)
         if "precision" in ctx.launched and runs_without_autocast(parameters):
             raise ConfigError(
-                "the precision that this run was given has no effect",
+                "the precision of this run has no effect",
                 expected=f"forward passes in {ctx.precision.compute} ({ctx.launched['precision']})",
                 got="a prepared model whose forward ran without autocast",
                 where="optimizer_step",
@@ -46,7 +46,7 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
     if steps == ctx.accumulation:
         return
     raise ConfigError(
-        "the accumulation that this run was given has no effect",
+        "the accumulation of this run has no effect",
         expected=f"accumulation={ctx.accumulation} ({ctx.launched['accumulation']})",
         got=f"a step of {steps}, by " + ("no Accumulation" if accum is None else f"Accumulation(steps={steps})"),
         where="optimizer_step",
@@ -64,7 +64,7 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
     used = {name for each in parameters if is_dtensor(each) for name in _split_along(each)}
     if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
         raise ConfigError(
-            "a dimension of the mesh that this run was given has no effect",
+            "a dimension of this run's mesh has no effect",
             expected=f"parameters that are spread along {', '.join(asked)} ({ctx.launched['mesh']})",
             got=f"none along {', '.join(idle)}",
             where="optimizer_step",

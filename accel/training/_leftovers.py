@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients from before a window: no step is taken with them."""
+"""Gradients from before a window: refused by the step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_NAMED = 3
 
 
 def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if `accumulate` found gradients on parameters that are about to be stepped, when their window began.
+    """Raise if `accumulate` found gradients at the start of the window, on parameters of this step.
 
-    Zeros are no gradients. A rank's shard may hold nothing else, so ranks of sharded gradients agree on them, by a
-    collective. Whole gradients are alike on all ranks, or only some ranks made a backward of their own: these raise
-    alone, because the others do not know that there is anything to agree on.
+    Zeros are no gradients. A rank's shard may hold only zeros, so ranks agree on sharded gradients, by a collective.
+    Whole gradients are equal on all ranks, unless some ranks ran a backward of their own: these raise alone, because
+    the others have nothing to agree on.
 
     Raises:
         StepError: on every rank that holds such a gradient or a shard of it; the first parameters are named.
@@ -51,6 +51,6 @@ def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
         expected="parameters without gradients when a window begins",
         got=f"gradients of {', '.join(names)}{more}",
         where="optimizer_step",
-        fix="Call accel.clear_gradients(model) where a window is given up, or where a loss of another model has left"
+        fix="Call accel.clear_gradients(model) where a window is abandoned, or where a loss of another model has left"
         " gradients in this one; optimizer.zero_grad() after each window in which an optimizer takes no step.",
     )

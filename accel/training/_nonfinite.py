@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that are not finite: the error that names the first of them."""
+"""Gradients that are not finite: the error, with the name of the first of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what 
 def check_overflow(
     ctx: DistContext, scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer]
 ) -> None:
-    """Raise where a loss scale does not explain gradients with inf or NaN. A collective if some are sharded.
+    """Raise for gradients with inf or NaN, unless a dynamic loss scale explains them. A collective if some are sharded.
 
     Args:
         ctx: the context.
-        scaler: loss scale of the window; a dynamic one may overflow a number of times in a row.
+        scaler: loss scale of the window; a dynamic scale may overflow a number of times in a row.
         accum: window that has ended; None for a script without accumulation.
         optimizers: optimizers that take the step together.
 
@@ -58,7 +58,7 @@ def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
 
 
 def _names(optimizers: list[Optimizer]) -> Iterator[str]:
-    """The parameters' names, from the optimizer or from `prepare_model`; else their places."""
+    """Yield the parameters' names, from the optimizer or from `prepare_model`; else their positions."""
     for which, optimizer in enumerate(optimizers):
         for group_at, group in enumerate(optimizer.param_groups):
             known = cast("list[str] | None", group.get("param_names"))

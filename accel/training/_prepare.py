@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare`: everything a loop needs, in one call, checked against each other; typed for up to five objects."""
+"""`prepare`: models, optimizers, schedulers and loaders in one call; typed for up to five objects."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def prepare(ctx: DistContext, /, *objects: Net | Data | Kept, plan: Plan | None 
 def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any:
     """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
 
-    Under the strategy `fsdp` the optimizers go on with the shards that took the place of the models' parameters.
+    Under the strategy `fsdp` the optimizers take the shards of the models' parameters.
 
     Args:
         ctx: the context.
-        objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number; and loaders that
-            `prepare_loader` has prepared, which stay as they are. None is given back.
-        plan: as of `prepare_model`, for every model.
+        objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number. Loaders from
+            `prepare_loader` and None are returned as they are.
+        plan: plan of every model; see `prepare_model`.
 
     Returns:
         One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,
@@ -111,9 +111,8 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         keep their types. Models after other objects, or more than five objects, come back as `Any`.
 
     Raises:
-        PrepareError: an object of another kind; an optimizer whose parameters belong to none of the models, or that has
-            state of parameters that are to be sharded; a scheduler of none of the optimizers. Nothing has been changed
-            then.
+        PrepareError: an object of another kind; an optimizer of other parameters than the models', or with state of
+            parameters to be sharded; a scheduler of another optimizer. Nothing has been changed then.
         DeviceError, PrepareError, DataError: as `prepare_model` and `prepare_loader`.
         ContextClosedError: the context is closed.
 
@@ -144,17 +143,17 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
 
 @context_first
 def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
-    """Return the optimizer, after a check that its parameters are where the context computes. No communication.
+    """Return the optimizer, after a check that its parameters are on the context's device. No communication.
 
     Parameters that were sharded after it was built are replaced by their shards.
 
     Args:
         ctx: the context.
-        optimizer: over the parameters of a prepared model. Mutated if they were sharded since.
+        optimizer: optimizer of a prepared model's parameters. Mutated if they were sharded since.
 
     Raises:
         DeviceError: a parameter on another device.
-        PrepareError: it has state of parameters that were sharded since.
+        PrepareError: the optimizer has state of parameters that were sharded since.
     """
     ctx.comm.check_open()
     _check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
@@ -179,7 +178,7 @@ def prepare_scheduler(ctx: DistContext, scheduler: S) -> S:
 
     Args:
         ctx: the context.
-        scheduler: of a prepared optimizer.
+        scheduler: scheduler of a prepared optimizer.
 
     Raises:
         DeviceError: as `prepare_optimizer`.
@@ -242,7 +241,7 @@ def _check_optimizers(objects: tuple[Any, ...]) -> None:
 
 
 def _check_replaced(ctx: DistContext, objects: tuple[Any, ...]) -> None:
-    """Raise for what cannot do without the parameters that sharding replaces."""
+    """Raise for models and optimizers that need the parameters replaced by shards."""
     models = {id(each): each for each in objects if isinstance(each, nn.Module) and replaces_parameters(ctx, each)}
     listed = [id(parameter) for model in models.values() for parameter in model.parameters()]
     known = set(listed)
@@ -259,12 +258,12 @@ def _check_replaced(ctx: DistContext, objects: tuple[Any, ...]) -> None:
 
 
 def _check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
-    """Raise if an optimizer cannot go on with others in the place of some of its parameters."""
+    """Raise if shards cannot replace parameters of an optimizer."""
     listed = list(replaced)
     found = [each for each in listed if optimizer.state.get(each)]
     if found or (listed and is_zero(optimizer)):
         raise PrepareError(
-            "the optimizer cannot go on with the shards that take the place of its parameters",
+            "the optimizer's state does not fit the shards of its parameters",
             expected="one without state, as torch's are before their first step",
             got=f"a {type(optimizer).__name__}" + (f" with state of {len(found)} of them" if found else ""),
             where="prepare, strategy fsdp",
@@ -274,7 +273,7 @@ def _check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None
 
 
 def _current(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter, or what its model has in its place by now."""
+    """Return a parameter, or its replacement in the model."""
     heir = heir_of(parameter)
     return parameter if heir is None else heir
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resume`: the state of the newest checkpoint, or the one to start with."""
+"""`resume`: the state of the newest checkpoint, or the initial one."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def resume(
     """Load the newest checkpoint of a run, and return its state; return `start` if there is none. A collective.
 
     Mutates modules, optimizers and random streams, as `load_state` does. Position, counts and loss scale are those of
-    the checkpoint; settings are those of `start`: the accumulation's steps, how the loss scale grows and whether it is
-    dynamic. The state is found by its type, under any name. A checkpoint that holds a `Cursor`, an `Accumulation` and a
-    `LossScale` apart gives a state of the three.
+    the checkpoint; settings are those of `start`: the accumulation's steps, the growth of the loss scale and whether it
+    is dynamic. The state is found by its type, under any name. A checkpoint may also hold its parts: a `Cursor`, an
+    `Accumulation` and a `LossScale`.
 
     Args:
         ctx: the context.
-        out: the folder or URL that `save_state` gets; it need not exist yet.
-        items: live objects by the names that they are saved under; None leaves an item in the file. No records or plain
+        out: folder or URL as for `save_state`; it need not exist yet.
+        items: live objects by their names in the checkpoint; None leaves an item in the file. No records or plain
             values: `load_state` returns those.
-        start: from `train_state`.
+        start: initial state, from `train_state`.
 
     Returns:
-        The state to go on with.
+        The state to continue with.
 
     Raises:
         CheckpointError: as `load_state`; or the checkpoint holds no state, or several.
-        ConfigError: a record among the items, or another seed than the run began with; nothing was changed.
+        ConfigError: a record among the items, or another seed than the run's; nothing was changed.
 
     Example:
         >>> ctx, model = accel.single(), torch.nn.Linear(2, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers that end before the run does: refused while no parameter has moved."""
+"""Schedulers that end before the run: refused before any parameter changes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from accel.errors import ConfigError
 
 
 def check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
-    """Raise `ConfigError` if the next step of a scheduler would raise because it has no further one."""
+    """Raise `ConfigError` if a scheduler has no further step."""
     for each in schedulers:
         for inner in _stepped(each):
             if isinstance(inner, OneCycleLR) and inner.last_epoch >= inner.total_steps:
                 raise ConfigError(
-                    "the learning rate's cycle is over, so this step has none",
+                    "the learning rate's cycle is over",
                     expected=f"at most {inner.total_steps} steps",
                     got=f"step {inner.last_epoch + 1}",
                     where="optimizer_step, scheduler=",
@@ -28,7 +28,7 @@ def check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
 
 
 def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """Return the schedulers that the next step of this one steps; torch has no public names for their parts."""
+    """Return the schedulers inside one that its next step advances; torch has no public names for them."""
     held = cast(Any, scheduler)
     if isinstance(scheduler, ChainedScheduler):
         for each in held._schedulers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimizer_step`: one division, one norm, one multiplication, one decision that is the same on all ranks."""
+"""`optimizer_step`: one division, one norm, one multiplication, and one decision for all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepResult(NamedTuple, Generic[A]):
         accum: the accumulation, between two windows; None if none was passed.
         scaler: the loss scale for the next window.
         grad_norm: norm of the gradients of all ranks before clipping, shape [], or [optimizers] where `max_norm` was a
-            list; None where nothing asked for it.
+            list; None if no limit or check needed it.
     """
 
     stepped: bool
@@ -115,32 +115,32 @@ def optimizer_step(
     the accumulation, and returns them in a `StepResult`.
 
     The gradients of the window are divided by its weight over ranks and micro-batches and by the loss scale, in one
-    pass together with clipping. A step that is left out changes no parameter, scheduler or optimizer state.
+    pass together with clipping. A skipped step changes no parameter, scheduler or optimizer state.
 
     Args:
         ctx: the context.
-        optimizer: one, or all that take this step together: they share one norm and one decision.
+        optimizer: an optimizer, or several that take this step together, with one norm and one decision.
         scaler: a `TrainState` whose window has ended; or the loss scale that `backward` used.
         accum: beside a loss scale, the window that has ended; None if `backward` had none.
-        scheduler: stepped once after the optimizer, whatever the world size.
-        max_norm: longest norm of the gradients; longer ones are shortened to it. A number is for all optimizers
-            together, a list has one for each. None does not clip.
+        scheduler: scheduler or schedulers, stepped once after the optimizer, on any number of ranks.
+        max_norm: largest norm of the gradients. A number is for all optimizers together, a list has one for each. None
+            does not clip.
         norm_type: p of the p-norm, above 0; inf for the largest absolute value.
         max_value: largest absolute value of a gradient's element, instead of `max_norm`.
-        nonfinite: policy for inf or NaN in a gradient: `raise`, `skip` the step, or `ignore`, which does not look (and
-            so need not wait for the device; a window without weight is then a step with zero gradients). Under a
-            dynamic loss scale an overflow is always skipped.
+        nonfinite: policy for inf or NaN in a gradient: `raise`, `skip` the step, or `ignore`, which does not wait for
+            the device. Under `ignore` a window without weight is a step with zero gradients. Under a dynamic loss scale
+            an overflow is always skipped.
 
     Returns:
-        The state to keep, with `stepped` and `grad_norm`; of the parts, what happened and the records to keep.
+        The next state, with `stepped` and `grad_norm`; for the parts, a `StepResult`.
 
     Raises:
         StepError: calls out of order, a parameter took no part in the loss, or held a gradient before the window
             began; nothing was changed.
-        NonFiniteError: as `nonfinite` says, on every rank; parameters and gradients are left as they were.
-        ConfigError: an option outside its range, a scheduler or optimizer that needs more than a step, a scheduler that
-            has no further one, a setting of the launcher that has no effect, or a mesh whose axis cp nothing uses;
-            nothing was changed.
+        NonFiniteError: by the policy `nonfinite`, on every rank; parameters and gradients did not change.
+        ConfigError: an option outside its range, a scheduler or optimizer that needs an argument to step, a scheduler
+            without a further step, a setting of the launcher without effect, or a mesh with an unused axis cp; nothing
+            was changed.
         ContextClosedError: the context is closed.
 
     Example:
@@ -218,7 +218,7 @@ def _result(
 
 
 def _listed(objects: T | Sequence[T], kind: type[T], where: str) -> list[T]:
-    """List what one step is taken of: each of a kind that can be stepped without more, and once."""
+    """List the optimizers or schedulers of a step: each once, and of a kind that steps without arguments."""
     alone = isinstance(objects, kind) or not isinstance(objects, Sequence)
     listed = [cast(T, objects)] if alone else list(cast("Sequence[T]", objects))
     for each in listed:
@@ -244,7 +244,7 @@ def _cannot_step(found: object, kind: type, where: str) -> ConfigError:
 def _check_limits(
     optimizers: list[Optimizer], max_norm: MaxNorm, norm_type: float, max_value: float | None
 ) -> list[float | None]:
-    """One longest norm for all, or one for each optimizer."""
+    """Return one largest norm for all optimizers, or one for each."""
     check_norm_type(norm_type)
     if max_norm is None and max_value is None:
         return [None]
@@ -254,7 +254,7 @@ def _check_limits(
             check_limit(limit, "max_norm=")
     if isinstance(max_norm, Sequence) and len(limits) != len(optimizers):
         raise ConfigError(
-            "not as many norms as optimizers",
+            "norms and optimizers differ in number",
             expected=f"{len(optimizers)}, or one number for all together",
             got=f"{len(limits)}",
             where="max_norm=",
@@ -262,5 +262,5 @@ def _check_limits(
     if max_value is not None:
         check_limit(max_value, "max_value=")
         if any(limit is not None for limit in limits):
-            raise ConfigError("clipping by norm and by value", expected="max_norm or max_value", got="both")
+            raise ConfigError("two kinds of clipping", expected="max_norm or max_value", got="both")
     return limits

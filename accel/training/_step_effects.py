@@ -25,12 +25,11 @@ def step_here(
 ) -> StepOutcome:
     """Divide, clip, step and clear the gradients. A collective if some are sharded.
 
-    Gradients and parameters stay as they are where a gradient is not finite and that is checked, or where the window
-    is empty.
+    Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite.
 
     Args:
         ctx: the context.
-        optimizers: all that take this step together.
+        optimizers: all optimizers of this step.
         window: the window that has ended.
         weight: its weight over all ranks.
         request: factor, limits and policy.
@@ -73,7 +72,7 @@ def step_by(
 
 
 def clear_here(optimizers: list[Optimizer]) -> None:
-    """Do what `zero_grad` does. torch's own keeps books for the profiler too, which take most of its time."""
+    """Clear gradients as `zero_grad` does, without its records for the profiler, which take most of its time."""
     for optimizer in optimizers:
         if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:  # overridden, or wrapped
             optimizer.zero_grad()
@@ -85,7 +84,7 @@ def clear_here(optimizers: list[Optimizer]) -> None:
 def _parts(
     ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
 ) -> list[list[torch.Tensor]]:
-    """The gradients that share a norm: all, or those of each optimizer; a parameter of two counts for the first."""
+    """Group gradients by norm: all, or those of each optimizer; a parameter of two counts for the first."""
     groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
     parts = window_gradients(ctx, window, *groups)
     if window.divided and window.divided != sum(map(len, parts)):
@@ -108,7 +107,7 @@ def _disjoint(groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
 
 
 def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tuple[bool, bool]:
-    """Whether the gradients are finite and whether the window is empty, in one wait for the device."""
+    """Return whether the gradients are finite and whether the window is empty, in one wait for the device."""
     values = [*norms, weight]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
@@ -123,7 +122,7 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
             expected="finite numbers, 0 or above",
             got=f"a sum of {total}",
             where="backward, weight=",
-            fix="The window's gradients are spoilt: give it up by accel.discard or accel.clear_gradients.",
+            fix="The window's gradients are invalid: drop them by accel.discard or accel.clear_gradients.",
         )
     return all(map(math.isfinite, lengths)), total == 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainState`: the one record that a training loop carries. It knows which call must come next."""
+"""`TrainState`: the one record that a training loop carries. Its values determine the next call."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def train_state(ctx: DistContext, *, seed: int = 0, accumulation: int | None = N
     """Return the state that a run starts with. No communication.
 
     Args:
-        ctx: the context, for its precision and its accumulation.
-        seed: of the data order.
+        ctx: the context; its precision and accumulation are used.
+        seed: seed of the data order.
         accumulation: micro-batches in a window; by default `ctx.accumulation`, the setting of flag, variable or file.
 
     Raises:
@@ -154,7 +154,7 @@ def discard(state: TrainState, *models: nn.Module) -> TrainState:
     """Drop the gradients of the current window, and return the state between two windows. Mutates `.grad`.
 
     The position stays: the samples of the window are not seen again in this epoch. No communication; call it on all
-    ranks, or they disagree about the next window.
+    ranks, which else disagree about the next window.
 
     Args:
         state: in a window or between two.

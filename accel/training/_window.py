@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window that has ended: its gradients, its weight over all ranks, and what both are divided by."""
+"""A window that has ended: its gradients, its weight over all ranks, and the division of both."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOST_BITS = 1024  # of what a float holds
 
 
 def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | None) -> Accumulation:
-    """Return the window, or for a script without accumulation what it did: one backward, all ranks of equal weight.
+    """Return the window; for a script without accumulation, one of a single backward and equal weights of ranks.
 
     Raises:
-        StepError: the window has not ended, or not all of its backward passes are known, or the scale is another.
+        StepError: the window has not ended, lacks some of its backward passes, or has another scale.
         ConfigError: a record in the place of another.
         ContextClosedError: the context is closed.
     """
@@ -62,8 +62,8 @@ def window_gradients(
     """Return the gradients of groups of parameters as ranks have exchanged them. A collective if a graph was kept.
 
     Raises:
-        StepError: there are none in any group, or one is sparse, or ranks have not exchanged them.
-        PrepareError: a parameter whose gradient nobody exchanges.
+        StepError: no group has gradients, one is sparse, or ranks have not exchanged them.
+        PrepareError: no model exchanges the gradient of a parameter.
     """
     found = [_gradients(ctx, window, list(group)) for group in groups]
     if not any(found):
@@ -77,18 +77,18 @@ def window_gradients(
 
 
 def total_weight(window: Accumulation) -> float | torch.Tensor:
-    """Return the weight over all ranks, in the window's unit: a number where reading one waits for nothing."""
+    """Return the weight over all ranks, in the window's unit: a number where reading it does not wait for a device."""
     return window.world_weight / window.unit
 
 
 def division(
     ctx: DistContext, scaler: LossScale, window: Accumulation, weight: float | torch.Tensor
 ) -> float | torch.Tensor:
-    """Return what gradients are multiplied by to be those of the mean loss over all units.
+    """Return the factor from a window's gradients to those of the mean loss over all units.
 
     Args:
-        ctx, scaler, window: of the step.
-        weight: from `total_weight`.
+        ctx, scaler, window: context, loss scale and window of the step.
+        weight: weight from `total_weight`.
     """
     if window.divided:
         return 1.0
@@ -157,7 +157,7 @@ def as_tensor(
 
 
 def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
-    """Return what gradients of a norm are multiplied by to be no longer than `max_norm`.
+    """Return the factor that shortens gradients of a norm to `max_norm`, at most 1.
 
     The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
     """
@@ -174,7 +174,7 @@ def _is_above_zero(number: object) -> bool:
 
 
 def _shown(number: object) -> str:
-    """A number as an error shows it; Python writes no integer of thousands of digits."""
+    """Show a number in an error; Python prints no integer of thousands of digits."""
     return "a number too large" if isinstance(number, int) and number.bit_length() > _MOST_BITS else repr(number)
 
 

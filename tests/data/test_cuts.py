@@ -246,7 +246,7 @@ def test_what_cannot_be_cut_is_refused(raw, options, error, said):
 def test_an_epoch_and_a_cursor_that_do_not_fit_are_refused():
     ctx = accel.single()
     empty = accel.prepare_loader(ctx, DataLoader(DATA, batch_sampler=[[1], [], [2]]))
-    with pytest.raises(DataError, match="gives an empty batch"):
+    with pytest.raises(DataError, match="yields an empty batch"):
         next(accel.batches(ctx, empty, Cursor()))
     loader = accel.prepare_loader(ctx, DataLoader(DATA, batch_sampler=[[0, 1, 2], [3]]))
     with pytest.raises(DataError, match=r"not between two batches.*such as 0, got 1 consumed"):

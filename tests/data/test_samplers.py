@@ -193,12 +193,12 @@ class Faulty(Sampler):
 @pytest.mark.parametrize(
     ("sampler", "said"),
     [
-        (Faulty(length=3), "gives nothing.*would never end"),
-        (Faulty(1, 2, 3, length=2), "gives more than its length.*expected 2 samples.*__len__"),
+        (Faulty(length=3), "yields nothing.*would never end"),
+        (Faulty(1, 2, 3, length=2), "yields more than its length.*expected 2 samples.*__len__"),
         (Faulty(1, "a"), "failed: TypeError"),
         (Faulty(1, KeyError), "failed: KeyError: 'lost'.*Faulty"),
-        (Faulty(1, 100), "gives a position outside.*0 to 99.*got 100"),
-        (Faulty(-1), "gives a position outside.*got -1"),
+        (Faulty(1, 100), "yields a position outside.*0 to 99.*got 100"),
+        (Faulty(-1), "yields a position outside.*got -1"),
     ],
 )
 def test_what_a_sampler_does_wrong_is_raised_on_every_rank(ranks, sampler, said):
@@ -293,7 +293,7 @@ def test_batches_without_a_length_are_taken():
 
 def test_batches_without_end_are_found():
     loader = accel.prepare_loader(accel.single(), DataLoader(DATA, batch_sampler=Endless()))
-    with pytest.raises(DataError, match=r"gives more than its length.*expected 3 batches"):
+    with pytest.raises(DataError, match=r"yields more than its length.*expected 3 batches"):
         next(accel.batches(accel.single(), loader, Cursor()))
 
 

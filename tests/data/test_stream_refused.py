@@ -171,10 +171,10 @@ def test_a_rank_that_calls_something_else_meanwhile(ranks):
 @pytest.mark.parametrize(
     ("leaf", "said"),
     [
-        (torch.Generator(), r"cannot be handed to another rank.*got Generator.*\$\.x"),
+        (torch.Generator(), r"cannot be sent to another rank.*got Generator.*\$\.x"),
         (2**70, r"numbers up to 64 bits.*got int.*\$\.x"),
         (os.fsdecode(b"\xff.png"), r"Unicode text.*got str '\\udcff\.png'.*\$\.x"),
-        ({2**70: 1}, r"cannot be handed to another rank.*got dict.*\$\.x"),
+        ({2**70: 1}, r"cannot be sent to another rank.*got dict.*\$\.x"),
         (torch.ones(2).to_sparse(), r"cannot be sent.*\$\.x"),
     ],
 )
@@ -251,7 +251,7 @@ class Shapes(IterableDataset):
 )
 def test_ready_batches_that_cannot_be_counted(ranks, batch, said):
     make = lambda ctx: accel.prepare_loader(ctx, DataLoader(Shapes(batch), batch_size=None), stream="dispatch")  # noqa: E731
-    _everywhere(ranks, make, DataError, "rank 0: the stream gives batches whose samples cannot be counted.*" + said)
+    _everywhere(ranks, make, DataError, "rank 0: the samples in a batch of the stream cannot be counted.*" + said)
 
 
 class Files(Stream):
@@ -298,7 +298,7 @@ REFUSED = {
         DataLoader(Stream(9), batch_size=None),
         {"stream": "own", "global_batch": 6},
         ConfigError,
-        "makes the batches",
+        "yields batches",
     ),
     "no multiple": (
         DataLoader(Stream(9), batch_size=2),

@@ -277,10 +277,10 @@ def _position(ranks_=0, workers=1, state=None):
 @pytest.mark.parametrize(
     ("mode", "cursor", "said"),
     [
-        ("shards", Cursor(consumed=3), "does not say where"),
+        ("shards", Cursor(consumed=3), "has no position"),
         ("dispatch", Cursor(consumed=3, stream=_position(ranks_=2)), "divided in another way.*whole stream"),
         ("shards", Cursor(consumed=3, stream=_position()), "divided in another way.*2 ranks that read parts"),
-        ("dispatch", Cursor(consumed=3, stream=_position(workers=2)), "num_workers=2, as where.*got num_workers=0"),
+        ("dispatch", Cursor(consumed=3, stream=_position(workers=2)), "num_workers=2, as when.*got num_workers=0"),
         ("dispatch", Cursor(consumed=3, of="9 samples in sequence"), "belongs to another order"),
         ("dispatch", Cursor(consumed=99), "ended before the cursor's position.*got 9"),
         ("dispatch", Cursor(consumed=3, stream=_position(state={"at": 3})), "cannot take it.*load_state_dict"),

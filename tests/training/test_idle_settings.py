@@ -160,7 +160,7 @@ def test_autocast_is_seen_whatever_the_strategy(ranks, strategy):
             accel.replace(ctx, strategy=strategy, precision="bf16"), launched={"precision": "ACCEL_PRECISION"}
         )
         model = accel.prepare_model(ctx, _model())
-        with pytest.raises(ConfigError, match="the precision that this run was given"):
+        with pytest.raises(ConfigError, match="the precision of this run"):
             _half(ctx, model, autocast=False)
         accel.clear_gradients(model)
         return _half(ctx, model, autocast=True).stepped

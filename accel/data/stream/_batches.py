@@ -40,7 +40,7 @@ class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         node: its node's number.
         data_rank: its rank among the data-parallel ones.
-        limit: the most steps that it puts into a message.
+        limit: largest number of steps in a message.
         ahead: whether it has workers, so that a batch can be read and moved ahead of the one in use.
     """
 
@@ -51,7 +51,7 @@ class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
 
 
 def stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[tuple[Any, StreamStep]]:
-    """Give this rank's batches from the cursor to the end of its epoch. A collective at the first, and now and then.
+    """Yield this rank's batches from the cursor to the end of its epoch. A collective, now and then.
 
     Args and errors are those of `batches`.
 
@@ -102,7 +102,7 @@ def stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Ge
 def _agreed_steps(
     loader: StreamLoader, cursor: Cursor, prefetcher: Prefetcher, sharing: Dispatcher | IndependentReaders, limit: int
 ) -> Iterator[AgreedStep]:
-    """Give the steps of the rest of an epoch; `limit` is the most in a message."""
+    """Yield the steps of the rest of an epoch, at most `limit` in a message."""
     count = 1
     while agreed := sharing.agree(prefetcher.take(count)):
         for step in agreed:
@@ -117,7 +117,7 @@ def _agreed_steps(
         expected="at least one in each epoch",
         got=f"none in epoch {cursor.epoch} after {cursor.consumed} samples",
         where="batches",
-        fix="Look at what the stream gives, and whether it starts anew each time it is iterated.",
+        fix="Check that the stream has elements, and that it starts anew each time it is iterated.",
     )
 
 
@@ -163,8 +163,8 @@ def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
         return StreamPosition((WorkerPosition(elements=cursor.consumed),))
     if at is None:
         raise DataError(
-            "the cursor does not say where in the stream its reader is",
-            expected="a cursor that batches gave to the rank that reads, or one at the beginning of an epoch",
+            "the cursor has no position of the stream's reader",
+            expected="a cursor from batches of the rank that reads, or one at the beginning of an epoch",
             got=f"{cursor.consumed} consumed and no position",
             fix="Begin the epoch again with Cursor(seed=, epoch=).",
         )
@@ -179,7 +179,7 @@ def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
     if len(at.workers) != workers:
         raise DataError(
             "each worker reads a part of the stream of its own",
-            expected=f"num_workers={len(at.workers)}, as where the cursor comes from",
+            expected=f"num_workers={len(at.workers)}, as when the cursor was made",
             got=f"num_workers={loader.num_workers}",
         )
     return at

@@ -28,7 +28,7 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         counts: real samples of its batches; none once its stream has ended.
         more: whether it has more after them.
-        bare: whether it has neither a batch nor an older one that could stand in.
+        bare: whether it has neither a batch nor an older one to stand in.
         size: bytes of the first batch.
         digest: of the first batch of an epoch, where ranks read streams of their own.
     """
@@ -50,7 +50,7 @@ class IndependentReaders:
         ctx: the context.
         call: each message, as all ranks name it.
         data_ranks: data-parallel rank by rank; ranks of one read the same.
-        drops: whether the epoch ends where the first rank has no full batch left.
+        drops: whether the epoch ends at the first rank without another full batch.
         compares: whether to warn if two data-parallel ranks begin with the same samples.
         position: of this rank's reader.
     """
@@ -164,7 +164,7 @@ def _agreed_totals(reports: list[_Report], data_ranks: list[int], *, drops: bool
 
 
 def _warn_of_equal(digests: Sequence[str], data_ranks: Sequence[int]) -> None:
-    """Log a warning if two data-parallel ranks begin with the same samples: nobody has divided the stream.
+    """Log a warning if two data-parallel ranks begin with the same samples: the stream was not divided.
 
     Args:
         digests: of each rank's first batch; empty where it is not known.
@@ -175,8 +175,8 @@ def _warn_of_equal(digests: Sequence[str], data_ranks: Sequence[int]) -> None:
         other = readers.setdefault(digest, rank) if digest else rank
         if data_ranks[other] != data_rank:
             logging.getLogger("accel.data").warning(
-                'ranks %d and %d begin their streams with the same samples: stream="own" reads whatever the dataset of '
-                "each rank gives, so one that does not divide itself is read in full by every rank; divide it by "
+                'ranks %d and %d begin their streams with the same samples: stream="own" reads the dataset of each '
+                "rank as it is, so every rank reads an undivided one in full; divide it by "
                 'ctx.data_parallel, or use stream="shards", "elements" or "dispatch"',
                 other,
                 rank,
@@ -185,7 +185,7 @@ def _warn_of_equal(digests: Sequence[str], data_ranks: Sequence[int]) -> None:
 
 
 def _digest(data: object, containers: Sequence[Container]) -> str:
-    """Return a short text that differs between different batches; empty for one that cannot be taken apart."""
+    """Return a short text, different for different batches; empty for one of an unknown container."""
     hashed = hashlib.blake2b(digest_size=8)
     try:
         for path, leaf in leaves(data, containers):

@@ -22,9 +22,9 @@ _STEPS_PER_MESSAGE = 8
 
 _MODES = (
     'stream="shards": each rank reads its part of the sources, dataset.shard(num_shards=, index=); '
-    'stream="own": the dataset gives each rank its own part already; '
-    'stream="elements": the first rank of each node reads the whole stream and hands batches to its node; '
-    'stream="dispatch": rank 0 reads the whole stream and hands batches to all'
+    'stream="own": the dataset of each rank is its own part already; '
+    'stream="elements": the first rank of each node reads the whole stream and sends batches to its node; '
+    'stream="dispatch": rank 0 reads the whole stream and sends batches to all'
 )
 
 
@@ -40,15 +40,15 @@ class StreamLoader:
     Attributes:
         source: the dataset; in mode `shards` this rank's part of it.
         mode: division of the stream: `shards`, `own`, `elements` or `dispatch`.
-        tail: treatment of the end: `ragged` gives every sample once, and may leave ranks with shorter batches or
-            stand-ins; `pad` keeps shapes; `drop` ends all ranks where the first has no full batch left.
-        batch_size: samples in a rank's batch, where ranks read apart; None if the stream gives batches.
-        global_batch: samples in a step of all ranks; None if the stream gives batches.
+        tail: treatment of the end: `ragged` takes every sample once, with shorter batches and stand-ins on some ranks;
+            `pad` keeps shapes; `drop` ends all ranks where the first has no full batch left.
+        batch_size: samples in a rank's batch, where each rank reads; None for a stream of batches.
+        global_batch: samples in a step of all ranks; None for a stream of batches.
         rank, world_size: data-parallel rank, and the number of these.
         prepared_for: the coordinates of its context.
-        replay: whether to resume by reading again from the beginning, even if the stream has a state.
-        steps_per_message: the most steps in one message between ranks.
-        num_workers: worker processes that read ahead, on the ranks that read; 0 reads in the rank's own.
+        replay: whether to resume by reading from the beginning even if the stream has a state.
+        steps_per_message: largest number of steps in one message between ranks.
+        num_workers: worker processes that read ahead, on the ranks that read; 0 reads in the rank's own process.
         collate_fn: list of samples to batch.
         options: further arguments of torch's DataLoader, as the user's loader had them.
         passes: the memory of its last complete pass, which guards against a dropped cursor.
@@ -85,7 +85,7 @@ class StreamLoader:
         """Return how a reader shards the stream.
 
         Args:
-            mine: the data-parallel ranks that it reads for.
+            mine: data-parallel ranks that the reader serves.
             containers: further kinds of containers that batches may hold.
         """
         whole = self.batch_size is None
@@ -165,9 +165,9 @@ def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
     """Return the treatment of an epoch's end: the stated one, or the loader's.
 
     Args:
-        tail: the user's, None for the loader's.
+        tail: the user's choice, None for the loader's.
         drops: whether the loader has `drop_last`.
-        whole: whether the stream itself makes the batches.
+        whole: whether the stream yields batches.
     """
     if tail is not None and drops and tail != "drop":
         raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
@@ -175,7 +175,7 @@ def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
     check_choice(chosen, get_args(Tail), "unknown way to end an epoch", where="tail=")
     if whole and chosen == "pad":
         raise ConfigError(
-            "batches that the stream itself makes cannot be padded",
+            "a stream of batches cannot be padded",
             got='tail="pad" and no batch_size',
             where="prepare_loader",
             fix='Let the DataLoader batch the samples: batch_size=, or use tail="ragged" or "drop".',
@@ -191,9 +191,7 @@ def _sizes(
         return batch_size, None if batch_size is None else batch_size * world_size
     check_count(global_batch, "not a number of samples to a step", where="global_batch=")
     if batch_size is None:
-        raise ConfigError(
-            "the stream itself makes the batches", got="global_batch= and no batch_size", fix="Leave it out."
-        )
+        raise ConfigError("the stream yields batches", got="global_batch= and no batch_size", fix="Leave it out.")
     if mode in ("shards", "own") and global_batch % world_size:
         raise ConfigError(
             "ranks that read apart from each other have batches of one size",
@@ -213,7 +211,7 @@ def _source(place: tuple[int, int], dataset: Any, mode: StreamMode) -> Iterable[
             expected="a method shard(num_shards, index), as Hugging Face's iterable datasets have",
             got=type(dataset).__name__,
             where="prepare_loader",
-            fix="Give it one, or read in another way. " + _MODES,
+            fix="Add one, or choose another mode. " + _MODES,
         )
     for name in ("num_shards", "n_shards"):
         shards = getattr(dataset, name, None)

@@ -52,7 +52,7 @@ class PackedBatches(msgspec.Struct, frozen=True, eq=False):
 
 
 class BatchPacker:
-    """Packs batches for one peer, and remembers the structure that it knows."""
+    """Packs batches for one peer, and remembers the structure that the peer has."""
 
     def __init__(self) -> None:
         self._known: Spec | None = None
@@ -211,7 +211,7 @@ def _dtypes(spec: Spec) -> Iterator[torch.dtype]:
 
 def _unsendable(node: object, path: str) -> TreeError:
     return TreeError(
-        "a batch holds what cannot be handed to another rank",
+        "a leaf of a batch cannot be sent to another rank",
         expected="tensors, numbers up to 64 bits, Unicode text, bytes and None in dicts, lists, tuples, namedtuples, "
         "dataclasses or Structs",
         got=f"{type(node).__name__} {node!r:.40}",

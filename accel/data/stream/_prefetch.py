@@ -30,7 +30,7 @@ class ReadStep(msgspec.Struct, frozen=True, eq=False):
     """One step, as a rank has read it.
 
     Attributes:
-        batches: by data-parallel rank, for the ranks that this one reads for.
+        batches: batches by data-parallel rank, for the ranks that this one serves.
         counts: real samples of every data-parallel rank.
         more: whether another step follows.
         position: of the reader after this step.
@@ -46,8 +46,8 @@ class AgreedStep(NamedTuple):
     """One step, as all ranks agree on it.
 
     Attributes:
-        batch: this rank's.
-        samples: real ones in it.
+        batch: this rank's batch.
+        samples: real samples in it.
         total: real samples of all ranks.
         is_last: whether the epoch ends with it.
         position: of this rank's reader after it; None on a rank that does not read.
@@ -73,25 +73,25 @@ def read_steps(
 ) -> Generator[ReadStep | Skipped]:
     """Read a stream from a position to the end of its epoch. No communication.
 
-    A step is given as soon as one more element is known to follow; with tail `drop`, one more step. Without workers,
-    reading leaves the global random streams where it has drawn to.
+    A step is yielded once one more element is known to follow; with tail `drop`, one more step. Without workers,
+    reading does not restore the global random streams.
 
     Args:
-        source: iterable from its beginning, or from where its `load_state_dict` puts it; left as it is.
-        plan: of its shards.
+        source: iterable from its beginning, or from the position of its `load_state_dict`; not changed.
+        plan: plan of its shards.
         collate: makes batches, in the process that reads.
-        epoch: for a source that has `set_epoch`.
-        key: of the random streams that reading draws from.
+        epoch: argument of the source's `set_epoch`, if it has one.
+        key: key of the random streams that reading draws from.
         start: position to begin at.
         replay: whether to ignore the source's own state, and read again from the beginning to resume.
-        options: of torch's DataLoader.
+        options: arguments of torch's DataLoader.
 
     Yields:
         Steps; workers take turns. Before them, now and then, the progress of a reader that replays skipped elements.
 
     Raises:
         DataError: the stream ends before the position.
-        TreeError: a batch holds a container that cannot be taken apart.
+        TreeError: a batch holds a container of an unknown kind.
     """
     _warn_of_replay(source, start, replay)
     steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
@@ -115,13 +115,13 @@ def read_steps(
 
 
 class Prefetcher:
-    """Reads several steps at once; an error in reading waits until the steps before it have been given.
+    """Reads several steps at once; raises an error of reading after the steps before it.
 
     Args:
         ctx: the context.
         call: the next message, as all ranks name it.
-        steps: from `read_steps`; nothing on a rank that does not read.
-        here: whether this process reads, so that its own random streams are put back after it.
+        steps: steps from `read_steps`; nothing on a rank that does not read.
+        here: whether this process reads; its own random streams are then restored.
     """
 
     def __init__(self, ctx: DistContext, call: Call, steps: Iterator[ReadStep | Skipped], *, here: bool) -> None:
@@ -188,14 +188,14 @@ def next_count(count: int, limit: int, step_bytes: int) -> int:
 
     Args:
         count: steps in this message; the first holds one, so that nobody waits for more.
-        limit: the most steps.
+        limit: largest number of steps.
         step_bytes: size of one step.
     """
     return max(1, min(2 * count, limit, _MOST_BYTES // max(step_bytes, 1)))
 
 
 def batch_bytes(data: object, containers: Sequence[Container] = ()) -> int:
-    """Return the bytes of a batch's tensors; those of a large one if it cannot be taken apart."""
+    """Return the bytes of a batch's tensors; of an unknown container those of a large one."""
     try:
         return sum(leaf.nbytes for _, leaf in tensors(data, containers))
     except TreeError:
@@ -219,7 +219,7 @@ class _WorkerTurns:
         self._items = iter(())
 
     def skip(self) -> Iterator[Skipped]:
-        """Wait until all workers are where they start; yield their reports."""
+        """Wait until all workers have reached their start; yield their reports."""
         for worker in self._order if any(each.elements for each in self._positions) else ():
             while not self._waiting[worker]:
                 if isinstance(item := next(self._items), Skipped):

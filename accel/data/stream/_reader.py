@@ -100,12 +100,12 @@ class Skipped(msgspec.Struct, frozen=True):
 class StreamSteps(IterableDataset[Any]):
     """The stream in steps, as one process reads it.
 
-    A `worker_init_fn` finds it as `get_worker_info().dataset`. It shows the attributes of the user's dataset, and
-    attributes set on it are set there.
+    A `worker_init_fn` finds this object as `get_worker_info().dataset`. It shows the attributes of the user's dataset,
+    and attributes set on it are set there.
 
     Args:
-        source: iterable from its beginning, or from where its `load_state_dict` puts it.
-        plan: of its shards.
+        source: iterable from its beginning, or from the position of its `load_state_dict`.
+        plan: plan of its shards.
         collate: makes batches.
         begin: key of the random streams, position of each worker, and whether reading replays the skipped elements.
     """
@@ -140,7 +140,7 @@ class StreamSteps(IterableDataset[Any]):
 
 
 def at_epoch(source: Any, epoch: int) -> Any:
-    """Return the source to read, told its epoch once: workers may share the number, as Hugging Face's do."""
+    """Return the source after one call of its `set_epoch`: workers may share the epoch, as Hugging Face's do."""
     source = twin(source) if isinstance(source, Resumable) else source  # reading moves a position
     if callable(set_epoch := getattr(source, "set_epoch", None)):
         set_epoch(epoch)
@@ -199,7 +199,7 @@ class _SeededElements:
         return taken
 
     def state(self) -> Any:
-        """Return a copy of the stream's state, because streams go on changing theirs; None without one."""
+        """Return a copy of the stream's state, which the stream goes on to change; None without one."""
         return copy.deepcopy(self._owner.state_dict()) if self._owner is not None else None
 
     def skip_to(self, elements: int, strides: tuple[int, ...]) -> Iterator[int]:
@@ -253,7 +253,7 @@ def _shard_step(
 
 
 def _deal_batches(plan: StepPlan, given: list[Any]) -> tuple[dict[int, LocalBatch], list[int]]:
-    """Give each rank one of the stream's own batches; a rank without one gets the last to stand in."""
+    """Assign each rank one of the stream's own batches; for a rank without one the last stands in."""
     rows = [_count_rows(batch, plan.containers) for batch in given]
     last = len(given) - 1
     counts = [rows[rank] if rank <= last else 0 for rank in range(plan.ranks)]
@@ -261,14 +261,14 @@ def _deal_batches(plan: StepPlan, given: list[Any]) -> tuple[dict[int, LocalBatc
 
 
 def _count_rows(batch: object, containers: Sequence[Container]) -> int:
-    """Return the samples in a batch that the stream itself made: tensors of shape [samples, ...]."""
+    """Return the samples in a batch of the stream: tensors of shape [samples, ...]."""
     shapes = {path: list(leaf.shape) for path, leaf in tensors(batch, containers)}
     rows = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(rows) != 1 or rows == {0}:
         raise DataError(
-            "the stream gives batches whose samples cannot be counted",
+            "the samples in a batch of the stream cannot be counted",
             expected="tensors of shape [samples, ...], at least one sample, equally many in all",
             got=", ".join(f"{path} of {shape}" for path, shape in shapes.items()) or f"{type(batch).__name__}",
-            fix="Let the stream give samples, and the DataLoader batch them: batch_size=.",
+            fix="Let the stream yield samples, and the DataLoader batch them: batch_size=.",
         )
     return rows.pop()

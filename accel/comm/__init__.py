@@ -27,6 +27,7 @@ from accel.comm._gradients import (
     start_shift as start_shift,
     summed as summed,
 )
+from accel.comm._grid_mesh import grid_mesh as grid_mesh
 from accel.comm._handle import Comm as Comm
 from accel.comm._header import HEADER_BYTES as HEADER_BYTES
 from accel.comm._merged_mesh import MERGED as MERGED, merged_mesh as merged_mesh, merged_order as merged_order

@@ -44,7 +44,7 @@ def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], ti
     groups: list[dist.ProcessGroup] = []
     for part in order:
         along = group_along(comm, mesh, [names[dim] for dim in part], timeout_s) if len(part) != 1 else None
-        groups.append(mesh.get_group(part[0]) if len(part) == 1 else along or _own_group(comm, timeout_s))
+        groups.append(mesh.get_group(part[0]) if len(part) == 1 else along or lone_group(comm, timeout_s))
     titles = [MERGED.join(names[dim] for dim in part) or "whole" for part in order]
     kind = cast(Any, DeviceMesh)
     whole = kind.from_group(groups, mesh.device_type, grid.reshape(sizes), mesh_dim_names=tuple(titles))
@@ -67,8 +67,13 @@ def merged_order(ndim: int, parts: Sequence[Sequence[int]]) -> list[tuple[int, .
     return [*before, *map(tuple, parts), *after]
 
 
-def _own_group(comm: Comm, timeout_s: float) -> dist.ProcessGroup:
-    """Return a group of this rank alone. No communication."""
+def lone_group(comm: Comm, timeout_s: float) -> dist.ProcessGroup:
+    """Return a group of this rank alone, which the handle owns. No communication.
+
+    Args:
+        comm: handle on torch's default group.
+        timeout_s: time-out of collectives of the group, in seconds.
+    """
     own = dist.get_rank(dist.group.WORLD)
     key = ((own,),)
     if key not in comm.along:

@@ -53,5 +53,6 @@ from accel.parallel.experts import (
     balance_loss as balance_loss,
     combine_tokens as combine_tokens,
     dispatch_tokens as dispatch_tokens,
+    expert_plan as expert_plan,
     route_tokens as route_tokens,
 )

@@ -11,13 +11,14 @@ from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._ddp import REPLICATE
 from accel.parallel._spread import Spread
+from accel.parallel.experts import EXPERT
 from accel.parallel.shard import SHARD
 from accel.topology import STRATEGY_DIMENSION, Dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
 # the parameters as the others have left them. `fully_shard` exchanges along replicas too, so a mesh of both is SHARD's.
 _ORDER: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "sequence", "shard", "replicate")
-_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (SHARD, REPLICATE)}
+_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (EXPERT, SHARD, REPLICATE)}
 
 
 def composition(ctx: DistContext) -> Sequence[Spread]:
@@ -37,18 +38,23 @@ def unspread(ctx: DistContext, model: nn.Module) -> Sequence[Spread]:
     return [each for each in composition(ctx) if ctx.world_size > 1 and not each.is_done(ctx, model)]
 
 
-def check_axes(ctx: DistContext) -> None:
+def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
     """Raise for a mesh along which ranks hold layers or experts of their own, and nothing here gives them those.
 
     Stages and experts often have equal names and shapes, so every one of them would begin with rank 0's values and
     would be averaged with the others.
+
+    Args:
+        ctx: the context.
+        spreads: whether the model is about to be spread along the axes that something here knows.
 
     Raises:
         PrepareError: a pipeline or expert axis of more than one rank.
     """
     for name, axis in ctx.position.axes:
         dimension = dimension_of(name)
-        if axis.size == 1 or dimension not in ("pipeline", "expert") or dimension in _SPREADS:
+        known = spreads and dimension in _SPREADS
+        if axis.size == 1 or dimension not in ("pipeline", "expert") or known:
             continue
         held = "stage" if dimension == "pipeline" else "experts"
         raise PrepareError(

@@ -79,7 +79,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
     _check_local(model, "prepare_local_model")
     check_devices(ctx, model)
     if ctx.world_size > 1:
-        check_axes(ctx)
+        check_axes(ctx, spreads=False)
     move_model(model, ctx.device)
     label_parameters(model)
     if ctx.world_size > 1:

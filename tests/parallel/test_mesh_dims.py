@@ -27,8 +27,25 @@ def _stage(ctx: accel.DistContext) -> nn.Module:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "dp=4,ep=2", "dp=4,ep=4"])
-def test_stages_and_experts_keep_their_values(ranks: Simulator, mesh: str, strategy: str) -> None:
+@pytest.mark.parametrize("mesh", ["dp=4,ep=2", "dp=4,ep=4"])
+def test_experts_that_no_plan_names_keep_their_values(ranks: Simulator, mesh: str, strategy: str) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        model = _stage(ctx)
+        with pytest.raises(PrepareError, match="a model that names none"):
+            _ = accel.prepare(ctx, model, SGD(model.parameters(), lr=0.1))
+        with pytest.raises(PrepareError, match="a model that names none"):
+            _ = accel.prepare_model(ctx, model)
+        with pytest.raises(PrepareError, match="rank 0's experts"):
+            _ = accel.prepare_local_model(ctx, model)
+        assert model.weight.eq(ctx.rank).all()
+
+    _ = ranks.run(rank, 4, default_group=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2"])
+def test_stages_keep_their_values(ranks: Simulator, mesh: str, strategy: str) -> None:
     def rank(ctx: accel.DistContext) -> str:
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         model = _stage(ctx)

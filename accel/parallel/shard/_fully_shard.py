@@ -23,6 +23,7 @@ from accel.parallel._replicas import follow_first_, stage_comm
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import unwrap_model
+from accel.parallel.experts import exchange_mesh, expert_modules, shard_experts
 from accel.parallel.shard._first_values import begin_alike
 from accel.parallel.shard._mesh import check_mesh, open_shard_mesh
 from accel.parallel.shard._units import plan_units
@@ -56,10 +57,10 @@ class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
 
 
 def _is_done(ctx: DistContext, model: nn.Module) -> bool:
-    """Tensor parallelism over some of the ranks leaves the others to shard over."""
-    return replica_of(model) is not None or (
-        is_sharded(model) and (bool(sharded_roots(model)) or spans_all(ctx, model))
-    )
+    """Tensor parallelism over some of the ranks leaves the others to shard over, experts the dense parameters."""
+    if replica_of(model) is not None or sharded_roots(model):
+        return True
+    return is_sharded(model) and not expert_modules(model) and spans_all(ctx, model)
 
 
 def _check(ctx: DistContext, model: nn.Module, _options: ShardOptions) -> None:
@@ -109,13 +110,18 @@ def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm) ->
     from torch.distributed.fsdp import fully_shard  # its import takes most of a second
 
     waiting = {id(each) for each in model.parameters()}
-    for name in plan_units(model):
+    experts = expert_modules(model)
+    for name in plan_units(model, experts):
         unit = model.get_submodule(name)
         unit.to(ctx.device)
         own = [each for each in unit.parameters() if id(each) in waiting]
-        begin_alike(ctx, stage, mesh, own)
+        along = exchange_mesh(ctx) if name in experts else mesh
+        begin_alike(ctx, stage, along, own)
         try:
-            fully_shard(unit, mesh=mesh)
+            if name in experts:
+                shard_experts(ctx, unit, along)
+            else:
+                fully_shard(unit, mesh=along)
         except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
             where = f"{_WHERE}, {name or type(model).__name__}"
             raise PrepareError("torch cannot shard this", got=str(error), where=where) from error

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,12 +11,14 @@ from torch import nn
 from accel.comm import merged_mesh, merged_order, mesh_of_group
 from accel.context import DistContext
 from accel.errors import DeviceError, PrepareError
+from accel.parallel.experts import is_expert_parameter
 from accel.parallel.shard._axes import shard_axes
 from accel.tensors import is_dtensor
 from accel.topology import dimension_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _WHERE = "prepare_model, strategy fsdp"
 _WORLD = ((0,),)  # of a mesh of one dimension
@@ -58,13 +60,17 @@ def open_shard_mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh | None:
 
 def _taken(model: nn.Module) -> set[str]:
     """Names of the axes over which somebody has spread the model."""
-    return {name for each in model.parameters() if is_dtensor(each) for name in each.device_mesh.mesh_dim_names or ()}
+    return {name for each in _spread(model) for name in each.device_mesh.mesh_dim_names or ()}
+
+
+def _spread(model: nn.Module) -> Iterator[DTensor]:
+    """Parameters that are spread already, but for those of experts, which have a mesh of their own."""
+    return (each for each in model.parameters() if is_dtensor(each) and not is_expert_parameter(each))
 
 
 def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
     """Return the axes of the context's mesh, by number, for each dimension of the mesh to shard over."""
-    spread = any(map(is_dtensor, model.parameters()))
-    if spread:
+    if any(True for _ in _spread(model)):
         _check_tensor_parallel(ctx, model)
     if ctx.mesh is None:
         return _WORLD

@@ -19,7 +19,7 @@ from accel.parallel._select import repeated
 _WHERE = "prepare_model, strategy fsdp"
 
 
-def plan_units(model: nn.Module) -> tuple[str, ...]:
+def plan_units(model: nn.Module, apart: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
     They are the blocks that the model, or one of its modules, names in `_no_split_modules`, as those of Hugging Face
@@ -29,6 +29,7 @@ def plan_units(model: nn.Module) -> tuple[str, ...]:
 
     Args:
         model: without wrappers, not sharded.
+        apart: names of modules that are units of their own in any case, such as experts.
 
     Raises:
         PrepareError: a parameter, or the model, that cannot be sharded; named.
@@ -37,8 +38,9 @@ def plan_units(model: nn.Module) -> tuple[str, ...]:
     paths = _paths(model)
     declared = {name for module in model.modules() for name in _declared(module)}
     blocks = [name for name, module in _blocks(model, declared, repeated(model)) if _is_closed(module, paths)]
-    inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, blocks, paths)]
-    return (*sorted({*inner, *blocks}, key=lambda name: (-name.count("."), name)), "")
+    inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
+    units = {*inner, *blocks, *apart} - {""}
+    return (*sorted(units, key=lambda name: (-name.count("."), name)), "")
 
 
 class _Paths(NamedTuple):
@@ -91,10 +93,10 @@ def _is_closed(module: nn.Module, paths: _Paths) -> bool:
     return all(name.startswith(own) for each in module.parameters() for name in paths.parameters[id(each)])
 
 
-def _of_other_dtypes(model: nn.Module, unit: str, blocks: Sequence[str], paths: _Paths) -> list[str]:
+def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _Paths) -> list[str]:
     """Modules of a unit that need to be units of their own, because their parameters have another dtype than most."""
     top = model.get_submodule(unit)
-    others = () if unit else blocks
+    others = [name for name in units if name != unit and f"{name}.".startswith(f"{unit}." if unit else "")]
     taken = {id(each) for name in others for each in model.get_submodule(name).parameters()}
     sizes = Counter[torch.dtype]()
     for parameter in _trained(top, taken):

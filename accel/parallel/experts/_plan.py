@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Styles of a model's experts, by the paths of their modules. No communication."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal, cast, get_args
+
+from torch import nn
+
+from accel.errors import PrepareError, did_you_mean
+from accel.tensors import is_dtensor
+
+ExpertStyle = Literal["dispatch", "local"]
+
+_STYLES = get_args(ExpertStyle)
+_OF_TRANSFORMERS = "ep_dispatch_experts"  # their name of "dispatch"; their other styles are of single parameters
+_WHERE = "prepare_model, Plan.experts"
+
+
+def expert_plan(model: nn.Module) -> dict[str, str]:
+    """Return what a model says of its experts: a style for each of their modules, by path. No communication.
+
+    These are the modules that the model, or one inside of it, lists in `ep_plan` for tokens to be dispatched to, as
+    those of transformers do. The result is a value for `Plan(experts=)`: print it, change it, pass it.
+
+    Args:
+        model: not yet spread.
+
+    Example:
+        >>> accel.expert_plan(torch.nn.Linear(2, 2))
+        {}
+    """
+    found: dict[str, str] = {}
+    for holder, module in _named_modules(model):
+        listed = getattr(module, "ep_plan", None)
+        if not isinstance(listed, Mapping):
+            continue
+        for pattern, style in cast("Mapping[str, object]", listed).items():
+            if style == _OF_TRANSFORMERS:
+                paths = matching(model, _joined(holder, pattern))
+                found.update(dict.fromkeys(paths, "dispatch"))
+    return found
+
+
+def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"], ranks: int) -> dict[str, str]:
+    """Return the style of each module of experts, by path. No communication.
+
+    Args:
+        model: not yet spread.
+        experts: styles by pattern; "model" for `expert_plan`.
+        ranks: number of ranks that share the experts.
+
+    Raises:
+        PrepareError: patterns that match nothing, unknown styles, modules whose experts cannot be spread, or no experts
+            at all; every problem at once.
+    """
+    if experts == "model":
+        styles = expert_plan(model)
+    elif isinstance(experts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
+        styles = {path: style for pattern, style in experts.items() for path in matching(model, pattern)}
+    else:
+        raise _refused(ranks, f"{experts!r}", fix='Pass styles by pattern, or "model".')
+    problems = [] if experts == "model" else list(_pattern_problems(model, experts))
+    problems += [each for path in styles for each in _module_problems(model, path, ranks)]
+    if problems:
+        raise _refused(ranks, "; ".join(problems))
+    if not styles:
+        raise _refused(ranks, "a model that names none", fix=_suggestion(model))
+    return styles
+
+
+def matching(model: nn.Module, pattern: str) -> list[str]:
+    """Return the paths of the modules that a pattern matches, in which `*` stands for one component."""
+    expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [path for path, _ in _named_modules(model) if expression.fullmatch(path)]
+
+
+def _refused(ranks: int, got: str, *, fix: str = "") -> PrepareError:
+    return PrepareError(
+        f"no experts can be spread over {ranks} ranks by this plan",
+        expected=f"modules of matrices stacked as [experts, rows, columns], a number of experts that {ranks} divides",
+        got=got,
+        where=_WHERE,
+        fix=fix,
+    )
+
+
+def _pattern_problems(model: nn.Module, experts: Mapping[str, str]) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for pattern, style in experts.items():
+        if style not in _STYLES:
+            yield f"{pattern}: style {style!r}, which is none of {', '.join(_STYLES)}"
+        paths = matching(model, pattern)
+        if not paths:
+            near = did_you_mean(pattern, [_pattern(path) for path, _ in _named_modules(model) if path])
+            yield f"{pattern}: matches no module. {near}".strip()
+        for path in paths:
+            if path in seen:
+                yield f"{path}: matches {seen[path]} and {pattern}"
+            seen[path] = pattern
+
+
+def _module_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
+    """Yield the reasons that keep the experts of a module from being spread."""
+    module = model.get_submodule(path)
+    own = dict(module.named_parameters(recurse=False))
+    inner = [name for name, _ in module.named_parameters() if name not in own]
+    name = path or "the model"
+    if inner:
+        yield f"{name}: holds {inner[0]} in a module of its own, and not stacked with other experts' in one parameter"
+        return
+    sizes = {each.shape[0] if each.ndim else 0 for each in own.values()}
+    if len(sizes) != 1 or all(each.ndim < 3 for each in own.values()):
+        shapes = ", ".join(f"{key} {list(each.shape)}" for key, each in own.items())
+        yield f"{name}: has {shapes or 'no parameters'}"
+    elif (count := sizes.pop()) % ranks or not count:
+        yield f"{name}: has {count} experts"
+    if any(map(is_dtensor, own.values())):
+        yield f"{name}: is spread already"
+    others = {id(each) for other in model.modules() if other is not module for each in other.parameters(recurse=False)}
+    if tied := [key for key, each in own.items() if id(each) in others]:
+        yield f"{name}: shares {', '.join(tied)} with another module"
+
+
+def _suggestion(model: nn.Module) -> str:
+    """Return the line to write for the modules that look like stacked experts."""
+    paths = [path for path, module in _named_modules(model) if path and _looks_stacked(module)]
+    patterns = list(dict.fromkeys(map(_pattern, paths)))
+    if not patterns:
+        return "Leave ep out of the mesh: the model has no module with stacked experts."
+    listed = ", ".join(f'"{pattern}": "dispatch"' for pattern in patterns)
+    return f"Name them: plan=accel.Plan(experts={{{listed}}})."
+
+
+def _looks_stacked(module: nn.Module) -> bool:
+    shapes = [each.shape for each in module.parameters(recurse=False) if each.ndim == 3]
+    return len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1
+
+
+def _pattern(path: str) -> str:
+    """Return a path with `*` for its numbers."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+
+
+def _joined(holder: str, pattern: str) -> str:
+    return f"{holder}.{pattern}" if holder else pattern

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallel: each rank along `ep` holds some of the experts, stored as DTensors; tokens travel to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from accel.comm import adopt, broadcast_flat
+from accel.context import DistContext
+from accel.errors import PrepareError
+from accel.mixins import add_mixin
+from accel.parallel._labels import replace_parameter
+from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._unwrap import unwrap_model
+from accel.parallel.experts._layer import DispatchedExperts, LocalExperts
+from accel.parallel.experts._mesh import EP, expert_modules, open_expert_mesh
+from accel.parallel.experts._plan import resolve_experts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WHERE = "prepare_model, ep of ctx.mesh"
+
+
+class ExpertOptions(SpreadOptions, frozen=True, kw_only=True):
+    """Options of expert parallelism; see `Plan`."""
+
+    experts: Mapping[str, str] | Literal["model"] = "model"
+
+
+def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+    return ctx.axis(EP).size == 1 or bool(expert_modules(unwrap_model(model)))
+
+
+def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
+    if ctx.mesh is not None and EP in (ctx.mesh.mesh_dim_names or ()):
+        raise PrepareError(
+            "a mesh with an ep of its own does not tell which ranks hold the same experts",
+            expected="an ep beside the axes that it takes its ranks from",
+            got=f"dimensions {', '.join(ctx.mesh.mesh_dim_names or ())}",
+            where=_WHERE,
+            fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
+        )
+    styles = resolve_experts(unwrap_model(model), options.experts, ctx.axes.ep)
+    alone = [path for path, style in styles.items() if style == "local"]
+    if alone and ctx.axes.tp > 1:
+        raise PrepareError(
+            "ranks along tp have the same tokens, and each would dispatch all of them",
+            expected='the style "dispatch" beside tensor parallelism',
+            got=f"local for {', '.join(alone)}",
+            where=_WHERE,
+            fix="Leave tp out of the mesh, or let the module's forward take (tokens, indices, weights).",
+        )
+
+
+def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> nn.Module:
+    inner = unwrap_model(model)
+    compare_models(ctx, options, dict(inner.named_parameters()))
+    styles = resolve_experts(inner, options.experts, ctx.axes.ep)
+    mesh = open_expert_mesh(ctx)[EP]
+    alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
+    for path, style in styles.items():
+        module = inner.get_submodule(path)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = _own_experts(ctx, parameter, mesh)
+            setattr(module, name, part)
+            replace_parameter(f"{path}.{name}" if path else name, parameter, part)
+        if style == "dispatch":
+            add_mixin([module], DispatchedExperts, accel_alike=alike)
+        else:
+            add_mixin([module], LocalExperts)
+    return model
+
+
+def _own_experts(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return this rank's experts of a stacked parameter, which begin with the values of the first rank along `ep`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = parameter.detach()
+    if not whole.is_meta:
+        whole = whole.to(ctx.device)
+        broadcast_flat(adopt(mesh.get_group(), ctx.device), whole, source=0)
+    part = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
+    shape = whole.shape
+    stride = whole.stride()
+    spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    if not parameter.is_meta:
+        parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it still
+    return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+
+
+EXPERT = Spread(
+    dimension="expert", options=ExpertOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True
+)

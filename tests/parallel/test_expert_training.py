@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts that ranks share train as in one process: parameters and norms, however tokens choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import accel
+from accel.testing import simulate
+
+EXPERTS, WIDTH, HIDDEN, TOKENS = 8, 6, 4, 40
+NAMED = {"layers.*.experts": "dispatch"}
+
+
+class Experts(nn.Module):
+    """Stacked experts with the forward that tokens can be dispatched to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 2)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN) / 2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 2)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        assert self.num_experts == len(self.up)
+        outputs = torch.zeros_like(tokens)
+        for expert in indices.unique().tolist():
+            row, choice = torch.where(indices == expert)
+            hidden = (tokens[row] @ self.up[expert].T + self.bias[expert]).tanh()
+            outputs = outputs.index_add(0, row, hidden @ self.down[expert].T * weights[row, choice, None])
+        return outputs
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, accel.Routing]:
+        routing = accel.route_tokens(self.router(tokens), 2)
+        return tokens + self.experts(tokens, routing.indices, routing.weights), routing
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, list[accel.Routing]]:
+        hidden, routings = self.first(tokens), []
+        for layer in self.layers:
+            hidden, routing = layer(hidden)
+            routings.append(routing)
+        return self.last(hidden), routings
+
+
+def mixture(seed: int = 3) -> Mixture:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Mixture().double()
+
+
+def batch(micro: int) -> Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(micro), dtype=torch.float64)
+
+
+def own_tokens(ctx: accel.DistContext, tokens: Tensor, *, uneven: bool) -> Tensor:
+    """This rank's tokens; few on the first ranks, or none, where they are uneven."""
+    at, count = ctx.data_parallel
+    part, parts = ctx.axis("cp")
+    at, count = at * parts + part, count * parts
+    cuts = [round(TOKENS * (i / count) ** (3 if uneven else 1)) for i in range(count + 1)]
+    return tokens[cuts[at] : cuts[at + 1]]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def steps(
+    ctx: accel.DistContext, model: nn.Module, optimizer: Any, *, uneven: bool = False, first: int = 0, micros: int = 4
+) -> list[float]:
+    """Clipped steps of two micro-batches each, with a balance loss: the norms."""
+    accum, scaler, norms = accel.Accumulation(2), accel.loss_scale(ctx), []
+    for micro in range(first, first + micros):
+        accum = accum.next()
+        tokens = own_tokens(ctx, batch(micro), uneven=uneven)
+        with accel.accumulate(ctx, accum, model):
+            outputs, routings = model(tokens)
+            error = (outputs - tokens.sum(1, keepdim=True).sin()).square().sum()
+            balance = sum(accel.balance_loss(ctx, each.probabilities, each.indices) for each in routings)
+            loss = error / max(len(tokens), 1) + 0.1 * balance
+            accum = accel.backward(ctx, loss, scaler, accum, weight=len(tokens))
+        if accum.sync:
+            step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+            accum = step.accum
+            norms.append(float(step.grad_norm))
+    return norms
+
+
+def train(
+    ctx: accel.DistContext, mesh: str, *, strategy: str = "fsdp", uneven: bool = False
+) -> tuple[dict[str, Tensor], list[float]]:
+    if mesh:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+    model = mixture(3 + ctx.rank)  # the first rank's values count
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
+    norms = steps(ctx, model, optimizer, uneven=uneven)
+    return {name: whole(each) for name, each in accel.unwrap_model(model).named_parameters()}, norms
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[dict[str, Tensor], list[float]]:
+    return train(accel.single(), "")
+
+
+def check(results: list[Any], alone: tuple[dict[str, Tensor], list[float]]) -> None:
+    for parameters, norms in results:
+        assert norms == pytest.approx(alone[1], abs=1e-12)
+        for name, each in alone[0].items():
+            torch.testing.assert_close(parameters[name], each, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "strategy", "uneven"),
+    [
+        (2, "dp=2,ep=2", "fsdp", False),
+        (2, "dp=2,ep=2", "ddp", True),
+        (4, "dp=4,ep=2", "fsdp", True),
+        (4, "dp=4,ep=4", "fsdp", True),
+        (4, "dp=4,ep=2", "ddp", False),
+    ],
+)
+def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
+    run = simulate(lambda ctx: train(ctx, mesh, strategy=strategy, uneven=uneven), ranks, default_group=True)
+    check(run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "strategy"),
+    [
+        (4, "dp_replicate=2,dp_shard=2,ep=2", "fsdp"),
+        (8, "dp=8,ep=4", "fsdp"),
+        (8, "dp_replicate=2,dp_shard=4,ep=2", "fsdp"),
+        (8, "dp=8,ep=4", "ddp"),
+    ],
+)
+def test_training_on_more_axes_is_that_of_one_process(ranks, mesh, strategy, alone):
+    check(simulate(lambda ctx: train(ctx, mesh, strategy=strategy, uneven=True), ranks, default_group=True), alone)
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "tp=2,ep=2"), (4, "dp=2,tp=2,ep=4"), (4, "tp=4,ep=2")])
+def test_ranks_along_tp_dispatch_a_part_of_their_tokens_each(ranks, mesh, alone):
+    check(simulate(lambda ctx: train(ctx, mesh, uneven=True), ranks, default_group=True), alone)
+
+
+def test_a_module_that_dispatches_tokens_itself_sees_its_own_experts(alone):
+    class Own(Experts):
+        def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            sent = accel.dispatch_tokens(tokens, indices, experts=EXPERTS, group=self.group)
+            stacked = zip(sent.rows.split(list(sent.counts)), self.up, self.bias, self.down, strict=True)
+            outputs = [(rows @ up.T + bias).tanh() @ down.T for rows, up, bias, down in stacked]
+            return accel.combine_tokens(torch.cat(outputs), sent, weights)
+
+    def run(ctx: accel.DistContext) -> tuple[dict[str, Tensor], list[float]]:
+        ctx = accel.replace(ctx, mesh="dp=2,ep=2")
+        model = mixture()
+        for layer in model.layers:
+            layer.experts.__class__ = Own
+            layer.experts.group = accel.group_of(ctx, "ep")
+        model = accel.prepare_model(ctx, model, plan=accel.Plan(experts=dict.fromkeys(NAMED, "local")))
+        norms = steps(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-2), uneven=True)
+        return {name: whole(each) for name, each in model.named_parameters()}, norms
+
+    check(simulate(run, 2, default_group=True), alone)
+
+
+def test_local_experts_beside_tp_are_refused():
+    def run(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="tp=2,ep=2")
+        plan = accel.Plan(experts=dict.fromkeys(NAMED, "local"))
+        with pytest.raises(accel.PrepareError, match="each would dispatch all of them"):
+            _ = accel.prepare_model(ctx, mixture(), plan=plan)
+
+    _ = simulate(run, 2, default_group=True)
+
+
+def test_ranks_hold_their_experts_alone_and_are_sharded_over_those_with_the_same():
+    def run(ctx: accel.DistContext) -> tuple[int, ...]:
+        ctx = accel.replace(ctx, mesh="dp=4,ep=2", strategy="fsdp")
+        model = accel.prepare_model(ctx, mixture(), plan=accel.Plan(experts=NAMED))
+        experts = model.layers[0].experts
+        assert isinstance(experts.up, DTensor)
+        assert (tuple(experts.up.shape), experts.num_experts) == ((EXPERTS, HIDDEN, WIDTH), EXPERTS)
+        return tuple(experts.up.to_local().shape)
+
+    assert simulate(run, 4, default_group=True) == [(2, HIDDEN, WIDTH)] * 4
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((4, "dp=4,ep=4"), (1, "")), ((1, ""), (2, "dp=2,ep=2"))])
+def test_a_checkpoint_goes_on_in_any_layout(saved, loaded, tmp_path):
+    """Model and optimizer: the step after the load is the one that would have come."""
+
+    def prepared(ctx: accel.DistContext, mesh: str, seed: int) -> tuple[accel.DistContext, Any, Any]:
+        if mesh:
+            ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
+        model = mixture(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return ctx, *accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
+
+    def save(ctx: accel.DistContext) -> tuple[dict[str, Tensor], list[float]]:
+        ctx, model, optimizer = prepared(ctx, saved[1], 3)
+        _ = steps(ctx, model, optimizer)
+        accel.save_state(ctx, tmp_path, {"model": model, "optimizer": optimizer}, step=1)
+        norms = steps(ctx, model, optimizer, first=4, micros=2)
+        return {name: whole(each) for name, each in model.named_parameters()}, norms
+
+    def load(ctx: accel.DistContext) -> tuple[dict[str, Tensor], list[float]]:
+        ctx, model, optimizer = prepared(ctx, loaded[1], 5)
+        _ = accel.load_state(ctx, tmp_path, {"model": model, "optimizer": optimizer})
+        norms = steps(ctx, model, optimizer, first=4, micros=2)
+        return {name: whole(each) for name, each in model.named_parameters()}, norms
+
+    stayed = simulate(save, saved[0], default_group=True)[0]
+    check(simulate(load, loaded[0], default_group=True), stayed)
+
+
+def test_evaluation_and_averaged_weights():
+    """An Ema and a forward without gradients on spread experts are those of one process."""
+
+    def run(ctx: accel.DistContext, mesh: str) -> tuple[Tensor, Tensor]:
+        if mesh:
+            ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
+        model = mixture()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
+        average = accel.Ema(model, decay=0.5)
+        _ = steps(ctx, model, optimizer, micros=2)
+        average.update_(model)
+        with torch.no_grad():
+            outputs, _ = model(batch(9))
+        with average.applied_to(model), torch.no_grad():
+            averaged, _ = model(batch(9))
+        return outputs, averaged
+
+    expected = run(accel.single(), "")
+    for found in simulate(lambda ctx: run(ctx, "dp=2,ep=2"), 2, default_group=True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert not torch.allclose(*expected)

@@ -39,7 +39,7 @@ LISTED = [(owner, name) for names in (PRIVATE, ELSEWHERE) for owner in names for
 # Of Python, other packages, and of ours.
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
-    "_XLAC", "_xla_get_tensor_id", "_extra_state", "_dump_nccl_trace", "_dist_init",
+    "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_extra_state", "_dump_nccl_trace", "_dist_init",
 }  # fmt: skip
 
 

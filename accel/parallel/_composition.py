@@ -11,6 +11,7 @@ from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._ddp import REPLICATE
 from accel.parallel._spread import Spread
+from accel.parallel.context import CONTEXT
 from accel.parallel.experts import EXPERT
 from accel.parallel.shard import SHARD
 from accel.topology import STRATEGY_DIMENSION, Dimension, dimension_of
@@ -18,7 +19,7 @@ from accel.topology import STRATEGY_DIMENSION, Dimension, dimension_of
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
 # the parameters as the others have left them. `fully_shard` exchanges along replicas too, so a mesh of both is SHARD's.
 _ORDER: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "sequence", "shard", "replicate")
-_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (EXPERT, SHARD, REPLICATE)}
+_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (CONTEXT, EXPERT, SHARD, REPLICATE)}
 
 
 def composition(ctx: DistContext) -> Sequence[Spread]:

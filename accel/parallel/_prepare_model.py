@@ -100,13 +100,13 @@ def prepare_model(
     _check_used(ctx, keywords, spreads)
     check_model(ctx, model, plan, keywords)
     prepared = model
-    if all(each.is_done(ctx, model) for each in spreads):
+    if spreads[-1].is_done(ctx, model):  # data parallelism, which comes last
         _check_free_of_options(keywords)
         _adopt(ctx, model)
     elif ctx.world_size == 1:
         move_model(model, ctx.device)
         label_parameters(model)
-    else:
+    if ctx.world_size > 1:
         for each, own in zip(spreads, options, strict=True):
             if not each.is_done(ctx, prepared):
                 prepared = each.spread(ctx, prepared, own)

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import torch
 
-# By what has them. Those of `fully_shard` are used in `_unsharded.py` alone, fused attention in `context/_kernels.py`.
+# By what has them. Those of `fully_shard` are used in `_unsharded.py` alone; kernels of attention are called in
+# `context/_kernels.py` alone.
 PRIVATE = {
     # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
@@ -29,6 +30,7 @@ PRIVATE = {
         "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
     ),
 }
 

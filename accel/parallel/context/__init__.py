@@ -7,3 +7,4 @@ from accel.parallel.context._split import (
     sequence_positions as sequence_positions,
     split_sequence as split_sequence,
 )
+from accel.parallel.context._spread import CONTEXT as CONTEXT

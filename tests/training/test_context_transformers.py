@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers train on a mesh with cp as on one process, by `prepare` alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import accel
+from accel import ConfigError, PrepareError
+from accel.testing import Simulator
+
+transformers: Any = pytest.importorskip("transformers")
+
+VOCABULARY, LENGTH = 32, 16
+
+
+def make_llama(**changes: Any) -> Any:
+    """Return a Llama with grouped keys, in float64 throughout but for what transformers computes in float32."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        **{"tie_word_embeddings": True, **changes},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).double()
+
+
+def make_gpt2(**changes: Any) -> Any:
+    sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(config).double()
+
+
+MODELS = {"llama": make_llama, "gpt2": make_gpt2}
+IDS = torch.randint(VOCABULARY, (3, 4, LENGTH), generator=torch.Generator().manual_seed(2))
+PACKED = torch.cat([torch.arange(5), torch.arange(8), torch.arange(3)]).expand(4, -1)
+
+
+def train(
+    ctx: accel.DistContext,
+    mesh: str,
+    *,
+    kind: str = "llama",
+    method: Any = "gather",
+    strategy: Any = "ddp",
+    packed: bool = False,
+) -> dict[str, Tensor]:
+    """Parameters after three clipped steps; one line of the script knows of the mesh."""
+    ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+    model: nn.Module = MODELS[kind]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    index, count = ctx.data_parallel
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(context=method))
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
+    for ids in IDS:
+        rows = ids.chunk(count)[index]
+        batch = {"ids": rows, "labels": rows}
+        if packed:
+            batch["position_ids"] = PACKED[: len(rows)]
+        part = accel.split_sequence(ctx, batch)
+        tokens = (part["labels"] != -100).sum()
+        accum = accum.next()
+        with accel.accumulate(ctx, accum, model):
+            logits = model(input_ids=part["ids"], position_ids=part["position_ids"], use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum") / tokens
+            accum = accel.backward(ctx, loss, scaler, accum, weight=tokens)
+        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        scaler, accum = step.scaler, step.accum
+    return {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
+
+
+def largest_difference(ranks: Simulator, size: int, mesh: str, **options: Any) -> float:
+    alone = {name: each for name, each in options.items() if name not in ("method", "strategy")}
+    expected = ranks.run(lambda ctx: train(ctx, "dp=1", **alone), 1, default_group=True)[0]
+    found = ranks.run(lambda ctx: train(ctx, mesh, **options), size, default_group=True)
+    return max((got[name] - each).abs().max().item() for got in found for name, each in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "options"),
+    [
+        (2, "cp=2", {"method": "ring"}),
+        (4, "cp=4", {"method": "heads", "kind": "gpt2"}),
+        (4, "dp=2,cp=2", {"strategy": "fsdp", "method": "ring"}),
+        (2, "cp=2", {"packed": True}),
+        pytest.param(4, "dp=2,cp=2", {"packed": True, "method": "ring", "kind": "gpt2"}, marks=pytest.mark.slow),
+        pytest.param(4, "dp=2,cp=2", {"strategy": "fsdp", "method": "heads", "kind": "gpt2"}, marks=pytest.mark.slow),
+    ],
+)
+def test_training_equals_one_process(ranks: Simulator, size: int, mesh: str, options: dict[str, Any]) -> None:
+    assert largest_difference(ranks, size, mesh, **options) < 1e-10
+
+
+def logits_of(ctx: accel.DistContext, model: Any, **changes: Any) -> Any:
+    part = accel.split_sequence(ctx, {"ids": IDS[0], "labels": IDS[0]})
+    inputs = {"input_ids": part["ids"], "position_ids": part["position_ids"], **changes}
+    if "labels" in inputs:
+        inputs["labels"] = part["labels"]
+    return model(**{name: each for name, each in inputs.items() if each is not None})
+
+
+def test_positional_inputs_and_copies_cross_the_ranks_too(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        with torch.no_grad():
+            expected = accel.split_sequence(ctx, {"x": make_llama()(IDS[0]).logits})["x"]
+        model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
+        part = accel.split_sequence(ctx, {"ids": IDS[0]})
+        with torch.no_grad():
+            first = model(part["ids"], None, part["position_ids"]).logits
+            second = logits_of(ctx, copy.deepcopy(model)).logits
+        return max((each - expected).abs().max().item() for each in (first, second))
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # norms and rotations are float32 inside
+
+
+def test_packed_documents_beside_a_cache_are_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make_llama())
+        part = accel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED})
+        with pytest.raises(ConfigError, match="use_cache=False"):
+            model(part["ids"], position_ids=part["position_ids"])
+        one_row = part["position_ids"][:1]  # as transformers makes them itself
+        out = model(part["ids"], position_ids=one_row, use_cache=False).logits
+        return bool((out - model(part["ids"], position_ids=part["position_ids"], use_cache=False).logits).any())
+
+    assert ranks.run(rank, 2, default_group=True) == [False, False]
+
+
+def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[float, float]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
+        part = accel.split_sequence(ctx, {"ids": IDS[0], "labels": IDS[0]})
+        labels = part["labels"]
+        out = model(part["ids"], position_ids=part["position_ids"], labels=labels, shift_labels=labels)
+        return out.loss.item(), cross_entropy(out.logits.flatten(0, 1), labels.flatten()).item()
+
+    for own, expected in ranks.run(rank, 2, default_group=True):
+        assert own == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position_ids": None}, "Pass position_ids=part"),
+        ({"attention_mask": torch.ones(4, LENGTH // 2)}, "a mask cannot follow"),
+        ({"attention_mask": torch.zeros(4, 1, LENGTH // 2, LENGTH // 2)}, "a mask cannot follow"),
+        ({"labels": True}, "shift_labels=part"),
+    ],
+)
+def test_inputs_that_cannot_follow_a_cut_are_refused(ranks: Simulator, changes: Any, words: str) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make_llama())
+        with pytest.raises(ConfigError) as caught:
+            logits_of(ctx, model, **changes)
+        return str(caught.value)
+
+    assert all(words in said for said in ranks.run(rank, 2, default_group=True))
+
+
+def make_mistral(window: int) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.MistralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=LENGTH, sliding_window=window, **sizes
+    )
+    return transformers.MistralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: make_llama(attention_dropout=0.1), "attention_dropout=0"),
+        (lambda: make_mistral(4), "a sliding window of 4 in a sequence of 16"),
+    ],
+)
+def test_other_attention_than_softmax_over_all_keys_is_refused(ranks: Simulator, make: Any, words: str) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make())
+        with pytest.raises(ConfigError) as caught:
+            logits_of(ctx, model)
+        return str(caught.value)
+
+    assert all(words in said for said in ranks.run(rank, 2, default_group=True))
+
+
+def test_a_window_that_is_longer_than_the_sequence_is_none(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        return bool(logits_of(ctx, accel.prepare_model(ctx, make_mistral(LENGTH))).logits.isfinite().all())
+
+    assert all(ranks.run(rank, 2, default_group=True))
+
+
+def test_generation_is_refused_with_the_way_out(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
+        with pytest.raises(ConfigError, match="Generate on a mesh without cp"):
+            model.generate(IDS[0], attention_mask=torch.ones_like(IDS[0]), max_new_tokens=2)
+        part = accel.split_sequence(ctx, {"ids": IDS[0]})
+        with torch.no_grad():
+            cache = model(part["ids"], position_ids=part["position_ids"], use_cache=True).past_key_values
+            with pytest.raises(ConfigError, match="Generate on a mesh without cp"):
+                model(part["ids"], position_ids=part["position_ids"], past_key_values=cache)
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_models_that_number_positions_themselves_are_refused(ranks: Simulator) -> None:
+    config = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=VOCABULARY)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        with pytest.raises(PrepareError, match="cp out of the mesh"):
+            accel.prepare_model(ctx, transformers.T5ForConditionalGeneration(config))
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
+        part = accel.split_sequence(ctx, {"ids": IDS[0]})
+        with pytest.raises(ConfigError, match="no context came"):
+            model.model(part["ids"], position_ids=part["position_ids"])
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        accel.prepare_model(ctx, make_llama(), plan=accel.Plan(context="ring"))
+        accel.prepare_model(ctx, make_gpt2(), plan=accel.Plan(context="ring"))
+        with pytest.raises(ConfigError, match="two methods"):
+            accel.prepare_model(ctx, make_llama())
+        with pytest.raises(ConfigError, match="unknown method"):
+            accel.prepare_model(ctx, make_llama(), plan=accel.Plan(context="rings"))  # type: ignore[arg-type]
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_ranks_with_other_methods_are_told_of_each_other(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        method: Any = "ring" if ctx.rank else "gather"
+        with pytest.raises(accel.CollectiveMismatch, match="ring"):
+            accel.prepare_model(ctx, nn.Linear(2, 2), plan=accel.Plan(context=method))
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def test_a_mesh_of_the_users_keeps_the_models_own_attention(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        opened = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(accel.replace(ctx, mesh=opened.mesh), make_llama())
+        return accel.unwrap_model(model)(IDS[0]).logits.shape
+
+    assert ranks.run(rank, 2, default_group=True) == [(4, LENGTH, VOCABULARY)] * 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import job, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -158,6 +159,19 @@ def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
 )
 def test_training_on_more_axes_is_that_of_one_process(ranks, mesh, strategy, alone):
     check(simulate(lambda ctx: train(ctx, mesh, strategy=strategy, uneven=True), ranks, default_group=True), alone)
+
+
+def _real_rank(rank: int, environ: list[dict[str, str]], path: str) -> None:
+    with accel.session(environ=environ[rank], device="cpu", mesh="dp=2,ep=2", strategy="fsdp") as ctx:
+        results = train(ctx, "", uneven=True)
+        if rank == 0:
+            torch.save(results, path)
+
+
+@pytest.mark.slow
+def test_training_in_processes_is_that_of_one(alone, tmp_path):
+    run_ranks(_real_rank, job(2), str(tmp_path / "rank0.pt"))
+    check([torch.load(tmp_path / "rank0.pt")], alone)
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "tp=2,ep=2"), (4, "dp=2,tp=2,ep=4"), (4, "tp=4,ep=2")])

@@ -72,9 +72,9 @@ def _candidates(done: Sequence[str], part: str) -> list[str]:
         return [] if script else _flags(parser(), own, part)
     if done[0] in ("test", "env"):
         return _flags(import_module(f"accel.cli._{done[0]}").parser(), done[1:], part)
-    if done[0] == "estimate":
-        estimate = import_module("accel.cli._estimate")
-        return list(estimate.NAMES.get(done[-1], ())) or _flags(estimate.parser(), [], part)
+    if done[0] in ("estimate", "plan"):
+        command = import_module(f"accel.cli._{done[0]}")
+        return list(command.NAMES.get(done[-1], ())) or _flags(command.parser(), [], part)
     return _flags(parser(), done[2:], part) if list(done[:2]) == ["config", "show"] else []
 
 

@@ -28,6 +28,7 @@ COMMANDS = (
     Command("test", "check that ranks on this machine do what training relies on", "accel.cli._test"),
     Command("env", "print the facts for a bug report, without secrets", "accel.cli._env"),
     Command("estimate", "estimate the memory that training a model takes", "accel.cli._estimate"),
+    Command("plan", "list the meshes on which a model can be trained", "accel.cli._plan"),
     Command("completion", "print the completion script of bash, zsh or fish", "accel.cli._completion"),
     Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
 )

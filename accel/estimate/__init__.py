@@ -18,7 +18,16 @@ if TYPE_CHECKING:
         from_function as from_function,
         measure as measure,
     )
+    from accel.estimate._choices import (
+        Choice as Choice,
+        Choices as Choices,
+        Job as Job,
+        Refusal as Refusal,
+        choose_meshes as choose_meshes,
+    )
+    from accel.estimate._cost import Hosts as Hosts, StepTime as StepTime, step_time as step_time
     from accel.estimate._headers import from_headers as from_headers, has_weights as has_weights
+    from accel.estimate._meshes import list_meshes as list_meshes, mesh_problem as mesh_problem
     from accel.estimate._plan import (
         OPTIMIZERS as OPTIMIZERS,
         STRATEGIES as STRATEGIES,
@@ -30,12 +39,19 @@ if TYPE_CHECKING:
         fewest_ranks as fewest_ranks,
         plan_memory as plan_memory,
     )
+    from accel.estimate._rank_memory import RankMemory as RankMemory, rank_memory as rank_memory
+    from accel.estimate._step import Step as Step
+    from accel.estimate._traffic import Traffic as Traffic, step_traffic as step_traffic
+    from accel.estimate._transformer import Transformer as Transformer, read_transformer as read_transformer
 
 __getattr__ = exports(
     __name__,
     {
         "_build": ("Input", "from_config", "from_function", "measure"),
+        "_choices": ("Choice", "Choices", "Job", "Refusal", "choose_meshes"),
+        "_cost": ("Hosts", "StepTime", "step_time"),
         "_headers": ("from_headers", "has_weights"),
+        "_meshes": ("list_meshes", "mesh_problem"),
         "_plan": (
             "OPTIMIZERS",
             "STRATEGIES",
@@ -47,5 +63,9 @@ __getattr__ = exports(
             "fewest_ranks",
             "plan_memory",
         ),
+        "_rank_memory": ("RankMemory", "rank_memory"),
+        "_step": ("Step",),
+        "_traffic": ("Traffic", "step_traffic"),
+        "_transformer": ("Transformer", "read_transformer"),
     },
 )

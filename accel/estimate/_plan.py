@@ -18,7 +18,7 @@ from accel.formats import PrecisionName, precision
 
 _UNIT = re.compile(r"(?:.*?\.)?[0-9]+(?=\.)")
 _MOST_RANKS = 1 << 16
-_COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 # Values of optimizer state for each value of a parameter, and whether each tensor has a step of 4 bytes.
 OPTIMIZERS: Mapping[str, tuple[int, bool]] = {
@@ -164,7 +164,7 @@ def plan_memory(
     if nproc < 1:
         raise ConfigError("not a number of ranks", expected="1 or above", got=str(nproc), where="nproc")
     chosen = precision(precision_name)
-    compute_bytes = _COMPUTE_BYTES[chosen.compute]
+    compute_bytes = COMPUTE_BYTES[chosen.compute]
     stored = [_stored(parameter, chosen.params) for parameter in model.parameters]
     trained = [parameter for parameter in stored if parameter.trained]
     how = STRATEGIES[strategy]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes for a model, a number of ranks and a memory: those that fit by their time, and why others do not; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from accel.errors import ConfigError
+from accel.estimate._cost import Hosts, StepTime, step_time
+from accel.estimate._meshes import list_meshes, mesh_problem
+from accel.estimate._rank_memory import RankMemory, rank_memory
+from accel.estimate._step import Step
+from accel.estimate._transformer import Transformer
+from accel.formats import PrecisionName, StrategyName
+from accel.topology import Axes, Plan
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A training to find a mesh for.
+
+    Attributes:
+        ranks: number of ranks.
+        memory: bytes that a rank has.
+        tokens: length of a sequence.
+        batch: sequences of a step, of all ranks; None for one for each rank.
+        rows: sequences of a micro-batch.
+        precision: as in `accel.formats.precision`.
+        optimizer: one of `OPTIMIZERS`.
+        hosts: speeds of the machine.
+    """
+
+    ranks: int
+    memory: int
+    tokens: int
+    batch: int | None = None
+    rows: int = 1
+    precision: PrecisionName = "bf16"
+    optimizer: str = "adamw"
+    hosts: Hosts = Hosts()
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A mesh, and the options with which a step on it takes least time, or least memory where it does not fit.
+
+    Attributes:
+        axes: of the mesh.
+        step: strategy and choices.
+        plan: options of the spreading.
+        memory: of the rank that needs most.
+        time: of the step.
+    """
+
+    axes: Axes
+    step: Step
+    plan: Plan
+    memory: RankMemory
+    time: StepTime
+
+
+class Refusal(NamedTuple):
+    """A mesh that the model or the batch cannot be spread over, and the reason."""
+
+    axes: Axes
+    strategy: StrategyName
+    problem: ConfigError
+
+
+class Choices(NamedTuple):
+    """Meshes of a job.
+
+    Attributes:
+        fitting: those that fit, the fastest first; of equally fast ones those of fewer axes.
+        too_large: those that need more memory, the smallest need first.
+        refused: those that divide what cannot be divided.
+    """
+
+    fitting: Sequence[Choice]
+    too_large: Sequence[Choice]
+    refused: Sequence[Refusal]
+
+
+def choose_meshes(model: Transformer, job: Job) -> Choices:
+    """Return the meshes for a job, with the options that serve each best.
+
+    Args:
+        model: sizes of the model.
+        job: the training.
+
+    Raises:
+        ConfigError: a number below 1, or an unknown name.
+    """
+    fitting: list[Choice] = []
+    too_large: list[Choice] = []
+    refused: list[Refusal] = []
+    for axes in list_meshes(job.ranks, experts=model.experts):
+        for strategy in _strategies(axes):
+            found = _choice(model, axes, strategy, job)
+            if isinstance(found, ConfigError):
+                refused.append(Refusal(axes, strategy, found))
+            else:
+                (fitting if found.memory.total <= job.memory else too_large).append(found)
+    fitting.sort(key=_order)
+    too_large.sort(key=lambda each: (each.memory.total, each.time.total))
+    return Choices(fitting, too_large, refused)
+
+
+def _order(choice: Choice) -> tuple[int, int, int]:
+    """Fast meshes first; of those alike by a hundredth, the ones of fewer axes, then of less memory."""
+    return math.ceil(math.log(choice.time.total) / math.log(1.01)), len(choice.axes.sizes), choice.memory.total
+
+
+def _strategies(axes: Axes) -> Sequence[StrategyName]:
+    return ("ddp", "fsdp") if axes.dp_shard == 1 and axes.dp * axes.cp > 1 else ("fsdp",)
+
+
+def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) -> Choice | ConfigError:
+    """Return the best way to use a mesh, or why there is none."""
+    shares = axes.dp * axes.dp_replicate * axes.dp_shard
+    batch = job.ranks * job.rows if job.batch is None else job.batch
+    micro_batches, rest = divmod(batch, shares * job.rows)
+    if rest or not micro_batches:
+        expected = f"a multiple of {shares * job.rows} sequences"
+        return ConfigError(
+            "the batch cannot be divided among the data-parallel ranks", expected=expected, got=f"{batch}"
+        )
+    base = Step(
+        tokens=job.tokens,
+        rows=job.rows,
+        micro_batches=micro_batches,
+        precision=job.precision,
+        optimizer=job.optimizer,
+        strategy=strategy,
+    )
+    problem: ConfigError | None = None
+    best: Choice | None = None
+    for step, plan in _ways(axes, base):
+        found = mesh_problem(axes, model, plan, tokens=job.tokens) or _too_few(axes, step, plan)
+        if found is not None:
+            problem = problem or found
+            continue
+        memory = rank_memory(model, axes, step, plan)
+        if best is not None and memory.total > max(job.memory, best.memory.total):
+            continue
+        time = step_time(model, axes, step, plan, job.hosts)
+        way = Choice(axes=axes, step=step, plan=plan, memory=memory, time=time)
+        if best is None or _rank(way, job.memory) < _rank(best, job.memory):
+            best = way
+    found = best or problem
+    assert found is not None  # there is at least one way to look at
+    return found
+
+
+def _rank(choice: Choice, memory: int) -> tuple[float, float]:
+    """Fast ones first if they fit, small ones first if they do not."""
+    need = choice.memory.total
+    return (0.0, choice.time.total) if need <= memory else (1.0, need)
+
+
+def _ways(axes: Axes, base: Step) -> Iterator[tuple[Step, Plan]]:
+    """Yield the options to try on a mesh."""
+    several = base.micro_batches > 1 and axes.pp == 1
+    for recompute in (False, True):
+        for held in (True, False) if several else (True,):
+            step = msgspec.structs.replace(base, recompute=recompute, held=held)
+            yield from ((step, plan) for plan in _plans(axes))
+
+
+def _plans(axes: Axes) -> Iterator[Plan]:
+    schedules: list[dict[str, Any]] = [{}]
+    if axes.pp > 1:
+        schedules.append({"schedule": "Interleaved1F1B", "stages_per_rank": 2})
+    for options in schedules:
+        for sequence in (True, False) if axes.tp > 1 else (False,):
+            for context in ("gather", "ring", "heads") if axes.cp > 1 else ("gather",):
+                yield Plan(sequence=sequence, context=context, **options)
+
+
+def _too_few(axes: Axes, step: Step, plan: Plan) -> ConfigError | None:
+    """Why a schedule cannot run so few micro-batches."""
+    stages = axes.pp * plan.stages_per_rank
+    if axes.pp == 1 or (step.micro_batches >= stages and step.micro_batches % axes.pp == 0):
+        return None
+    expected = f"{stages} or more, a multiple of pp={axes.pp}"
+    return ConfigError("too few micro-batches for a pipeline", expected=expected, got=str(step.micro_batches))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel plan`: meshes that fit and why others do not, for people in 80 columns and for programs; refused words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from processes import patience
+
+from accel.cli import main
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = main(["plan", *words])
+    return status, capsys.readouterr().out
+
+
+def test_the_fastest_mesh_comes_first_and_says_how_to_take_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = asked(capsys, "config.json", "--ranks", "8", "--memory", "80GB", "--top", "3")
+    assert status == 0
+    lines = text.splitlines()
+    assert lines[0] == "config.json: 8.03 billion parameters, 32 blocks"
+    assert lines[1] == "A step of 8 x 4096 tokens in bf16 with adamw on 8 ranks of 77.0 GB:"
+    assert lines[3].split() == ["MESH", "MEMORY", "STEP", "BUSY", "BATCHES", "WITH"]
+    assert lines[4].split()[0] == "dp=8"
+    assert "The first: accel launch --mesh dp=8 --strategy fsdp train.py" in lines
+    assert "Too large" in text
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize("ranks", ["8", "64", "96"])
+def test_lines_are_as_wide_as_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str], ranks: str) -> None:
+    _, text = asked(capsys, ".", "--ranks", ranks, "--memory", "40GB", "--top", "1000", "--tokens", "8192")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_programs_read_all_meshes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--json")
+    found = msgspec.json.decode(text)
+    assert status == 0
+    assert found["parameters"] == 8030261248
+    assert found["limit"] == 77 * 10**9
+    steps = [each["step_s"] for each in found["fitting"]]
+    assert steps[0] <= 1.01 * min(steps)
+    assert all(each["memory"] <= found["limit"] for each in found["fitting"])
+    needs = [each["memory"] for each in found["too_large"]]
+    assert needs == sorted(needs)
+    assert needs[0] > found["limit"]
+
+
+def test_where_nothing_fits_it_says_what_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = asked(capsys, ".", "--ranks", "2", "--memory", "80GB")
+    assert status == 1
+    assert "No mesh of 2 ranks fits." in text
+    assert "It fits on 4 ranks: " in text or "It fits on 8 ranks: " in text
+    status, text = asked(capsys, ".", "--ranks", "2", "--memory", "4GB")
+    assert status == 1
+    assert "The smallest need is" in text
+
+
+def test_a_prime_number_of_ranks_is_told_what_it_cannot_divide(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = asked(capsys, ".", "--ranks", "61", "--memory", "80GB")
+    assert status == 0
+    assert "heads cannot be divided along tp: 1, such as tp=61" in text
+    assert "a stage would have no layer: 1, such as pp=61" in text
+    status, text = asked(capsys, ".", "--ranks", "61", "--memory", "80GB", "--batch", "64")
+    assert status == 1
+    assert "the batch cannot be divided" in text
+    assert "Take another --batch" in text
+
+
+def test_faster_links_between_hosts_make_wide_tensor_parallelism_cheaper(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def seconds(link: str) -> float:
+        words = (".", "--ranks", "16", "--memory", "80GB", "--json", "--link", link)
+        found = msgspec.json.decode(asked(capsys, *words)[1])
+        return next(
+            each["step_s"] for each in found["fitting"] if each["mesh"] == "tp=16" or each["mesh"] == "dp=2,tp=8"
+        )
+
+    assert seconds("450GB,450GB") <= seconds("450GB,10GB")
+    assert seconds("900GB,50GB") < seconds("100GB,50GB")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "the following arguments are required"),
+        (["config.json", "--memory", "80GB"], "required: --ranks"),
+        (["config.json", "--ranks", "8"], "required: --memory"),
+        (["config.json", "--ranks", "8", "--memory", "lots"], "not a size"),
+        (["config.json", "--ranks", "8", "--memory", "80"], "not a size"),
+        (["config.json", "--ranks", "8", "--memory", "2GB"], "nothing is left of the memory"),
+        (["config.json", "--ranks", "0", "--memory", "80GB"], "not a number to plan with"),
+        (["config.json", "--ranks", "-8", "--memory", "80GB"], "not a number to plan with"),
+        (["config.json", "--ranks", "8.5", "--memory", "80GB"], "invalid int value"),
+        (["config.json", "--ranks", "99999999", "--memory", "80GB"], "too many ranks"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--batch", "0"], "at --batch"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--link", "50GB"], "not the speeds of links"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--link", "50GB,x"], "not a size"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--tflops", "-3"], "not a speed"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--precision", "bf61"], "Did you mean `bf16`?"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--optimizer", "adan"], "unknown optimizer"),
+        (["config.json", "--rank", "8", "--memory", "80GB"], "--rank"),
+        (["config.json", "--ranks", "8", "--memory", "80GB", "--mesh", "dp=8"], "unknown flag"),
+        (["nosuch.json", "--ranks", "8", "--memory", "80GB"], "the file cannot be read"),
+        (["bert.json", "--ranks", "8", "--memory", "80GB"], "the blocks of this kind of model are not known"),
+        (["none.json", "--ranks", "8", "--memory", "80GB"], "not a size of a model"),
+        (["list.json", "--ranks", "8", "--memory", "80GB"], "the file cannot be read"),
+        (["empty.json", "--ranks", "8", "--memory", "80GB"], "not a model's configuration"),
+    ],
+)
+def test_bad_words_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    (folder / "bert.json").write_text('{"model_type": "bert"}')
+    (folder / "none.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    (folder / "list.json").write_text("[1]")
+    (folder / "empty.json").write_text("{}")
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_no_torch_is_needed(folder: Path) -> None:
+    words = "['plan', '.', '--ranks', '8', '--memory', '80GB']"
+    code = f"import sys; from accel.cli import main; main({words}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60), stdout=subprocess.DEVNULL)

@@ -27,6 +27,10 @@ class Mixin:
         return _restored, (mixed, make, tuple(given)), *rest
 
 
+class KeepsFormat(Mixin):
+    """Base of mixins of modules that compute in the format in which their parameters are stored, whatever the run's."""
+
+
 def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object) -> None:
     """Put a class before the class of each object, as torch's `fully_shard` does. Mutates the objects.
 

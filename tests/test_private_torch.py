@@ -26,7 +26,7 @@ ELSEWHERE = {
     "torch": ("_foreach_norm", "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_lerp_"),
     "torch.ops.aten": ("_to_copy",),
     "torch.UntypedStorage": ("_cdata",),
-    "torch.nn.modules.batchnorm": ("_BatchNorm",),
+    "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
     "torch.nn.modules.module": ("_EXTRA_STATE_KEY_SUFFIX",),  # "_extra_state"
     "torch.optim.Optimizer": ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     "torch.distributed.optim.ZeroRedundancyOptimizer": ("_overlap_with_ddp",),

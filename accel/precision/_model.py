@@ -14,7 +14,7 @@ from accel import tree as trees
 from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.formats import Precision
-from accel.mixins import Mixin, add_mixin
+from accel.mixins import KeepsFormat, Mixin, add_mixin
 from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
 from accel.precision._names import matched, submodules
 from accel.precision._support import DTYPES, check_compute
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
-class InFp32(Mixin, nn.Module):
+class InFp32(KeepsFormat, nn.Module):
     """Mixin of submodules that compute in fp32 within an autocast."""
 
     _accel_device_type = "cpu"  # no name that a user's module may have

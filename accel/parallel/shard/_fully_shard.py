@@ -25,9 +25,11 @@ from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import unwrap_model
 from accel.parallel.experts import exchange_mesh, expert_modules, shard_experts
 from accel.parallel.shard._first_values import begin_alike
+from accel.parallel.shard._formats import check_formats, compute_in, wide_parameters, wire_format
 from accel.parallel.shard._mesh import check_mesh, open_shard_mesh
 from accel.parallel.shard._units import plan_units
 from accel.tensors import is_dtensor
+from accel.topology import WireDtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +42,8 @@ class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
 
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
+    gather_dtype: WireDtype = "auto"
+    reduce_dtype: WireDtype = "auto"
 
     def check(self) -> None:
         """Raise `ConfigError` for what this torch does not have."""
@@ -63,11 +67,12 @@ def _is_done(ctx: DistContext, model: nn.Module) -> bool:
     return is_sharded(model) and not expert_modules(model) and spans_all(ctx, model)
 
 
-def _check(ctx: DistContext, model: nn.Module, _options: ShardOptions) -> None:
+def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
     if ctx.device.type == "xla":
         raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Take the strategy ddp.")
+    check_formats(options.gather_dtype, ctx.precision)
     inner = unwrap_model(model)
-    _ = plan_units(inner)
+    _ = plan_units(inner, wide=wide_parameters(inner))
     check_mesh(ctx, inner)
     if ctx.device.type == "cpu":
         return
@@ -92,7 +97,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
         move_model(inner, ctx.device)
         label_parameters(inner)
         return model
-    _shard(ctx, inner, mesh, stage)
+    _shard(ctx, inner, mesh, stage, options)
     for name, after in inner.named_parameters():
         replace_parameter(name, before[name], after)
     label_parameters(inner, needed=not options.find_unused_parameters)
@@ -105,23 +110,28 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
     return model
 
 
-def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm) -> None:
+def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm, options: ShardOptions) -> None:
     """Shard one unit after another, so that the device needs room for one whole one at a time."""
-    from torch.distributed.fsdp import fully_shard  # its import takes most of a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # its import takes most of a second
 
     waiting = {id(each) for each in model.parameters()}
     experts = expert_modules(model)
-    for name in plan_units(model, experts):
+    wide = wide_parameters(model)
+    for name in plan_units(model, experts, wide):
         unit = model.get_submodule(name)
         unit.to(ctx.device)
         own = [each for each in unit.parameters() if id(each) in waiting]
         along = exchange_mesh(ctx) if name in experts else mesh
         begin_alike(ctx, stage, along, own)
+        travels = wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
+        if travels.gather is not None:
+            compute_in(travels.gather, unit, ctx.device.type)
+        policy = MixedPrecisionPolicy(travels.gather, travels.reduce, cast_forward_inputs=False)
         try:
             if name in experts:
-                shard_experts(ctx, unit, along)
+                shard_experts(ctx, unit, along, mp_policy=policy)
             else:
-                fully_shard(unit, mesh=along)
+                fully_shard(unit, mesh=along, mp_policy=policy)
         except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
             where = f"{_WHERE}, {name or type(model).__name__}"
             raise PrepareError("torch cannot shard this", got=str(error), where=where) from error

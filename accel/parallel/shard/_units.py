@@ -19,7 +19,7 @@ from accel.parallel._select import repeated
 _WHERE = "prepare_model, strategy fsdp"
 
 
-def plan_units(model: nn.Module, apart: Sequence[str] = ()) -> tuple[str, ...]:
+def plan_units(model: nn.Module, apart: Sequence[str] = (), wide: frozenset[int] = frozenset()) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
     They are the blocks that the model, or one of its modules, names in `_no_split_modules`, as those of Hugging Face
@@ -30,12 +30,14 @@ def plan_units(model: nn.Module, apart: Sequence[str] = ()) -> tuple[str, ...]:
     Args:
         model: without wrappers, not sharded.
         apart: names of modules that are units of their own in any case, such as experts.
+        wide: the `id` of each parameter that travels in its own format, beside others in a narrower one. Their modules
+            are units of their own too, where they can be.
 
     Raises:
         PrepareError: a parameter, or the model, that cannot be sharded; named.
     """
     _check_model(model)
-    paths = _paths(model)
+    paths = _paths(model, wide)
     declared = {name for module in model.modules() for name in _declared(module)}
     blocks = [name for name, module in _blocks(model, declared, repeated(model)) if _is_closed(module, paths)]
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
@@ -44,20 +46,28 @@ def plan_units(model: nn.Module, apart: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 class _Paths(NamedTuple):
-    """Every name of each parameter and of each module, by `id`: what is tied or used twice has several."""
+    """Every name of each parameter and of each module, by `id`: what is tied or used twice has several.
+
+    `wide` is as for `plan_units`.
+    """
 
     parameters: Mapping[int, Sequence[str]]
     modules: Mapping[int, Sequence[str]]
+    wide: frozenset[int]
+
+    def format_of(self, parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
+        """Return the format of a parameter: what travels together has the same."""
+        return parameter.dtype, id(parameter) in self.wide
 
 
-def _paths(model: nn.Module) -> _Paths:
+def _paths(model: nn.Module, wide: frozenset[int]) -> _Paths:
     parameters: dict[int, list[str]] = {}
     modules: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameters.setdefault(id(parameter), []).append(name)
     for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)):
         modules.setdefault(id(module), []).append(name)
-    return _Paths(parameters, modules)
+    return _Paths(parameters, modules, wide)
 
 
 def _declared(module: nn.Module) -> Iterable[str]:
@@ -98,19 +108,19 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
     top = model.get_submodule(unit)
     others = [name for name in units if name != unit and f"{name}.".startswith(f"{unit}." if unit else "")]
     taken = {id(each) for name in others for each in model.get_submodule(name).parameters()}
-    sizes = Counter[torch.dtype]()
+    sizes = Counter[tuple[torch.dtype, bool]]()
     for parameter in _trained(top, taken):
-        sizes[parameter.dtype] += parameter.numel()
+        sizes[paths.format_of(parameter)] += parameter.numel()
     if len(sizes) < 2:
         return []
     main = sizes.most_common(1)[0][0]
     found = list(_uniform(top, unit, main, taken, paths))
     taken |= {id(each) for name in found for each in model.get_submodule(name).parameters()}
     for parameter in _trained(top, taken):
-        if parameter.dtype != main:
+        if parameter.dtype != main[0]:
             raise PrepareError(
                 "parameters whose gradients travel together have two dtypes",
-                expected=f"{main}, as most of {unit or type(model).__name__}",
+                expected=f"{main[0]}, as most of {unit or type(model).__name__}",
                 got=str(parameter.dtype),
                 where=f"{_WHERE}, {paths.parameters[id(parameter)][0]}",
                 fix="Convert it, or give it a module of its own.",
@@ -118,14 +128,16 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
     return found
 
 
-def _uniform(module: nn.Module, above: str, main: torch.dtype, taken: set[int], paths: _Paths) -> Iterator[str]:
-    """The outermost modules below whose parameters share a dtype that is not the main one."""
+def _uniform(
+    module: nn.Module, above: str, main: tuple[torch.dtype, bool], taken: set[int], paths: _Paths
+) -> Iterator[str]:
+    """The outermost modules below whose parameters share a format that is not the main one."""
     for key, child in module.named_children():
         name = f"{above}.{key}" if above else key
-        dtypes = {parameter.dtype for parameter in _trained(child, taken)}
-        if len(dtypes) == 1 and main not in dtypes and _is_called(child) and _is_closed(child, paths):
+        formats = {paths.format_of(parameter) for parameter in _trained(child, taken)}
+        if len(formats) == 1 and main not in formats and _is_called(child) and _is_closed(child, paths):
             yield name
-        elif dtypes - {main}:
+        elif formats - {main}:
             yield from _uniform(child, name, main, taken, paths)
 
 

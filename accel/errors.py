@@ -85,6 +85,10 @@ class StepError(AccelError, RuntimeError):
     """The calls of a training step came in an order that would lose or double gradients."""
 
 
+class StageError(AccelError, RuntimeError):
+    """A stage of a pipeline failed, or the model cannot run as stages; stage, micro-batch and rank are named."""
+
+
 class NonFiniteError(AccelError, FloatingPointError):
     """A gradient holds inf or NaN; parameters have not been changed."""
 

@@ -60,7 +60,8 @@ class Comm:
         roll: notes of the ranks that reached a failed collective; None without a store.
         beside: group for tensors on the CPU; None where the group itself carries them.
         opened: further groups to destroy in `close`.
-        along: groups along several axes of a mesh, by the ranks of all groups that were opened together.
+        along: groups along several axes of a mesh, by the ranks of all groups that were opened together; None where
+            this rank is in none of them.
         unfinished: background work; None without.
         spare: host memory of finished background work, by name, for the next to use.
         notes: facts that later calls on this group look up, by subject.
@@ -118,7 +119,7 @@ class Comm:
         self.beside = beside
         self._share = share
         self.opened: list[dist.ProcessGroup] = []
-        self.along: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self.along: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         self.unfinished: Unfinished | None = None
         self.spare: dict[str, torch.Tensor] = {}
         self.notes: dict[str, str] = {}

@@ -76,9 +76,10 @@ def lone_group(comm: Comm, timeout_s: float) -> dist.ProcessGroup:
     """
     own = dist.get_rank(dist.group.WORLD)
     key = ((own,),)
-    if key not in comm.along:
+    known = comm.along.get(key)
+    if known is None:
         timeout = timedelta(seconds=timeout_s)
-        group = cast(Any, dist).new_group([own], timeout=timeout, use_local_synchronization=True, group_desc="alone")
-        comm.along[key] = group
-        comm.opened.append(group)
-    return comm.along[key]
+        known = cast(Any, dist).new_group([own], timeout=timeout, use_local_synchronization=True, group_desc="alone")
+        comm.along[key] = known
+        comm.opened.append(known)
+    return known

@@ -99,8 +99,10 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
             groups.append(world)
             continue
         rows = cast("list[list[int]]", cast(Any, grid.movedim(dim, -1).reshape(-1, size)).tolist())
-        groups.append(_open_group(rows, f"mesh_{name}", timeout_s))
-        comm.opened.append(groups[-1])
+        opened = _open_group(rows, f"mesh_{name}", timeout_s)
+        assert opened is not None  # each rank has a place along every dimension
+        groups.append(opened)
+        comm.opened.append(opened)
     return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=tuple(sizes))
 
 
@@ -139,7 +141,7 @@ def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_
 
     Args:
         comm: handle of all ranks, which owns the group.
-        rows: ranks, each in one row; rows are of one length.
+        rows: ranks, each in at most one row; rows are of one length. None for a rank in no row.
         name: of the groups, for errors and for torch.
         timeout_s: time-out of collectives of the group, in seconds.
 
@@ -154,8 +156,10 @@ def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_
     key = tuple(map(tuple, rows))
     if key not in comm.along:
         barrier(comm, Call("group_of", name, call_site()))
-        comm.along[key] = _open_group(rows, f"mesh_{name}", timeout_s)
-        comm.opened.append(comm.along[key])
+        opened = _open_group(rows, f"mesh_{name}", timeout_s)
+        comm.along[key] = opened
+        if opened is not None:
+            comm.opened.append(opened)
     return comm.along[key]
 
 
@@ -204,8 +208,8 @@ def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
     return kind.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names[at] for at in dims))
 
 
-def _open_group(rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> dist.ProcessGroup:
-    """Open a group for each row of ranks, and return this rank's."""
+def _open_group(rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> dist.ProcessGroup | None:
+    """Open a group for each row of ranks, and return this rank's; None for a rank in no row."""
     listed = [list(row) for row in rows]
     timeout = timedelta(seconds=timeout_s)
     try:

@@ -14,7 +14,12 @@ from accel.parallel._engines import (
     engine_of as engine_of,
 )
 from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
-from accel.parallel._labels import check_exchanged as check_exchanged, heir_of as heir_of, name_of as name_of
+from accel.parallel._labels import (
+    check_exchanged as check_exchanged,
+    heir_of as heir_of,
+    is_dropped as is_dropped,
+    name_of as name_of,
+)
 from accel.parallel._leftovers import (
     clear_gradients as clear_gradients,
     clear_parameters as clear_parameters,
@@ -33,6 +38,7 @@ from accel.parallel._prepare_model import (
     replaces_parameters as replaces_parameters,
 )
 from accel.parallel._replicas import average_ as average_
+from accel.parallel._stage_modules import is_pipelined as is_pipelined, micro_batches_of as micro_batches_of
 from accel.parallel._sync import (
     check_prepared as check_prepared,
     exchanging as exchanging,
@@ -56,3 +62,4 @@ from accel.parallel.experts import (
     expert_plan as expert_plan,
     route_tokens as route_tokens,
 )
+from accel.parallel.pipeline import stage_plan as stage_plan

@@ -13,13 +13,14 @@ from accel.parallel._ddp import REPLICATE
 from accel.parallel._spread import Spread
 from accel.parallel.context import CONTEXT
 from accel.parallel.experts import EXPERT
+from accel.parallel.pipeline import PIPELINE
 from accel.parallel.shard import SHARD
 from accel.topology import STRATEGY_DIMENSION, Dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
 # the parameters as the others have left them. `fully_shard` exchanges along replicas too, so a mesh of both is SHARD's.
 _ORDER: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "sequence", "shard", "replicate")
-_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (CONTEXT, EXPERT, SHARD, REPLICATE)}
+_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (PIPELINE, CONTEXT, EXPERT, SHARD, REPLICATE)}
 
 
 def composition(ctx: DistContext) -> Sequence[Spread]:
@@ -31,6 +32,8 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
     apart = asked & {"pipeline", "tensor", "expert"}
     wanted = {*asked - {"data", "replicate", "shard"}, "shard" if apart else STRATEGY_DIMENSION[ctx.strategy]}
+    if asked == {"pipeline"}:  # every rank has a stage of its own, and no peer with the same one
+        wanted = {"pipeline"}
     return [_SPREADS[dimension] for dimension in _ORDER if dimension in wanted and dimension in _SPREADS]
 
 

@@ -15,6 +15,7 @@ from accel.tensors import is_dtensor
 
 _LABEL = "accel_label"  # holds plain values, so that a pickled model needs nothing of accel
 _HEIR = "accel_heir"
+_DROPPED = "accel_dropped"
 
 
 def label_parameters(model: nn.Module, *, needed: bool = False, viewed: bool = False) -> None:
@@ -49,6 +50,18 @@ def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
     setattr(old, _LABEL, (name, False, False))
     setattr(old, _HEIR, new)
     old.grad = None
+
+
+def drop_parameter(parameter: nn.Parameter) -> None:
+    """Label a parameter that an optimizer may hold and that another rank has instead. Frees its memory."""
+    setattr(parameter, _DROPPED, True)
+    parameter.grad = None
+    parameter.data = parameter.data.new_empty(0)
+
+
+def is_dropped(parameter: torch.Tensor) -> bool:
+    """Return whether another rank has a parameter instead of this one."""
+    return getattr(parameter, _DROPPED, False)
 
 
 def heir_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._move import move_model
 from accel.parallel._sharded import check_sharded
 from accel.parallel._spread import Spread, SpreadOptions
+from accel.parallel._stage_modules import note_micro_batches
 from accel.topology import Plan
 
 # by name: of torch, Apex, FairScale, DeepSpeed and others, which are not imported for it
@@ -110,6 +111,8 @@ def prepare_model(
         for each, own in zip(spreads, options, strict=True):
             if not each.is_done(ctx, prepared):
                 prepared = each.spread(ctx, prepared, own)
+    if plan is not None and plan.micro_batches is not None:
+        note_micro_batches(prepared, plan.micro_batches)
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
     return prepared

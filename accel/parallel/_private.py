@@ -18,8 +18,9 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets",),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch.nn.Module": ("_parameters", "_modules"),
+    "torch.nn.Module": ("_parameters", "_modules", "_buffers"),
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
+    "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_fsdp_param_groups", "_fsdp_param_group"),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("_partial_reduce_output",),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": ("_unsharded_param",),

@@ -22,6 +22,7 @@ from accel.parallel._engines import engine_of
 from accel.parallel._labels import unused_parameters
 from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots, stage_size
+from accel.parallel._stage_modules import is_pipelined
 
 Exchanger = DistributedDataParallel | Sharded
 
@@ -132,6 +133,8 @@ def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
     if replica is not None:
         _check_frozen(ctx, replica)
         return (replica,)
+    if is_pipelined(model):
+        return (cast(Sharded, model),)
     if is_sharded(model):
         check_sharded(ctx, model)
         return sharded_roots(model)

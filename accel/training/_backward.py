@@ -15,14 +15,13 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.comm import start_all_reduce
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
 from accel.training._call_order import begun_window
-from accel.training._loss_weights import on_device, weigh
+from accel.training._loss_weights import on_device, start_sharing, weigh
 from accel.training._train_state import TrainState, after_backward, weight_of
 from accel.training._window import check_alone, check_records
 
@@ -157,7 +156,7 @@ def backward(
         return after_backward(scaler, window)
     ctx.comm.check_open()
     check_records(scaler, accum, "backward")
-    _check_loss(loss)
+    check_loss(loss, "backward", "Take the mean over what `weight=` counts: loss.mean().")
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits
     if accum is None:
@@ -170,29 +169,34 @@ def backward(
                 fix="Pass accum, or leave weight out.",
             )
         _check_retained(ctx, retain_graph)
-        _run(ctx, loss, scaler.scale, retain_graph)
+        run_backward(ctx, loss, scaler.scale, retain_graph=retain_graph)
         return None
     accum.check_scale(scaler)
     if accum.latest == accum.micro:  # a further pass of this batch, whose weight no later call would miss
         accum.follow("state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)")
     added, factor = weigh(ctx, scaler, accum, weight, same_units=same_units)
-    if not accum.sync or ctx.world_size == 1:
-        _run(ctx, loss, factor, retain_graph)
-        return added
-    if retain_graph:
+    if retain_graph and accum.sync and ctx.world_size > 1:
         added = msgspec.structs.replace(added, retained=True)
-    own = added.own_weight
-    if own is None:
-        _run(ctx, loss, factor, retain_graph)
-        return added
-    total = own.clone() if isinstance(own, torch.Tensor) else on_device(ctx, own)
-    wait = start_all_reduce(ctx.comm, total, "sum")  # travels while backward computes
-    _run(ctx, loss, factor, retain_graph)
-    wait()
-    return added.share(total.item() if total.is_cpu else total)
+    shared = start_sharing(ctx, added)
+    run_backward(ctx, loss, factor, retain_graph=retain_graph)
+    return shared()
 
 
-def _run(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, retain_graph: bool) -> None:
+def run_backward(
+    ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, *, retain_graph: bool = False
+) -> None:
+    """Run backward of a loss times a factor.
+
+    Args:
+        ctx: the context.
+        loss: shape [].
+        factor: a number, or a tensor of shape [].
+        retain_graph: as in torch.autograd.backward.
+
+    Raises:
+        PeerError: another rank was lost.
+        StepError: DDP saw gradients twice.
+    """
     if ctx.device.type == "xla" and not isinstance(factor, torch.Tensor):
         factor = on_device(ctx, factor)
     if isinstance(factor, torch.Tensor):
@@ -234,22 +238,29 @@ def _check_retained(ctx: DistContext, retain_graph: bool) -> None:
         )
 
 
-def _check_loss(loss: torch.Tensor) -> None:
+def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:
+    """Raise `StepError` unless a loss is a scalar with a gradient.
+
+    Args:
+        loss: as the user gave it.
+        where: call, for errors.
+        fix: way from a loss of several elements to a scalar.
+    """
     if not isinstance(loss, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass what models return
-        raise StepError("a loss must be a tensor", got=type(loss).__name__, where="backward")
+        raise StepError("a loss must be a tensor", got=type(loss).__name__, where=where)
     if loss.ndim:
         raise StepError(
             "a loss must be a scalar",
             expected="shape []",
             got=f"shape {list(loss.shape)}",
-            where="backward",
-            fix="Take the mean over what `weight=` counts: loss.mean().",
+            where=where,
+            fix=fix,
         )
     if not loss.requires_grad:
         raise StepError(
             "the loss has no gradient",
             expected="a loss computed from trainable parameters",
             got="requires_grad=False",
-            where="backward",
+            where=where,
             fix="Look for no_grad, detach() or item() on its way, and for a model that is frozen.",
         )

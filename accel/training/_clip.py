@@ -21,6 +21,7 @@ from accel.parallel import engine_of
 from accel.precision import LossScale
 from accel.tensors import local_parts
 from accel.training._call_order import ended_window
+from accel.training._pipeline_norm import whole_norm
 from accel.training._train_state import TrainState, after_backward
 from accel.training._window import (
     as_tensor,
@@ -76,8 +77,9 @@ def clip_grad_norm_(
     engine = engine_of(ctx)
     if engine is not None:
         return engine.clip_norm(ctx, list(parameters), max_norm, norm_type, factor)
-    [grads] = window_gradients(ctx, window, parameters)
-    norm = total_norm(grads, norm_type) * factor
+    listed = list(parameters)
+    [grads] = window_gradients(ctx, window, listed)
+    norm = whole_norm(ctx, grads, listed, norm_type) * factor
     if isinstance(norm, torch.Tensor):
         scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
     elif math.isfinite(norm):

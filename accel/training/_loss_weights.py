@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 
 import torch
 
+from accel.comm import start_all_reduce
 from accel.context import DistContext
 from accel.data import SampleCount
 from accel.errors import ConfigError, StepError
@@ -66,6 +68,28 @@ def weigh(
         elif not same_units:
             own = known
     return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world, own=own), factor
+
+
+def start_sharing(ctx: DistContext, added: Accumulation) -> Callable[[], Accumulation]:
+    """Begin to sum a window's weights over ranks where it ends; return a function that waits for it. A collective.
+
+    The message travels while backward computes. None is sent for weights that every rank knows.
+
+    Args:
+        ctx: the context.
+        added: window with the weight of this backward pass.
+    """
+    own = added.own_weight
+    if not added.sync or ctx.world_size == 1 or own is None:
+        return lambda: added
+    total = own.clone() if isinstance(own, torch.Tensor) else on_device(ctx, own)
+    wait = start_all_reduce(ctx.comm, total, "sum")
+
+    def end() -> Accumulation:
+        wait()
+        return added.share(total.item() if total.is_cpu else total)
+
+    return end
 
 
 def own_weight(ctx: DistContext, weight: float | torch.Tensor) -> float | torch.Tensor:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeAlias, cast, overload
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,7 +15,6 @@ from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
 from accel.data import Loader, StreamLoader, prepare_loader
 from accel.errors import DeviceError, PrepareError
-from accel.items import is_zero
 from accel.optim import parameters_of
 from accel.parallel import (
     check_model,
@@ -30,6 +27,7 @@ from accel.parallel import (
 )
 from accel.precision import apply_precision
 from accel.topology import Plan
+from accel.training._optimizer_parameters import check_state, current_parameter, drop_others
 
 Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
 Data: TypeAlias = DataLoader[Any]
@@ -145,7 +143,8 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
 def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     """Return the optimizer, after a check that its parameters are on the context's device. No communication.
 
-    Parameters that were sharded after it was built are replaced by their shards.
+    Parameters that were sharded after it was built are replaced by their shards; those of other ranks' pipeline stages
+    are taken out.
 
     Args:
         ctx: the context.
@@ -156,9 +155,10 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
         PrepareError: the optimizer has state of parameters that were sharded since.
     """
     ctx.comm.check_open()
-    _check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
+    check_state(optimizer, (each for each in parameters_of([optimizer]) if heir_of(each) is not None))
     for group in optimizer.param_groups:
-        group["params"][:] = [_current(each) for each in group["params"]]
+        drop_others(optimizer, group)
+        group["params"][:] = [current_parameter(each) for each in group["params"]]
     for group_at, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if parameter.device != ctx.device:
@@ -229,7 +229,9 @@ def _check_optimizers(objects: tuple[Any, ...]) -> None:
         if not isinstance(optimizer, Optimizer):
             continue
         for group_at, group in enumerate(optimizer.param_groups):
-            strangers = [i for i, parameter in enumerate(group["params"]) if id(_current(parameter)) not in known]
+            strangers = [
+                i for i, parameter in enumerate(group["params"]) if id(current_parameter(parameter)) not in known
+            ]
             if strangers:
                 raise PrepareError(
                     "the optimizer was built on other parameters than the model's",
@@ -254,28 +256,7 @@ def _check_replaced(ctx: DistContext, objects: tuple[Any, ...]) -> None:
         )
     for optimizer in objects:
         if isinstance(optimizer, Optimizer):
-            _check_state(optimizer, (each for each in parameters_of([optimizer]) if id(each) in known))
-
-
-def _check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
-    """Raise if shards cannot replace parameters of an optimizer."""
-    listed = list(replaced)
-    found = [each for each in listed if optimizer.state.get(each)]
-    if found or (listed and is_zero(optimizer)):
-        raise PrepareError(
-            "the optimizer's state does not fit the shards of its parameters",
-            expected="one without state, as torch's are before their first step",
-            got=f"a {type(optimizer).__name__}" + (f" with state of {len(found)} of them" if found else ""),
-            where="prepare, strategy fsdp",
-            fix="Prepare the model first, and build the optimizer from the parameters that it has then; then load its"
-            " state.",
-        )
-
-
-def _current(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter, or its replacement in the model."""
-    heir = heir_of(parameter)
-    return parameter if heir is None else heir
+            check_state(optimizer, (each for each in parameters_of([optimizer]) if id(each) in known))
 
 
 def _check_schedulers(objects: tuple[Any, ...]) -> None:

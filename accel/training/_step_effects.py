@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, parameters_of, scale_
 from accel.parallel import Engine, StepOutcome, StepRequest
+from accel.training._pipeline_norm import whole_norm
 from accel.training._window import as_tensor, check_real, shortening, window_gradients
 
 
@@ -42,7 +43,8 @@ def step_here(
     if request.max_value is not None:
         check_real(itertools.chain(*parts), "max_value=")
     clips = any(limit is not None for limit in request.max_norms)
-    norms = [total_norm(part, request.norm_type) for part in parts] if request.check_finite or clips else []
+    every = parameters_of(optimizers)
+    norms = [whole_norm(ctx, part, every, request.norm_type) for part in parts] if request.check_finite or clips else []
     if request.check_finite:
         finite, empty = _read(norms, weight)
         if empty or not finite:

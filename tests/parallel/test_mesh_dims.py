@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mesh along which ranks hold layers or experts of their own is refused before a model changes."""
+"""A mesh along which nothing gives ranks experts of their own is refused before a model changes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 import torch
+from catching import caught
 from torch import nn
 from torch.optim import SGD
 
@@ -43,27 +44,6 @@ def test_experts_that_no_plan_names_keep_their_values(ranks: Simulator, mesh: st
     _ = ranks.run(rank, 4, default_group=True)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("mesh", ["pp=2,dp=2"])
-def test_stages_keep_their_values(ranks: Simulator, mesh: str, strategy: str) -> None:
-    def rank(ctx: accel.DistContext) -> str:
-        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
-        model = _stage(ctx)
-        for prepare in (
-            lambda: accel.prepare(ctx, model, SGD(model.parameters(), lr=0.1)),
-            lambda: accel.prepare_model(ctx, model),
-            lambda: accel.prepare_local_model(ctx, model),
-        ):
-            with pytest.raises(PrepareError, match="rank 0's") as caught:
-                prepare()
-            assert model.weight.eq(ctx.rank).all()
-        return f"{caught.value.got}; {caught.value.fix}"
-
-    for said in ranks.run(rank, 4, default_group=True):
-        assert said.split(";")[0] in mesh
-        assert "out of the mesh" in said
-
-
 def test_every_dimension_has_a_turn_and_is_spread_as_the_strategy_says(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> list[str]:
         return [
@@ -83,6 +63,14 @@ def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) ->
         return bool(model.weight.eq(0).all())
 
     assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
+def test_local_steps_of_a_pipeline_are_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        return str(caught(lambda: accel.prepare_local_model(ctx, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))))
+
+    assert all("pp=2" in told for told in ranks.run(rank, 2, default_group=True))
 
 
 def test_what_is_no_plan_is_refused() -> None:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of what passes between stages: found by one forward without gradients, stage after stage.
+
+The same forward checks that the model is a chain: what a stage is given must reach its first module unchanged, and what
+its last module returns must leave the stage unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import nn
+
+from accel.comm import Call, Comm, agreed_values
+from accel.errors import StageError
+from accel.parallel.pipeline._placement import Layout
+from accel.parallel.pipeline._stage_module import StageModule, first_tensor
+
+_FIX = "Put what the forward computes between its modules into a module of its own, which one stage has."
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """Dtype and shape of the tensor that a stage passes on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def tensor(self, *, requires_grad: bool) -> torch.Tensor:
+        """Return a tensor like it on the meta device."""
+        dtype = getattr(torch, self.dtype)
+        floats = dtype.is_floating_point or dtype.is_complex
+        return torch.empty(self.shape, dtype=dtype, device="meta", requires_grad=requires_grad and floats)
+
+
+def find_boundaries(
+    comm: Comm, layout: Layout, stages: Sequence[StageModule], main: torch.Tensor, device: torch.device
+) -> tuple[Boundary, ...]:
+    """Return what each stage passes on. A collective of all ranks along the pipeline.
+
+    Args:
+        comm: handle of these ranks.
+        layout: of the pipeline.
+        stages: of this rank, with their work.
+        main: first input of a micro-batch.
+        device: of the stages.
+
+    Raises:
+        StageError: a stage failed, or the model is no chain; the same on every rank.
+    """
+    found: list[Boundary] = []
+    own = {stage.index: stage for stage in stages}
+    for at in range(layout.stages):
+        before = boundary_of(main) if at == 0 else found[-1]
+
+        def work(at: int = at, before: Boundary = before) -> Boundary:
+            return _run(own[at], main if at == 0 else _noise(before, device)) if at in own else before
+
+        said = agreed_values(comm, Call("forward_backward: shapes"), work, Boundary)
+        found.append(said[layout.owners[at]])
+    return tuple(found)
+
+
+def boundary_of(tensor: torch.Tensor) -> Boundary:
+    """Return a tensor's dtype and shape."""
+    return Boundary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _run(stage: StageModule, hidden: torch.Tensor) -> Boundary:
+    """Run a stage without gradients, on the first micro-batch; buffers and random streams stay as they are."""
+    devices = [] if hidden.device.type == "cpu" else [hidden.device]
+    buffers = {each: each.detach().clone() for each in stage.buffers()}
+    with (
+        torch.no_grad(),
+        cast(Any, torch.random).fork_rng(devices=devices, device_type=hidden.device.type),
+        _Chain(stage) as chain,
+    ):
+        output = stage(hidden, micro=torch.zeros(1, dtype=torch.int64))
+        for buffer, before in buffers.items():
+            _ = buffer.copy_(before)
+    chain.check(hidden, output)
+    return boundary_of(output)
+
+
+class _Chain:
+    """Notes what the first of a stage's modules is given, and what the last one returns."""
+
+    def __init__(self, stage: StageModule) -> None:
+        self._stage = stage
+        self._hooks = contextlib.ExitStack()
+        self._given: torch.Tensor | None = None
+        self._returned: Any = None
+        self._called = ""
+        self._unlike = ""
+
+    def __enter__(self) -> _Chain:
+        for path in self._stage.own:
+            self._watch(path, self._stage.module.get_submodule(path))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def check(self, hidden: torch.Tensor, output: torch.Tensor) -> None:
+        """Raise `StageError` unless the stage is a link of a chain."""
+        stage = self._stage
+        where = f"stage {stage.index} of {stage.count}, rank {stage.rank}"
+        if not self._called:
+            raise StageError("a stage calls none of its modules", expected=", ".join(stage.own), where=where)
+        if self._unlike:
+            raise StageError(
+                "a module returns something else than one tensor, which modules of other stages cannot stand in for",
+                expected="a tensor",
+                got=self._unlike,
+                where=where,
+                fix="Let it return a tensor.",
+            )
+        if stage.index and (self._given is None or not _same(self._given, hidden)):
+            raise StageError(
+                "the forward changes what a stage is given before it reaches the stage's first module",
+                expected=f"the tensor of the stage before as the first input of {stage.own[0]}",
+                got="another one",
+                where=where,
+                fix=_FIX,
+            )
+        if not stage.is_last and not _same(first_tensor(self._returned), output):
+            raise StageError(
+                "the forward changes what the last module of a stage returns",
+                expected=f"the output of {self._called} as the output of the stage",
+                got="another one",
+                where=where,
+                fix=_FIX,
+            )
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._called:
+                given = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+                self._given = given if isinstance(given, torch.Tensor) else None
+            self._called = path
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._returned = output
+            if not isinstance(output, torch.Tensor):
+                self._unlike = f"a {type(output).__name__} of {path}"
+
+        first = module.register_forward_pre_hook(before, with_kwargs=True)
+        _ = self._hooks.callback(first.remove)
+        _ = self._hooks.callback(module.register_forward_hook(after).remove)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, but for a cast to another dtype."""
+    if one.shape != other.shape:
+        return False
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-2)
+
+
+def _noise(like: Boundary, device: torch.device) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, like.dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(like.shape, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator).to(device, dtype)
+
+
+@contextlib.contextmanager
+def working(stages: Sequence[StageModule], work: Any) -> Generator[None]:
+    """Give stages their work for the time of a block."""
+    for each in stages:
+        each.work = work
+    try:
+        yield
+    finally:
+        for each in stages:
+            each.work = None

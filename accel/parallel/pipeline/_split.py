@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch split into micro-batches. Pure: tensors are sliced, nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from accel.errors import DataError
+from accel.tree import Containers, map_tensors, tensors
+
+
+class Rows(NamedTuple):
+    """Rows of one micro-batch.
+
+    Attributes:
+        begin: first row.
+        real: number of rows of the batch.
+        size: number of rows, with copies of the batch's last row behind the real ones.
+    """
+
+    begin: int
+    real: int
+    size: int
+
+
+class MicroBatch(NamedTuple):
+    """Inputs and targets of one micro-batch.
+
+    Attributes:
+        args, kwargs: of the model.
+        targets: of the loss function; None without.
+        rows: its rows in the batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: Any
+    rows: Rows
+
+
+def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:
+    """Return the rows of each micro-batch of a batch.
+
+    Args:
+        rows: of the batch, at least 1.
+        count: number of micro-batches.
+        equal: whether all have the same size, so that the last ones are filled up; else sizes differ by at most one,
+            and only a micro-batch without any row is filled up to one.
+    """
+    if equal:
+        size = -(-rows // count)
+        return [Rows(at * size, max(0, min(size, rows - at * size)), size) for at in range(count)]
+    found: list[Rows] = []
+    begin = 0
+    for at in range(count):
+        real = rows // count + (at < rows % count)
+        found.append(Rows(begin, real, max(real, 1)))
+        begin += real
+    return found
+
+
+def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, containers: Containers = ()) -> list[MicroBatch]:
+    """Split a batch into micro-batches along dimension 0.
+
+    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are.
+
+    Args:
+        inputs: a tensor; a tuple or list of positional arguments of the model; or a mapping of keyword arguments.
+        targets: tree of tensors, or None.
+        count: number of micro-batches.
+        equal: as for `plan_rows`.
+        containers: kinds of containers besides those that `accel.tree` knows.
+
+    Raises:
+        DataError: no tensor, one without rows, or tensors with different numbers of rows.
+    """
+    args, kwargs = arguments(inputs)
+    listed = [*tensors((args, dict(kwargs)), containers), *tensors(targets, containers)]
+    rows = _count(listed)
+    found: list[MicroBatch] = []
+    for each in plan_rows(rows, count, equal=equal):
+
+        def take(tensor: torch.Tensor, own: Rows = each) -> torch.Tensor:
+            return _slice(tensor, rows, own)
+
+        found.append(
+            MicroBatch(
+                args=map_tensors(take, args, containers),
+                kwargs={key: map_tensors(take, value, containers) for key, value in kwargs.items()},
+                targets=map_tensors(take, targets, containers),
+                rows=each,
+            )
+        )
+    return found
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the positional and keyword arguments that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), cast("Mapping[str, Any]", inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(cast("Sequence[Any]", inputs)), {}
+    return (inputs,), {}
+
+
+def first_rows(tree: Any, own: Rows, containers: Containers = ()) -> Any:
+    """Return an output or target of a micro-batch without the rows that fill it up."""
+    if own.real == own.size:
+        return tree
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: own.real] if tensor.ndim and tensor.shape[0] == own.size else tensor
+
+    return map_tensors(take, tree, containers)
+
+
+def _slice(tensor: torch.Tensor, rows: int, own: Rows) -> torch.Tensor:
+    if tensor.ndim == 0 or tensor.shape[0] != rows or (rows == 1 and own.size == 1):
+        return tensor
+    part = tensor[own.begin : own.begin + own.real]
+    missing = own.size - own.real
+    if not missing:
+        return part
+    last = tensor[rows - 1 :].expand(missing, *tensor.shape[1:])
+    return torch.cat([part, last])
+
+
+def _count(listed: Sequence[tuple[str, torch.Tensor]]) -> int:
+    """Number of rows of the tensors that are split."""
+    sizes = {path: tensor.shape[0] for path, tensor in listed if tensor.ndim}
+    several = {path: size for path, size in sizes.items() if size != 1}
+    if not sizes or 0 in sizes.values():
+        raise DataError(
+            "a batch without rows cannot be split",
+            expected="tensors with the batch in dimension 0",
+            got=", ".join(f"{path}: {list(tensor.shape)}" for path, tensor in listed) or "no tensor",
+            where="inputs=",
+        )
+    if len(set(several.values())) > 1:
+        raise DataError(
+            "tensors of a batch have different numbers of rows",
+            expected="one number in dimension 0, or one row for all",
+            got=", ".join(f"{path}: {size}" for path, size in several.items()),
+            where="inputs=, targets=",
+            fix="Pass what is no part of the batch by a closure, or with one row.",
+        )
+    return next(iter(several.values()), 1)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model is cut into pipeline stages: each rank keeps the modules of its own, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from accel.comm import adopt
+from accel.context import DistContext, group_of
+from accel.errors import PrepareError
+from accel.mixins import add_mixin
+from accel.parallel._labels import drop_parameter, label_parameters
+from accel.parallel._move import move_model
+from accel.parallel._replicas import begin_with_rank_0_
+from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._stage_modules import is_pipelined
+from accel.parallel._unwrap import unwrap_model, wrapped_name
+from accel.parallel.pipeline._pipeline import Pipeline, Pipelined, attach
+from accel.parallel.pipeline._placement import Layout, make_layout, own_stages
+from accel.parallel.pipeline._skipped import remove_modules, stage_view
+from accel.parallel.pipeline._stage_module import StageModule
+from accel.parallel.pipeline._stage_plan import Stages, check_stages, stage_plan
+from accel.parallel.pipeline._ties import open_ties, tied_names
+
+_WHERE = "prepare_model, plan=, stages"
+
+
+class StageOptions(SpreadOptions, frozen=True, kw_only=True):
+    """Options of pipelines; see `Plan`."""
+
+    stages: Sequence[Sequence[str]] | None = None
+    schedule: str = "1F1B"
+    stages_per_rank: int = 1
+    micro_batches: int | None = None
+
+
+def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
+    return is_pipelined(unwrap_model(model))
+
+
+def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
+    if ctx.device.type == "xla":
+        raise PrepareError("pipelines do not know XLA devices", where=_WHERE, fix="Leave pp out of the mesh.")
+    if (name := wrapped_name(model)) is not None:
+        raise PrepareError(
+            "a wrapped model cannot be cut into stages",
+            expected="the model itself",
+            got=f"a {type(model).__name__} with it as {name}",
+            where=_WHERE,
+            fix="Prepare the model inside; compile its blocks with accel.compile_model.",
+        )
+    beside = [f"{name}={axis.size}" for name, axis in ctx.position.axes if axis.size > 1]
+    if len(beside) > 1:
+        raise PrepareError(
+            "stages cannot be divided further",
+            expected="a mesh of pp alone",
+            got=",".join(beside),
+            where="prepare_model, ctx.mesh",
+            fix="Give all ranks to pp, or leave it out.",
+        )
+    if empty := [name for name, each in model.named_parameters() if each.is_meta]:
+        raise PrepareError(
+            "a model without values cannot be cut into stages",
+            expected="parameters on the CPU or on the context's device",
+            got=f"{len(empty)} on the meta device, such as {empty[0]}",
+            where=_WHERE,
+            fix="Give it values first: model.to_empty(device='cpu'), then load or initialise them.",
+        )
+    _ = _plan(ctx, model, options)
+
+
+def _plan(ctx: DistContext, model: nn.Module, options: StageOptions) -> tuple[Layout, Stages]:
+    """The pipeline's numbers, and the modules of each stage."""
+    ranks = ctx.axis("pp").size
+    layout = make_layout(options.schedule, ranks, options.stages_per_rank, options.micro_batches)
+    if options.stages is None:
+        return layout, stage_plan(model, layout.stages)
+    stages = tuple(map(tuple, options.stages))
+    if len(stages) != layout.stages:
+        raise PrepareError(
+            "the plan has another number of stages than the mesh",
+            expected=f"{layout.stages}: stages_per_rank={options.stages_per_rank} on each of {ranks} ranks along pp",
+            got=str(len(stages)),
+            where=_WHERE,
+            fix=f"Leave stages out, or take accel.stage_plan(model, {layout.stages}).",
+        )
+    check_stages(model, stages, _WHERE)
+    return layout, stages
+
+
+def _spread(ctx: DistContext, model: nn.Module, options: StageOptions) -> nn.Module:
+    layout, stages = _plan(ctx, model, options)
+    compare_models(ctx, options, dict(model.named_parameters()))
+    begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
+    names = tied_names(model)
+    mine = own_stages(layout, ctx.axis("pp").rank)
+    elsewhere = [path for at, paths in enumerate(stages) if at not in mine for path in paths]
+    for each in remove_modules(model, elsewhere):
+        drop_parameter(each)
+    move_model(model, ctx.device)
+    modules = [_stage(ctx, model, stages, mine, at) for at in mine]
+    label_parameters(model)
+    group = group_of(ctx, "pp")
+    assert group is not None  # this is the answer for more than one rank
+    ties = open_ties(ctx, model, names, stages, layout)
+    add_mixin([model], Pipelined)
+    attach(model, Pipeline(adopt(group, ctx.device), group, layout, names, ties), modules)
+    return model
+
+
+def _stage(ctx: DistContext, model: nn.Module, stages: Stages, mine: Sequence[int], at: int) -> StageModule:
+    others = [path for other in mine if other != at for path in stages[other]]
+    view = stage_view(model, stages[at], others)
+    return StageModule(view, at, len(stages), ctx.rank, stages[at])
+
+
+PIPELINE = Spread(
+    dimension="pipeline", options=StageOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+)

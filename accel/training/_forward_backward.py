@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`forward_backward`: micro-batches of a batch, one after another or through the stages of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from accel.comm import broadcast_flat
+from accel.context import DistContext, context_first
+from accel.errors import ConfigError
+from accel.optim import Accumulation
+from accel.parallel import engine_of, exchanging, micro_batches_of, no_sync, unwrap_model
+from accel.parallel.pipeline import (
+    MicroBatch,
+    Pipeline,
+    Work,
+    pipeline_of,
+    split_batch,
+    sum_tied_gradients,
+    take_summed,
+)
+from accel.precision import LossScale, autocast, matmul_precision
+from accel.training._backward import accumulate, run_backward
+from accel.training._loss_sums import LossFn, LossSums
+from accel.training._loss_weights import on_device, own_weight, start_sharing, weigh
+from accel.training._train_state import TrainState, after_backward, weight_of
+from accel.training._window import check_records
+
+
+@overload
+def forward_backward(
+    ctx: DistContext,
+    model: nn.Module,
+    state: TrainState,
+    inputs: Any,
+    /,
+    *,
+    loss_fn: LossFn,
+    targets: Any = None,
+    weight: float | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, TrainState]: ...
+
+
+@overload
+def forward_backward(
+    ctx: DistContext,
+    model: nn.Module,
+    scaler: LossScale,
+    accum: Accumulation,
+    inputs: Any,
+    /,
+    *,
+    loss_fn: LossFn,
+    targets: Any = None,
+    weight: float | torch.Tensor,
+) -> tuple[torch.Tensor, Accumulation]: ...
+
+
+@overload
+def forward_backward(
+    ctx: DistContext,
+    model: nn.Module,
+    scaler: LossScale,
+    accum: None,
+    inputs: Any,
+    /,
+    *,
+    loss_fn: LossFn,
+    targets: Any = None,
+    weight: float | torch.Tensor,
+) -> tuple[torch.Tensor, None]: ...
+
+
+@context_first
+def forward_backward(
+    ctx: DistContext,
+    model: nn.Module,
+    state: TrainState | LossScale,
+    /,
+    *rest: Any,
+    loss_fn: LossFn,
+    targets: Any = None,
+    weight: float | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, TrainState | Accumulation | None]:
+    """Run forward and backward of a batch in micro-batches, and add the gradients. A collective along the pipeline.
+
+    On a mesh with `pp` the micro-batches run through the stages by the plan's schedule; elsewhere they run one after
+    another. Gradients and the loss are the same. The context's autocast holds inside, and gradients are held back as in
+    `accumulate`, so neither is needed around the call.
+
+    Args:
+        ctx: the context.
+        model: from `prepare` or `prepare_model`, whose plan says the number of micro-batches.
+        state: a `TrainState` within a batch; or a loss scale, followed by an accumulation or None.
+        rest: the inputs: a tensor; a tuple of the model's arguments; or a mapping of keyword arguments. Tensors have
+            the batch in dimension 0; those of one row, and other values, go to every micro-batch. Behind the first
+            stage of a pipeline hidden states take the place of the first input, which is a tensor; a forward with an
+            argument `inputs_embeds` takes them there. All ranks along `pp` pass the same batch.
+        loss_fn: maps the model's output, and the targets if there are some, to the sum of the losses of the
+            micro-batch's real units, shape [].
+        targets: tensors with the batch in dimension 0, split as the inputs are.
+        weight: number of real units in the whole batch, as for `backward`. Left out beside a `TrainState`, it is
+            `batch.valid`.
+
+    Returns:
+        The mean loss of this rank's batch, detached, shape [], the same on all ranks along `pp`; and the next state or
+        accumulation, to be kept.
+
+    Raises:
+        StageError: a stage failed, with its number, micro-batch and rank; or the model is no chain of modules.
+        StepError: the loss is not a scalar with a gradient, or calls are out of order.
+        ConfigError: no weight beside a loss scale, or one that is no number from 0; an engine's strategy.
+        DataError: inputs without rows, or with different numbers of rows.
+        PeerError: another rank was lost.
+
+    Example:
+        >>> state = state.next(batch)
+        >>> loss_sum = lambda output: output.square().sum()
+        >>> loss, state = accel.forward_backward(ctx, model, state, batch.data[0], loss_fn=loss_sum)
+        >>> state.sync, loss.shape
+        (True, torch.Size([]))
+
+    Reference: Huang et al. 2019, GPipe, arXiv:1811.06965; torch.distributed.pipelining.
+    """
+    if isinstance(state, TrainState):
+        [inputs] = _positional(rest, "inputs")
+        weight = weight_of(state, weight, same_units=False)
+        loss, window = _run(ctx, model, state.scaler, state.accum, inputs, targets, loss_fn, weight)
+        assert window is not None
+        return loss, after_backward(state, window)
+    accum, inputs = _positional(rest, "accum, inputs")
+    check_records(state, accum, "forward_backward")
+    return _run(ctx, model, state, accum, inputs, targets, loss_fn, weight)
+
+
+def _positional(rest: tuple[Any, ...], names: str) -> tuple[Any, ...]:
+    expected = names.count(",") + 1
+    if len(rest) != expected:
+        raise ConfigError(
+            "other arguments than the state asks for",
+            expected=f"{names} behind it",
+            got=f"{len(rest)} arguments",
+            where="forward_backward",
+            fix="Pass a TrainState and the inputs; or a LossScale, an Accumulation or None, and the inputs.",
+        )
+    return rest
+
+
+def _run(
+    ctx: DistContext,
+    model: nn.Module,
+    scaler: LossScale,
+    accum: Accumulation | None,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    weight: float | torch.Tensor | None,
+) -> tuple[torch.Tensor, Accumulation | None]:
+    ctx.comm.check_open()
+    if engine_of(ctx) is not None:
+        raise ConfigError(
+            "an engine runs its own micro-batches",
+            got=f"strategy {ctx.strategy}",
+            where="forward_backward",
+            fix="Call accel.backward, or take the strategy ddp or fsdp.",
+        )
+    if weight is None:
+        raise ConfigError(
+            "the number of units in the batch is not known",
+            expected="weight=, the number of units that loss_fn sums over in all micro-batches",
+            got="none",
+            where="forward_backward, weight=",
+        )
+    known = own_weight(ctx, weight)
+    pipeline = pipeline_of(unwrap_model(model))
+    count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
+    micro = split_batch(inputs, targets, count, equal=pipeline is not None, containers=ctx.containers)
+    added, block = _begin(ctx, model, scaler, accum, weight)
+    sums = LossSums(ctx, loss_fn, _factor(known, scaler, known if added is None else added.unit))
+    shared = None if added is None else start_sharing(ctx, added)
+    with block, matmul_precision(ctx):
+        if pipeline is None:
+            _run_here(ctx, model, micro, sums, holds=accum is None or accum.sync or accum.sync_each_batch)
+        else:
+            _run_stages(ctx, unwrap_model(model), pipeline, micro, sums, accum)
+    return _mean(ctx, pipeline, sums.found, known), None if shared is None else shared()
+
+
+def _begin(
+    ctx: DistContext,
+    model: nn.Module,
+    scaler: LossScale,
+    accum: Accumulation | None,
+    weight: float | torch.Tensor,
+) -> tuple[Accumulation | None, AbstractContextManager[None]]:
+    """The window with the batch's weight, and the block that exchanges gradients or holds them back."""
+    if accum is None:
+        return None, exchanging(ctx, model)
+    accum.check_scale(scaler)
+    if accum.latest == accum.micro:
+        accum.follow("loss, state = accel.forward_backward(ctx, model, state, ...)")
+    added, _ = weigh(ctx, scaler, accum, weight, same_units=False)
+    return added, accumulate(ctx, accum, model)
+
+
+def _factor(known: float | torch.Tensor, scaler: LossScale, unit: float | torch.Tensor) -> float | torch.Tensor:
+    """Factor of the sums of losses; 0 for a batch without real units."""
+    if isinstance(known, torch.Tensor):
+        return torch.where(known > 0, scaler.scale / unit, 0.0)
+    return scaler.scale / unit if known else 0.0
+
+
+def _run_here(ctx: DistContext, model: nn.Module, micro: Sequence[MicroBatch], sums: LossSums, *, holds: bool) -> None:
+    """Run micro-batches one after another; gradients are exchanged in the last one.
+
+    Args:
+        ctx: the context.
+        model: without a pipeline.
+        micro: micro-batches.
+        sums: receives the losses.
+        holds: whether to hold gradients back before the last micro-batch; else the whole call holds them.
+    """
+    for at, each in enumerate(micro):
+        held = holds and at + 1 < len(micro)
+        with no_sync(ctx, model) if held else contextlib.nullcontext():
+            with autocast(ctx):
+                found = sums.of(model(*each.args, **each.kwargs), each)
+            run_backward(ctx, found, sums.factor)
+
+
+def _run_stages(
+    ctx: DistContext,
+    model: nn.Module,
+    pipeline: Pipeline,
+    micro: Sequence[MicroBatch],
+    sums: LossSums,
+    accum: Accumulation | None,
+) -> None:
+    """Run micro-batches through the stages; where the window ends, sum the gradients of tied parameters."""
+    ends = accum is None or accum.sync
+    again = accum is not None and accum.latest == accum.micro
+    before = take_summed(model, pipeline.ties) if ends and again else {}
+    work = Work(micro, sums.scaled, lambda: autocast(ctx), ctx.containers)
+    _ = pipeline.run(ctx, model, work, trains=True)
+    if ends:
+        sum_tied_gradients(model, pipeline.ties, before)
+
+
+def _mean(
+    ctx: DistContext, pipeline: Pipeline | None, sums: Sequence[torch.Tensor], known: float | torch.Tensor
+) -> torch.Tensor:
+    """The mean loss of a batch, on every rank along the pipeline."""
+    total = on_device(ctx, 0.0)
+    if sums:
+        total = torch.stack([each.to(total.device, total.dtype) for each in sums]).sum()
+    if pipeline is not None:
+        broadcast_flat(pipeline.comm, total, source=pipeline.last_rank)
+    if isinstance(known, torch.Tensor):
+        return torch.where(known > 0, total / known.to(total.device), 0.0)
+    return total / known if known else torch.zeros_like(total)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of optimizers after a model was spread: shards take the places of whole ones, other ranks' go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from accel.errors import PrepareError
+from accel.items import is_zero
+from accel.parallel import heir_of, is_dropped
+
+
+def current_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter, or its replacement in the model."""
+    heir = heir_of(parameter)
+    return parameter if heir is None else heir
+
+
+def drop_others(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Take parameters of other ranks' stages out of a group, with their state. Mutates both."""
+    kept = [not is_dropped(each) for each in group["params"]]
+    if all(kept):
+        return
+    for each in group["params"]:
+        if is_dropped(each):
+            _ = optimizer.state.pop(each, None)
+    for key in ("params", "param_names"):
+        if key in group:
+            group[key] = list(itertools.compress(cast("list[Any]", group[key]), kept))
+
+
+def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
+    """Raise if shards cannot replace parameters of an optimizer."""
+    listed = list(replaced)
+    found = [each for each in listed if optimizer.state.get(each)]
+    if found or (listed and is_zero(optimizer)):
+        raise PrepareError(
+            "the optimizer's state does not fit the shards of its parameters",
+            expected="one without state, as torch's are before their first step",
+            got=f"a {type(optimizer).__name__}" + (f" with state of {len(found)} of them" if found else ""),
+            where="prepare, strategy fsdp",
+            fix="Prepare the model first, and build the optimizer from the parameters that it has then; then load its"
+            " state.",
+        )

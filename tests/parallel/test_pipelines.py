@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines that train: every schedule takes the steps of one process; what cannot run as stages is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from catching import caught
+from pipelines import Words, batch_of, by_hand, differences, loss_sum, train
+from torch import nn
+
+import accel
+from accel import PrepareError, StageError, StepError
+from accel.testing import Simulator
+
+PARAMETERS, FIGURES = 1e-10, 1e-12
+SCHEDULES = [
+    ("GPipe", 1, 3),
+    ("1F1B", 1, 4),
+    ("Interleaved1F1B", 2, 4),
+    ("LoopedBFS", 2, 3),
+    ("InterleavedZeroBubble", 2, 4),
+    ("ZBVZeroBubble", 2, 4),
+    ("DualPipeV", 2, 4),
+]
+
+
+def _check(ranks: Simulator, count: int, plan: accel.Plan, *, tied: bool = False, accumulation: int = 1) -> None:
+    make = partial(Words, tied=tied)
+    found = ranks.run(
+        partial(train, make=make, plan=plan, mesh=f"pp={count}", accumulation=accumulation), count, default_group=True
+    )
+    parameters, figures = differences(found, by_hand(make, accumulation=accumulation))
+    assert parameters < PARAMETERS
+    assert figures < FIGURES
+
+
+@pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_schedule_takes_the_steps_of_one_process(
+    ranks: Simulator, schedule: Any, per: int, micro: int, tied: bool
+) -> None:
+    plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
+    _check(ranks, 2, plan, tied=tied, accumulation=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_four_ranks_take_the_steps_of_one_process(
+    ranks: Simulator, schedule: Any, per: int, micro: int, accumulation: int
+) -> None:
+    plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=max(micro, 8))
+    _check(ranks, 4, plan, tied=True, accumulation=accumulation)
+
+
+def test_stages_by_name_need_no_order_of_length(ranks: Simulator) -> None:
+    stages = [["embed"], [f"blocks.{at}" for at in range(8)] + ["norm", "head"]]
+    _check(ranks, 2, accel.Plan(stages=stages), tied=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("count", "micro"), [(1, 3), (2, 3), (2, 1)])
+def test_without_a_pipeline_micro_batches_run_one_after_another(
+    ranks: Simulator, strategy: Any, count: int, micro: int
+) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        return train(accel.replace(ctx, strategy=strategy), Words, accel.Plan(micro_batches=micro), accumulation=2)
+
+    parameters, norms = _without_losses(ranks.run(rank, count, default_group=True), by_hand(Words, accumulation=2))
+    assert parameters < PARAMETERS
+    assert norms < FIGURES
+
+
+def _without_losses(found: list[Any], expected: Any) -> tuple[float, float]:
+    """Differences where each rank's losses are those of its own rows: of parameters and norms."""
+    norms = [figure for at, figure in enumerate(expected.figures) if at % 3 == 2]
+    if len(found) == 1:
+        return differences(found, expected)
+    return differences(found, expected._replace(figures=norms))
+
+
+def test_a_state_is_carried_as_by_backward(ranks: Simulator) -> None:
+    rows = torch.arange(22.0, dtype=torch.float64).view(11, 2) / 20
+
+    def rank(ctx: accel.DistContext, mesh: str) -> list[torch.Tensor]:
+        ctx = accel.replace(ctx, mesh=mesh)
+        with accel.seeded(ctx, 0):
+            model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = torch.utils.data.DataLoader(rows, batch_size=4)
+        model, optimizer, loader = accel.prepare(ctx, model, optimizer, loader, plan=accel.Plan(micro_batches=2))
+        state = accel.train_state(ctx, accumulation=2)
+        losses = []
+        for batch in accel.batches(ctx, loader, state):
+            state = state.next(batch)
+            loss, state = accel.forward_backward(ctx, model, state, batch.data, loss_fn=lambda out: out.square().sum())
+            losses.append(loss)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state)
+        return [*losses, *(each.detach() for each in model.parameters())]
+
+    alone = ranks.run(partial(rank, mesh=""), 1)[0]
+    first, second = ranks.run(partial(rank, mesh="pp=2"), 2, default_group=True)
+    torch.testing.assert_close([*first, *second[3:]], alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(second[:3], alone[:3], rtol=0, atol=1e-12)
+
+
+class Scaled(Words):
+    """Computes between its modules, so that every stage would do it again."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids) * (2 if not ids.is_floating_point() else 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden)) * 2
+
+
+class Pairs(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda _module, _inputs, output: (output, None))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+        return self.head(self.norm(hidden))
+
+
+class Failing(Words):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if ids.is_floating_point() and torch.is_grad_enabled():
+            raise ValueError("no such thing")
+        return super().forward(ids)
+
+
+def _forward_backward(ctx: accel.DistContext, make: Any) -> Any:
+    ctx = accel.replace(ctx, mesh="pp=2")
+    model = accel.prepare_model(ctx, make(), plan=accel.Plan(micro_batches=2))
+    ids, targets = batch_of(0, 4)
+    return accel.forward_backward(
+        ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_sum, weight=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Scaled, "the forward changes what the last module of a stage returns"),
+        (Pairs, "a module returns something else than one tensor"),
+    ],
+)
+def test_models_that_are_no_chain_are_refused_on_every_rank(ranks: Simulator, make: Any, told: str) -> None:
+    for error in ranks.run(lambda ctx: caught(lambda: _forward_backward(ctx, make)), 2, default_group=True):
+        assert isinstance(error, StageError)
+        assert told in str(error)
+
+
+def test_an_error_names_stage_micro_batch_and_rank(ranks: Simulator) -> None:
+    with pytest.raises(StageError) as told:
+        ranks.run(partial(_forward_backward, make=Failing), 2, default_group=True)
+    assert "ValueError: no such thing" in str(told.value)
+    assert told.value.where.startswith("stage 1 of 2, micro-batch 1 of 2, rank 1")
+
+
+def test_a_pipelined_model_is_not_called(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2"), Words())
+        assert type(model).__name__ == "Words"
+        return caught(lambda: model(batch_of(0, 2)[0]))
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, StageError)
+        assert "accel.forward_backward" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (accel.Plan(stages=[["embed"]]), "another number of stages"),
+        (accel.Plan(stages=[["embed"], ["blocks.0"]]), "head.weight is in no stage"),
+        (accel.Plan(schedule="ZBVZeroBubble"), "stages_per_rank"),
+        (accel.Plan(micro_batches=1), "micro_batches"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused_before_anything_moves(ranks: Simulator, plan: Any, told: str) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        model = Words()
+        error = caught(lambda: accel.prepare_model(accel.replace(ctx, mesh="pp=2"), model, plan=plan))
+        return error, [name for name, _ in model.named_parameters()] == [name for name, _ in Words().named_parameters()]
+
+    for error, untouched in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, PrepareError | accel.ConfigError)
+        assert told in str(error)
+        assert untouched
+
+
+def test_memory_of_other_stages_is_freed_and_optimizers_leave_them_out(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[int, int, list[int]]:
+        model: Any = Words()
+        whole = list(model.parameters())
+        decayed = [each for each in whole if each.ndim > 1]
+        groups = [{"params": decayed}, {"params": [each for each in whole if each.ndim == 1], "weight_decay": 0}]
+        model, optimizer = accel.prepare(accel.replace(ctx, mesh="pp=2"), model, torch.optim.AdamW(groups))
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        sizes = [each.numel() for each in whole if all(each is not own for own in model.parameters())]
+        return held, len(list(model.parameters())), sizes
+
+    for held, own, sizes in ranks.run(rank, 2, default_group=True):
+        assert held == own < 35
+        assert set(sizes) == {0}
+
+
+def test_a_weight_is_needed_where_no_state_knows_it(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        run: Any = accel.forward_backward
+        return [
+            caught(lambda: run(ctx, Words(), accel.loss_scale(ctx), None, batch_of(0, 2)[0], loss_fn=torch.sum)),
+            caught(lambda: run(ctx, Words(), accel.loss_scale(ctx), batch_of(0, 2)[0], loss_fn=torch.sum, weight=1)),
+            caught(
+                lambda: run(
+                    ctx, Words(), accel.loss_scale(ctx), None, batch_of(0, 2)[0], loss_fn=lambda out: out, weight=1
+                )
+            ),
+        ]
+
+    no_weight, no_accum, no_scalar = ranks.run(rank, 1)[0]
+    assert isinstance(no_weight, accel.ConfigError)
+    assert "weight=" in str(no_weight)
+    assert isinstance(no_accum, accel.ConfigError)
+    assert isinstance(no_scalar, StepError)
+    assert "loss.sum()" in str(no_scalar)
+
+
+@pytest.mark.parametrize("mesh", ["", "pp=2"])
+def test_a_batch_without_units_adds_nothing(ranks: Simulator, mesh: str) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[float, float]:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model = accel.prepare_model(ctx, Words())
+        ids, targets = batch_of(0, 4)
+        loss, _ = accel.forward_backward(
+            ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_sum, weight=0
+        )
+        return float(loss), max(float(each.grad.abs().max()) for each in model.parameters() if each.grad is not None)
+
+    assert ranks.run(rank, 2 if mesh else 1, default_group=True) == [(0.0, 0.0)] * (2 if mesh else 1)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of pipeline stages: pure, complete, balanced; what does not divide a model is told at once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from blocks import Stack
+from catching import caught
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import accel
+from accel import ConfigError, PrepareError
+from accel.parallel.pipeline._placement import make_layout, own_stages
+from accel.parallel.pipeline._split import plan_rows, split_batch
+from accel.parallel.pipeline._stage_plan import check_stages, divide
+from accel.parallel.pipeline._ties import holders
+
+SCHEDULES = get_args(get_type_hints(accel.Plan)["schedule"])
+COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=9)
+
+
+class Gpt(nn.Module):
+    """Names and tied head of a language model; `extra` is a parameter around the blocks."""
+
+    def __init__(self, depth: int = 3, *, extra: bool = False) -> None:
+        super().__init__()
+        self.wte, self.wpe, self.drop = nn.Embedding(5, 4), nn.Embedding(6, 4), nn.Dropout(0.1)
+        self.inner = nn.ModuleDict({"h": nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(depth))})
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.wte.weight
+        if extra:
+            self.scale = nn.Parameter(torch.ones(4))
+
+
+@given(costs=COSTS, data=st.data())
+def test_a_division_is_the_best_of_all(costs: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(costs)))
+
+    def worst(ends: tuple[int, ...]) -> int:
+        return max(sum(costs[begin:end]) for begin, end in itertools.pairwise((0, *ends)))
+
+    ends = divide(costs, parts)
+    assert len(ends) == parts
+    assert ends[-1] == len(costs)
+    assert all(begin < end for begin, end in itertools.pairwise((0, *ends)))
+    best = min(worst((*cuts, len(costs))) for cuts in itertools.combinations(range(1, len(costs)), parts - 1))
+    assert worst(ends) == best
+
+
+@given(depth=st.integers(2, 9), data=st.data())
+def test_every_module_of_a_chain_has_one_stage(depth: int, data: st.DataObject) -> None:
+    model = Stack(depth)
+    stages = data.draw(st.integers(1, depth))
+    plan = accel.stage_plan(model, stages)
+    assert list(itertools.chain(*plan)) == ["first", *(f"blocks.{at}" for at in range(depth)), "last"]
+    blocks = [sum(path.startswith("blocks.") for path in stage) for stage in plan]
+    assert max(blocks) - min(blocks) <= 1 or max(blocks) == -(-depth // stages)
+
+
+def test_a_plan_follows_the_order_of_a_model_on_any_device() -> None:
+    with torch.device("meta"):
+        plan = accel.stage_plan(Gpt(), 2)
+    assert plan == (("wte", "wpe", "drop", "inner.h.0", "inner.h.1"), ("inner.h.2", "norm", "head"))
+
+
+def test_costs_move_blocks() -> None:
+    costs = {"wte": 2, "head": 0, "inner.h.2": 0.5}
+    assert accel.stage_plan(Gpt(), 2, costs=costs)[0] == ("wte", "wpe", "drop", "inner.h.0")
+
+
+def test_a_sequential_is_a_chain_of_its_modules() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    assert accel.stage_plan(model, 2) == (("0", "1"), ("2", "3"))
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "told"),
+    [
+        (nn.Linear(2, 2), 2, "no list of blocks"),
+        (Gpt(), 4, "fewer blocks than stages: expected at least 4, got 3, in inner.h"),
+        (Gpt(extra=True), 2, "scale is in no stage"),
+        (nn.Transformer(8, 2, 2, 2, 8, batch_first=True), 2, "encoder.layers, decoder.layers"),
+    ],
+)
+def test_models_that_are_no_chain_are_refused(model: nn.Module, stages: int, told: str) -> None:
+    with pytest.raises(PrepareError, match=told):
+        accel.stage_plan(model, stages)
+
+
+@pytest.mark.parametrize("stages", [0, -1, 1.5, True])
+def test_numbers_of_stages_are_integers_from_one(stages: int) -> None:
+    with pytest.raises(ConfigError, match="not a number of stages"):
+        accel.stage_plan(Gpt(), stages)
+
+
+@pytest.mark.parametrize(
+    ("costs", "told"), [({"inner.h.9": 1}, "module of the chain"), ({"wte": -1}, "not a cost"), ({"wte": "1"}, "wte")]
+)
+def test_costs_are_numbers_of_modules_in_the_chain(costs: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        accel.stage_plan(Gpt(), 2, costs=costs)
+
+
+def test_all_problems_of_stages_are_told_at_once() -> None:
+    stages = [["wte", "inner.h.0"], ["inner.h.0", "inner.h.1.0", "inner.h.1", "hed"], []]
+    with pytest.raises(PrepareError) as caught:
+        check_stages(Gpt(extra=True), stages, "here")
+    lines = str(caught.value).split("\n")[1:-1]
+    assert [line.strip() for line in lines] == [
+        "inner.h.0 is in stage 0 and in stage 1",
+        "'hed' is no module of the model. Did you mean `head`?",
+        "stage 2 has no module",
+        "inner.h.1.0 is within inner.h.1, which stage 1 has",
+        "scale is in no stage",
+        "wpe.weight is in no stage",
+        "inner.h.2.0.weight is in no stage",
+        "inner.h.2.0.bias is in no stage",
+        "norm.weight is in no stage",
+        "norm.bias is in no stage",
+        "head.weight is in no stage",
+    ]
+
+
+@given(schedule=st.sampled_from(SCHEDULES), ranks=st.integers(2, 5), per=st.integers(1, 3))
+def test_ranks_share_the_stages_or_the_schedule_is_refused(schedule: str, ranks: int, per: int) -> None:
+    refused = caught(make_layout, schedule, ranks, per, None)
+    if refused is not None:
+        assert isinstance(refused, ConfigError)
+        assert refused.where == "plan=, stages_per_rank"
+        return
+    layout = make_layout(schedule, ranks, per, None)
+    found = [own_stages(layout, rank) for rank in range(ranks)]
+    assert sorted(itertools.chain(*found)) == list(range(ranks * per))
+    assert {len(each) for each in found} == {per}
+    assert layout.owners == {stage: rank for rank, own in enumerate(found) for stage in own}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per", "micro", "told"),
+    [
+        ("1F1B", 1, 2, "expected 3 or more, got 2"),
+        ("DualPipeV", 2, 5, "expected 6 or more, got 5"),
+        ("Interleaved1F1B", 2, 7, "expected a multiple of 2"),
+        ("GPipe", 2, None, "Take Interleaved1F1B"),
+        ("ZBVZeroBubble", 1, None, "2, one on each side of its V"),
+        ("LoopedBFS", 1, None, "2 or more"),
+    ],
+)
+def test_numbers_that_a_schedule_cannot_run_are_refused(schedule: str, per: int, micro: int | None, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make_layout(schedule, 3, per, micro)
+
+
+@given(rows=st.integers(1, 30), count=st.integers(1, 8), equal=st.booleans())
+def test_micro_batches_hold_each_row_once(rows: int, count: int, equal: bool) -> None:
+    found = plan_rows(rows, count, equal=equal)
+    assert len(found) == count
+    real = [row for each in found for row in range(each.begin, each.begin + each.real)]
+    assert real == list(range(rows))
+    assert all(1 <= each.size >= each.real for each in found)
+    if equal:
+        assert len({each.size for each in found}) == 1
+    else:
+        assert max(each.size for each in found) - min(each.real for each in found) <= 1
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 9), count=st.integers(1, 5), equal=st.booleans())
+def test_what_fills_a_micro_batch_up_is_the_last_row(rows: int, count: int, equal: bool) -> None:
+    inputs = {"ids": torch.arange(2 * rows).view(rows, 2), "positions": torch.arange(2)[None], "cache": False}
+    for each in split_batch(inputs, torch.arange(rows), count, equal=equal):
+        expected = [min(each.rows.begin + at, rows - 1) for at in range(each.rows.size)]
+        assert each.targets.tolist() == expected
+        assert each.kwargs["ids"][:, 0].tolist() == [2 * row for row in expected]
+        assert torch.equal(each.kwargs["positions"], inputs["positions"])
+        assert each.kwargs["cache"] is False
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ((torch.ones(3, 2), torch.ones(4)), "different numbers of rows"),
+        (torch.ones(0, 2), "without rows"),
+        ({"text": "a"}, "no tensor"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_refused(inputs: object, told: str) -> None:
+    with pytest.raises(accel.DataError, match=told):
+        split_batch(inputs, None, 2, equal=True)
+
+
+@given(data=st.data(), ranks=st.integers(1, 4))
+def test_holders_of_a_tied_parameter_are_the_ranks_of_its_names(data: st.DataObject, ranks: int) -> None:
+    stages = [[f"block{at}"] for at in range(6)]
+    owners = {at: data.draw(st.integers(0, ranks - 1)) for at in range(6)}
+    chosen = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))
+    found = holders([f"block{at}.weight" for at in chosen], stages, owners)
+    assert found == tuple(sorted({owners[at] for at in chosen}))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of tensors and values: planned purely, written by all ranks, committed by one rename.
 
-What lists and checks folders works without torch; all else is loaded when it is asked for.
+Names that list and check folders work without torch; the others are loaded on first use.
 """
 
 from typing import TYPE_CHECKING

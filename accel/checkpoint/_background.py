@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving while training goes on: a copy in host memory, written and committed by a thread of each rank.
 
-The threads use no process group, so that they can neither meet nor delay the collectives of training, and a group that
-another framework made needs no second one. They meet in the stage, which all ranks can see anyhow: a rank that has
-written its share leaves a note there, and rank 0 commits when it has all notes. Training ranks receive the outcome in a
-collective, `Saving.result`. The next save and the end of the session call it where the user has not.
+The threads use no process group: they cannot delay the collectives of training, and an adopted group needs no second
+one. They communicate through the stage, which all ranks share. Each rank leaves a note there after writing its share,
+and rank 0 commits when it has all notes. Ranks receive the outcome in a collective, `Saving.result`. The next save and
+the end of the session call it if the user has not.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Saving:
         return f"Saving({str(self.path)!r}, done={self.done()})"
 
     def done(self) -> bool:
-        """Whether this rank's thread has ended, well or not. No communication."""
+        """Return whether this rank's thread has ended, with or without success. No communication."""
         return not self._thread.is_alive()
 
     def result(self) -> Path | RemotePath:
@@ -163,11 +163,11 @@ def save_async(
     metrics: Mapping[str, float],
     check: Callable[[Content], object] | None,
 ) -> Saving:
-    """Copy what this rank writes, and return while threads write and commit it. A collective.
+    """Copy this rank's share, and return while threads write and commit it. A collective.
 
     Args:
-        ctx, out, content, step, keep, metrics: as of `save`.
-        check: raises if what this rank writes must not be saved; called by the thread. None for no check.
+        ctx, out, content, step, keep, metrics: as in `save`.
+        check: function that raises if the content must not be saved; called by the thread. None for no check.
 
     Raises:
         CheckpointError: another writer is saving, or the disk failed; the same on every rank, nothing has changed.
@@ -197,7 +197,7 @@ def _written(content: Content, tensors: Mapping[str, torch.Tensor]) -> Content:
 
 
 def _leave_failure(stage: Stage, rank: int, snapshot: Snapshot, error: Exception) -> None:
-    """Tell rank 0; where even that cannot be written, `Saving.result` does."""
+    """Report a failure to rank 0; if that fails too, `Saving.result` reports it."""
     with suppress(CheckpointError):
         stage.place.remove([snapshot.file])  # a full disk has room for the note then
     with suppress(CheckpointError):
@@ -208,9 +208,9 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Ten
     """Copy tensors, so that training may change its own, and wait for the copies.
 
     Args:
-        tensors: by name.
-        spare: copies that are no longer needed, whose memory is used again, as mapping new memory takes longer than
-            the copy. Mutated: it holds the new ones, but for pinned memory, which torch keeps by itself.
+        tensors: tensors by name.
+        spare: former copies; their memory is reused, as mapping new memory takes longer than the copy. Mutated: it then
+            holds the new copies, except pinned memory, which torch keeps itself.
 
     Raises:
         RuntimeError: the memory does not suffice, or a device failed.

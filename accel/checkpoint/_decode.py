@@ -28,7 +28,7 @@ class Making:
     Attributes:
         kept: live records by path: a record at the same path has the class of that one.
         classes: else its class by name.
-        own: gives what becomes of each record that is made, by its path.
+        own: maps path and record to the final record.
         exact: whether records inside values have the names of their classes, as since format 4; else a dict in the
             place of a live record is one.
     """
@@ -75,17 +75,17 @@ class Making:
 def decode(
     value: Any, where: str, tensors: Mapping[str, torch.Tensor], path: str = "", making: Making | None = None
 ) -> Any:
-    """Make the value again that `encode` took apart.
+    """Decode a value of `encode`.
 
     Args:
         value: decoded JSON, from anywhere.
         where: for errors.
-        tensors: by name.
-        path: as `encode` had it.
+        tensors: tensors by name.
+        path: path as in `encode`.
         making: makes records; without it they come back as dicts of their fields.
 
     Raises:
-        CheckpointError: it is nothing that `encode` makes; a `MisfitError` if that is due to the classes of records.
+        CheckpointError: not an encoded value; a `MisfitError` if a class does not fit.
     """
     if is_list(value):
         return [decode(child, where, tensors, f"{path}[{i}]", making) for i, child in enumerate(value)]

@@ -24,13 +24,13 @@ def latest_checkpoint(out: str | RemotePath, *, verify: bool = False) -> Path | 
 def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool = False) -> Path | RemotePath | None:
     """Return the newest committed checkpoint by step, None if there is none. No communication.
 
-    A folder whose manifest is damaged, or whose files are missing or of another size, is skipped with a warning of the
-    logger `accel.checkpoint`.
+    A folder with a damaged manifest, or with missing files or wrong sizes, is skipped with a warning of the logger
+    `accel.checkpoint`.
 
     Args:
-        out: the folder or URL that was given to `save_state`; it need not exist.
-        verify: whether to read every file and skip a folder in which a byte has changed, too. Without it, such a
-            folder is returned, and refused by `load_state`.
+        out: folder or URL as for `save_state`; it need not exist.
+        verify: whether to read every file and skip a folder with changed bytes. Without it, such a folder is returned,
+            and `load_state` refuses it.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -70,7 +70,7 @@ def newest_in(folder: Place, *, verify: bool = False) -> Place | None:
 
 
 def deleted(path: Place) -> CheckpointError:
-    """Make the error of a step's folder that is no longer there."""
+    """Make the error for a step's folder that no longer exists."""
     try:
         left = [name for name in sorted(path.parent.names()) if step_of(name) is not None]
     except CheckpointError:
@@ -85,13 +85,13 @@ def deleted(path: Place) -> CheckpointError:
 
 
 def committed(out: Place) -> list[tuple[int, Place]]:
-    """List the steps under `out` that are committed, with their folders, newest first."""
+    """List committed steps with their folders, newest first."""
     steps = [(step, out / name) for name in out.names() if (step := step_of(name)) is not None]
     return [(step, path) for step, path in sorted(steps, reverse=True) if is_committed(path, step)]
 
 
 def is_committed(path: Place, step: int | None = None) -> bool:
-    """Whether a folder is a checkpoint (of that step) with a valid manifest and every file of the right size."""
+    """Return whether a folder is a checkpoint (of that step), with a valid manifest and files of the right size."""
     try:
         manifest_of(path, step)
     except CheckpointError:
@@ -100,7 +100,7 @@ def is_committed(path: Place, step: int | None = None) -> bool:
 
 
 def is_exactly_ours(path: Place) -> bool:
-    """Whether a folder is a checkpoint and holds nothing that its manifest does not list."""
+    """Return whether a folder is a checkpoint without files that its manifest does not list."""
     try:
         with path.open(follow=False) as folder:
             manifest, _ = read_manifest(folder)
@@ -114,7 +114,7 @@ def manifest_of(path: Place, step: int | None = None) -> Manifest:
 
     Args:
         path: the checkpoint's folder or place.
-        step: that it must be of; None for any.
+        step: expected step; None for any.
 
     Raises:
         CheckpointError: it is no committed checkpoint, or of another step.

@@ -31,17 +31,17 @@ Kept = dict[str, object]  # by path: records and members of enums, each with a c
 
 
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:
-    """Turn a value into what JSON can hold.
+    """Encode a value as JSON.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, tensor, record, member of an enum, path, scalar or array of
             numpy, or a list, tuple, dict, OrderedDict or Counter of such; of exactly these types.
-        path: the value's name; the names of its tensors begin with it.
+        path: path of the value; names of its tensors begin with it.
         tensors: receives the tensors by name.
         kept: receives records and members of enums by path.
 
     Raises:
-        CheckpointError: something else is inside, named by its path.
+        CheckpointError: a value of another type, with its path.
     """
     if value is None or type(value) is bool:
         return value
@@ -77,7 +77,7 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kep
 def encode_record(
     value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None
 ) -> dict[str, Any]:
-    """Turn a record into its fields by name, encoded, without the name of its class.
+    """Encode a record as fields by name, without the name of its class.
 
     Raises:
         CheckpointError: as `encode`.

@@ -16,14 +16,14 @@ from accel.tensors import is_dtensor, is_partial, local_part
 
 
 def held_box(tensor: torch.Tensor, path: str) -> Box | None:
-    """Return which part of a tensor this rank holds, None for none. No communication.
+    """Return the box of a tensor on this rank, None for none. No communication.
 
     Args:
-        tensor: plain, or a DTensor that is split by `Shard`, by `fully_shard` after tensor parallelism, or copied.
+        tensor: plain tensor, or a DTensor split by `Shard`, by `fully_shard` after tensor parallelism, or replicated.
         path: its name, for errors.
 
     Raises:
-        CheckpointError: it awaits a sum over ranks, or lies in a way that is not known here.
+        CheckpointError: a DTensor that awaits a sum over ranks, or with an unknown layout.
     """
     if not is_dtensor(tensor):
         return whole(tensor.shape)
@@ -59,8 +59,8 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Raise unless a tensor is dense, has values, and can be stored.
 
     Raises:
-        CheckpointError: it is sparse, quantized, without values, awaits a sum over ranks, or is of a dtype that has no
-            name on disk.
+        CheckpointError: a tensor that is sparse, quantized or without values, awaits a sum over ranks, or has a dtype
+            without a name on disk.
     """
     problem, fix = "", "Store a dense tensor."
     if is_dtensor(tensor):
@@ -82,7 +82,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
 
 
 def memory_id(tensor: torch.Tensor) -> int:
-    """Return a number that is the same for plain tensors of the same memory, and no other's while they live."""
+    """Return a number of a plain tensor's memory, unique while the tensor lives."""
     return xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.untyped_storage().data_ptr()
 
 
@@ -90,10 +90,10 @@ def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Find names for the same memory with the same shape and stride, or for the same sharded tensor.
 
     Args:
-        tensors: by name. A DTensor is known by being one object, as ranks that hold nothing of it have no memory.
+        tensors: tensors by name. DTensors are compared as objects, since some ranks hold no memory of them.
 
     Returns:
-        Every name that can be left out -> the first name, in sorted order, of what it is.
+        Redundant names, each with the first name, in sorted order, of the same tensor.
     """
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -116,7 +116,7 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
     """Sum the bits of tensors, for ranks to compare.
 
     Args:
-        tensors: by name, of any device; read in one pass each, waited for once.
+        tensors: tensors by name, on any device. Reads each once, and waits for devices once.
 
     Returns:
         An integer of 64 bits; equal for equal tensors.

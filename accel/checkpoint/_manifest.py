@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The marks of a checkpoint: its folder's name, and `manifest.json`, which is written last and checked first."""
+"""The name of a checkpoint's folder, and its `manifest.json`, which is written last and checked first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def box(self) -> Box:
-        """The part of the tensor that it holds."""
+        """The part of the tensor in this piece."""
         return Box(self.offset, self.shape)
 
 
@@ -54,8 +54,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         dtype: torch's name, such as "float32".
-        shape: of the whole tensor.
-        pieces: boxes that hold each of its elements once, each in another file; in format 1 a single one.
+        shape: shape of the whole tensor.
+        pieces: boxes that together hold each element once, each in another file; in format 1 a single one.
     """
 
     dtype: str
@@ -67,7 +67,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents that were saved under one name.
 
     Attributes:
-        kind: the way of loading it.
+        kind: kind of the item, which decides how it is loaded.
         type: the class's name.
         value: its non-tensor state, encoded.
     """
@@ -83,12 +83,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Attributes:
         format: version of this format.
         accel, torch: versions that wrote it.
-        step, world_size: of the run that wrote it.
+        step, world_size: step and world size of the run that wrote it.
         files: contents of the folder beside the manifest, by name.
-        tensors: by full name.
+        tensors: tensors by full name.
         aliases: other names of tensors.
-        items: by the name that they were saved under.
-        metrics: values that it is rated by.
+        items: items by name.
+        metrics: metrics of the checkpoint, for `Keep`.
     """
 
     format: int
@@ -114,10 +114,10 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON whose first field is the digest of all that follows it.
+    """Return the manifest as JSON. Its first field is the digest of the rest.
 
     Raises:
-        CheckpointError: it is larger than a reader takes.
+        CheckpointError: the manifest is larger than readers accept.
     """
     body = msgspec.json.encode(manifest)[1:]
     if len(body) + _SEAL_BYTES > LARGEST_MANIFEST:
@@ -171,13 +171,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a folder's name stands for, None if it is not the name of one."""
+    """Return the step of a folder's name, None for another name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
 
 
 def candidates(folder: Place) -> list[tuple[int, bool, Place, tuple[int, int]]]:
-    """List what may be a checkpoint by its name, newest first: step, whether it has its final name, path, identity."""
+    """List folders with the name of a checkpoint, newest first: step, whether the name is final, path, identity."""
     found = [(step_of(name), True, folder / name) for name in folder.names()]
     # a writer that died between two renames left the former checkpoint of its step aside
     aside = [left for left in folder.leftovers() if left.kind == "old"]
@@ -204,17 +204,17 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
 
 
 def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
-    """Compare the step of a manifest with the one that its folder is named after.
+    """Compare the step of a manifest with its folder's name.
 
     Raises:
-        CheckpointError: it is of another step.
+        CheckpointError: the steps differ.
     """
     if manifest.step != step:
         raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
 
 
 def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
-    """Look whether an open folder's files are there and as long as they should be.
+    """Check that an open folder's files exist with the right sizes.
 
     Raises:
         CheckpointError: a file is missing or of another size; it is named.

@@ -46,13 +46,13 @@ def merge(
 ) -> Path:
     """Write a model of a checkpoint as safetensors that `from_pretrained` of Hugging Face's libraries loads.
 
-    One process does it, without a process group, in memory for one file. Every file that is read is checked. Tied
-    tensors are written under each of their names, since nothing in a checkpoint tells which of them readers look for.
+    Runs in one process, without a process group, in memory for one file. Every file that is read is checked. Tied
+    tensors are written under each of their names, as readers may look for any of them.
 
     Args:
         path: the checkpoint's folder or URL.
-        folder: gets what `save_model` writes; made if it is missing.
-        item: the name that the model was saved by.
+        folder: output folder, as for `save_model`; made if it is missing.
+        item: name of the model's item.
         max_shard_size: as for `save_model`.
         advance: called with numbers of bytes that have been read, for a progress bar.
 
@@ -80,7 +80,7 @@ def merge(
 
 @contextlib.contextmanager
 def _stage(target: Path) -> Generator[Path]:
-    """Hold the lock of a folder, and a stage in it that is gone after the block."""
+    """Hold the lock of a folder, and a stage in it that is removed after the block."""
     make_folder(target)
     with contextlib.ExitStack() as held:
         held.callback(take_lock(target).release)
@@ -98,7 +98,7 @@ def open_verified(path: Place, names: Iterable[str], advance: Advance | None = N
     """Hold a checkpoint open after checking every byte of the files that hold some of its tensors.
 
     Raises:
-        CheckpointError: it is none, or a file is missing or damaged.
+        CheckpointError: not a checkpoint, or a file is missing or damaged.
     """
     with open_checkpoint(path) as saved:
         files = {piece.file for name in names for piece in saved.entries[name].pieces}
@@ -107,7 +107,7 @@ def open_verified(path: Place, names: Iterable[str], advance: Advance | None = N
 
 
 def differing_values(one: Place, other: Place, *, advance: Advance | None = None) -> list[str]:
-    """Tell which tensors that two checkpoints both hold, in one shape and dtype, have other values; a line each.
+    """List tensors of the same shape and dtype in two checkpoints with different values, a line each.
 
     Raises:
         CheckpointError: one of them is no checkpoint, or damaged.
@@ -129,7 +129,7 @@ def differing_values(one: Place, other: Place, *, advance: Advance | None = None
 
 
 def _names(manifest: Manifest, item: str, path: Place) -> dict[str, str]:
-    """A model's tensors by name, each with its name in the checkpoint."""
+    """Return a model's tensors by name, each with its name in the checkpoint."""
     found = manifest.items.get(item)
     modules = sorted(name for name, each in manifest.items.items() if each.kind == "module")
     if found is None or found.kind != "module":

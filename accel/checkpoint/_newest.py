@@ -22,9 +22,9 @@ class _Pick(msgspec.Struct, frozen=True):
     """Rank 0's choice.
 
     Attributes:
-        name: of the checkpoint's folder in the run's; "" where the path is the checkpoint's own.
-        digest: of its manifest; "" if there is no checkpoint.
-        damaged: the damaged ones that were skipped, and why; only if there is no checkpoint.
+        name: name of the checkpoint's folder in the run's; "" where the path is the checkpoint's own.
+        digest: digest of its manifest; "" if there is no checkpoint.
+        damaged: damaged checkpoints with reasons; only if no other exists.
     """
 
     name: str = ""
@@ -34,25 +34,25 @@ class _Pick(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class SkippedCheckpoints:
-    """Checkpoints of a run's folder that are not to be chosen again, by folder name and manifest digest.
+    """Checkpoints of a run's folder not to choose again, by folder name and manifest digest.
 
     Attributes:
         reasons: the damage of each.
-        gone: deleted or replaced by their writer.
+        gone: checkpoints that their writer deleted or replaced.
     """
 
     reasons: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     gone: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
     def add(self, path: Place, digest: str, reason: str) -> None:
-        """Note a damaged one; the logger reports it once."""
+        """Note a damaged checkpoint; the logger reports it once."""
         if self.reasons.get((path.name, digest)) != reason:
             text = "%s cannot be loaded and is skipped: %s"
             logging.getLogger("accel.checkpoint").warning(text, path, reason)
         self.reasons[path.name, digest] = reason
 
     def add_held(self, held: Held, reason: str) -> None:
-        """Note one that turned out to be damaged while it was held; one that its writer has deleted is none."""
+        """Note damage of a held checkpoint, unless its writer has deleted it."""
         if isinstance(held.opened, Saved) and not held.opened.is_current():
             self.gone.add((held.place.name, held.opened.digest))
         else:
@@ -65,7 +65,7 @@ class Held:
 
     Attributes:
         place: the checkpoint's folder, the same on every rank.
-        digest: of its manifest as rank 0 reads it.
+        digest: digest of its manifest on rank 0.
         is_newest: whether it was chosen from a run's folder, so that another may take its place.
         opened: its contents, or the reason why this rank cannot read it.
     """
@@ -82,14 +82,14 @@ def hold_newest(
 ) -> Generator[Held | None]:
     """Hold a checkpoint open for the block: the one at a path, or the newest that can be read in a run's folder.
 
-    A collective. Rank 0 chooses. Retention on the same host leaves the checkpoint alone during the block; elsewhere, as
-    in object stores, it may vanish.
+    A collective. Rank 0 chooses. Retention on the same host keeps the checkpoint during the block; elsewhere, as in
+    object stores, it may disappear.
 
     Args:
         ctx: the context.
-        path: a checkpoint's folder, or the one that was given to `save_state`.
+        path: a checkpoint's folder, or a run's.
         call: the expected call of all ranks.
-        skipped: those that are not to be chosen; grows on rank 0.
+        skipped: checkpoints not to choose; grows on rank 0.
         error: this rank's failure so far; None without one.
 
     Returns:
@@ -147,7 +147,7 @@ def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: SkippedCheckp
 
 
 def _note_broken(path: Place, error: CheckpointError, skipped: SkippedCheckpoints) -> None:
-    """Note a checkpoint that is damaged; a folder without a manifest is what a killed save may leave."""
+    """Note a damaged checkpoint; a folder without a manifest may be left by a killed save."""
     try:
         is_checkpoint = MANIFEST in path.names()
     except CheckpointError:
@@ -159,7 +159,7 @@ def _note_broken(path: Place, error: CheckpointError, skipped: SkippedCheckpoint
 
 
 def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved | CheckpointError:
-    """Open what rank 0 has chosen."""
+    """Open the checkpoint that rank 0 has chosen."""
     try:
         saved = stack.enter_context(open_checkpoint(path))
     except CheckpointError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes between threads of different ranks, without a process group: files in the stage that all of them see."""
+"""Notes between threads of different ranks, without a process group: files in the stage that all ranks share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LARGEST = 1 << 20
 
 
 class ShareReport(msgspec.Struct, frozen=True):
-    """The outcome of a rank's thread: the file that it has written, or its error."""
+    """Outcome of a rank's thread: its file, or its error."""
 
     share: WrittenFile | None = None
     error: ErrorRecord | None = None
 
 
 def leave_note(stage: Stage, rank: int, note: ShareReport) -> None:
-    """Put a note into the stage, all of it at once.
+    """Write a note into the stage, atomically.
 
     Raises:
         CheckpointError: the disk or store failed.
@@ -33,14 +33,14 @@ def leave_note(stage: Stage, rank: int, note: ShareReport) -> None:
 
 
 def show_life(stage: Stage, rank: int) -> contextlib.AbstractContextManager[object]:
-    """Let rank 0 see that this rank works on, in a store, where nothing of an upload is seen before its end."""
+    """Show rank 0 that this rank is alive, in a store, where an upload is invisible until its end."""
     return stage.place.beating(f"share-{rank:05d}{stage.mark}.beat") if rank else contextlib.nullcontext()
 
 
 def collect_notes(
     stage: Stage, ranks: Iterable[int], *, timeout_s: float, given_up: threading.Event
 ) -> dict[int, ShareReport]:
-    """Wait for the notes of ranks, and take them out of the stage once all are there.
+    """Wait for the notes of all ranks, and remove them from the stage.
 
     Args:
         stage: folder of the notes.
@@ -49,7 +49,7 @@ def collect_notes(
         given_up: set when the notes are no longer wanted.
 
     Raises:
-        CheckpointError: ranks have written nothing for too long, and are named; or the disk or store failed.
+        CheckpointError: named ranks have written nothing for too long; or the disk or store failed.
     """
     waiting = set(ranks)
     notes = dict[int, ShareReport]()

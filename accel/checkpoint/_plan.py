@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans without tensors: how boxes of a tensor overlap and tile it, and which rank holds, writes and checks which."""
+"""Plans without tensors: overlaps and tilings of boxes, and the rank that holds, writes or checks each."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Split(msgspec.Struct, frozen=True):
 
     Attributes:
         dim: the tensor's dimension.
-        after: into how many parts later mesh dimensions have split that dimension before this one splits it further;
-            1 for none. It is torch's `split_factor`, with which `fully_shard` marks what tensor parallelism had split.
+        after: number of parts into which later mesh dimensions have split the dimension before; 1 for none. This is
+            torch's `split_factor`, by which `fully_shard` marks dimensions that tensor parallelism has split.
     """
 
     dim: int
@@ -50,12 +50,12 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that is a whole tensor."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of a tensor have in common, None if that is nothing."""
+    """Return the intersection of two boxes, None if it is empty."""
     low = tuple(map(max, one.offset, other.offset))
     ends = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
     shape = tuple(min(a + n, b + m) - start for start, (a, n, b, m) in zip(low, ends, strict=True))
@@ -63,13 +63,13 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return a box as an index into the tensor that holds an outer box."""
+    """Return a box as an index into the tensor of an outer box."""
     starts = [mine - its for mine, its in zip(box.offset, outer.offset, strict=True)]
     return tuple(slice(start, start + extent) for start, extent in zip(starts, box.shape, strict=True))
 
 
 def shape_problem(shape: Sequence[int]) -> str:
-    """Return the reason why a shape is impossible, "" for none; in little time for any numbers."""
+    """Return the reason why a shape is impossible, "" for none. Fast for any numbers."""
     if len(shape) > _MOST_DIMS:
         return f"has {len(shape)} dimensions, the most is {_MOST_DIMS}"
     if max(shape, default=0) > _MOST_ELEMENTS or math.prod(extent for extent in shape if extent) > _MOST_ELEMENTS:
@@ -78,15 +78,15 @@ def shape_problem(shape: Sequence[int]) -> str:
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Why boxes are not the whole tensor, each element once; "" if they are.
+    """Return the reason why boxes do not tile a tensor; "" if they do.
 
-    Each box adds 1 to the elements in it. Differences of that sum along every dimension vanish but for the corners of
-    boxes, and the corners tell the sum. So the boxes are the whole, each element once, exactly if their corners, with
-    the signs of differences, add up to those of the whole: one pass over the boxes, whatever they are.
+    Each box adds 1 to its elements. Differences of that sum along every dimension are zero except at the corners of
+    boxes, and the corners determine the sum. So the boxes tile the tensor exactly if their corners, with the signs of
+    differences, add up to those of the whole: one pass over any boxes.
 
     Args:
-        shape: of the whole tensor, one that `shape_problem` accepts.
-        boxes: of any kind.
+        shape: shape of the whole tensor, accepted by `shape_problem`.
+        boxes: any boxes.
     """
     if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
         return "has a piece of another number of dimensions"
@@ -111,16 +111,16 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 def local_box(
     shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], splits: Sequence[Split | None]
 ) -> Box | None:
-    """Return the box that a place in a mesh holds; parts are as long as `torch.chunk` makes them.
+    """Return the box of a position in a mesh; parts are as long as those of `torch.chunk`.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         mesh: the extents of the mesh.
         place: this rank's index in each of its dimensions.
         splits: the split along each of them; None for copies.
 
     Returns:
-        The box, of extent 0 where nothing is left for a rank; None if the splits contradict each other.
+        The box, of extent 0 for a rank without elements; None if the splits contradict each other.
     """
     offset = [0] * len(shape)
     extents = list(shape)
@@ -143,11 +143,11 @@ def plan_writes(
 
     Args:
         sizes: bytes of each part.
-        holders: the ranks that can write a part, at least one, where these are not all ranks.
+        holders: ranks that can write a part, at least one; parts without an entry can be written by all.
         world_size: number of ranks.
 
     Returns:
-        The parts of each rank, in order: each part once, at one of its holders. Where all ranks can write all, ranks
+        The parts of each rank, in order: each part once, at one of its holders. If all ranks can write all parts, ranks
         differ by the largest part at most.
     """
     found: list[list[K]] = [[] for _ in range(world_size)]
@@ -171,9 +171,9 @@ def plan_checks(counts: Mapping[str, int], readers: Mapping[str, Sequence[int]],
     """Divide the checking of files among the ranks that read them.
 
     Args:
-        counts: of each file, how many parts have a digest.
-        readers: of each file, the ranks that share its parts, at least one.
-        rank: the rank whose share is returned.
+        counts: number of parts with a digest in each file.
+        readers: ranks that read each file, at least one.
+        rank: rank of the returned share.
 
     Returns:
         Consecutive parts of each file; shares of the readers of a file differ by at most one part.
@@ -188,7 +188,7 @@ def plan_checks(counts: Mapping[str, int], readers: Mapping[str, Sequence[int]],
 
 
 def _order(dim: int, mesh: Sequence[int], splits: Sequence[Split | None]) -> list[int] | None:
-    """The mesh dimensions that split a dimension, in the order in which they did; None if there is no such order."""
+    """Return the mesh dimensions that split a dimension, in order of the splits; None if there is no such order."""
     order: list[int] = []
     for axis in reversed(range(len(mesh))):
         split = splits[axis]
@@ -205,7 +205,7 @@ def _order(dim: int, mesh: Sequence[int], splits: Sequence[Split | None]) -> lis
 
 
 def _corners(box: Box, dims: Iterable[int], sign: int) -> Counter[tuple[int, ...]]:
-    """A box's corners in some dimensions, with the signs of its differences."""
+    """Return a box's corners in some dimensions, with the signs of its differences."""
     sides = [((box.offset[dim], 1), (box.offset[dim] + box.shape[dim], -1)) for dim in dims]
     found: Counter[tuple[int, ...]] = Counter()
     for corner in product(*sides):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An open checkpoint on one rank: boxes of tensors, read from the files that hold them."""
+"""An open checkpoint on one rank: boxes of tensors, read from their files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _StoredTensor:
     """A tensor, or a box of one, in a file.
 
     Attributes:
-        view: on the mapped file.
+        view: the tensor, on the mapped file.
         start: its first byte in the file.
     """
 
@@ -53,12 +53,12 @@ class _StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """An open checkpoint whose manifest has been checked, and the sizes of its files.
+    """An open checkpoint with a checked manifest and checked sizes of files.
 
     Attributes:
         path: the folder.
         manifest: its contents.
-        digest: the manifest's, in hex; it stands for every byte of the checkpoint.
+        digest: digest of the manifest, in hex; it covers every byte of the checkpoint.
         entries: tensors by name, aliases included.
     """
 
@@ -72,10 +72,10 @@ class Saved:
     _files: dict[str, Mapping[str, _StoredTensor]] = field(default_factory=dict[str, Mapping[str, _StoredTensor]])
 
     def stub(self, name: str) -> torch.Tensor:
-        """Return a tensor of the right dtype and shape that holds nothing.
+        """Return a tensor of the stored dtype and shape, without values.
 
         Raises:
-            CheckpointError: no tensor can have that dtype.
+            CheckpointError: torch has no such dtype.
         """
         entry = self.entries[name]
         dtype = getattr(torch, entry.dtype, None)
@@ -84,7 +84,7 @@ class Saved:
         return torch.empty(entry.shape, dtype=dtype, device="meta")
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a tensor, or the part of it in a box, in new memory on the CPU.
+        """Return a tensor or a box of it, in new memory on the CPU.
 
         Raises:
             CheckpointError: a file does not hold what the manifest says.
@@ -95,7 +95,7 @@ class Saved:
         return part
 
     def read_into(self, target: torch.Tensor, name: str, box: Box | None = None) -> None:
-        """Copy a tensor, or the part of it in a box, into one of that part's shape. Mutates it.
+        """Copy a tensor or a box of it into a tensor of that shape. Mutates it.
 
         Raises:
             CheckpointError: a file does not hold what the manifest says.
@@ -121,7 +121,7 @@ class Saved:
             _ = wait(reading)  # none may write to memory that has another use by then
 
     def _start(self, target: torch.Tensor, name: str, box: Box) -> Iterator[Future[None]]:
-        """Copy what has to be copied; have threads read straight into memory what lies there as in the file."""
+        """Copy small and strided parts; let threads read contiguous ones straight into memory."""
         for piece, shared in self._pieces(name, box):
             stored = self._stored(self.manifest.aliases.get(name, name), piece)
             part = target[within(shared, box)]
@@ -137,7 +137,7 @@ class Saved:
                 yield self._readers.submit(self._folder.read_into, piece.file, start + at, run)
 
     def open_files(self, wanted: Iterable[tuple[str, Box | None]]) -> None:
-        """Open the files that hold what is wanted, and compare their headers with the manifest.
+        """Open the files of the wanted boxes, and compare their headers with the manifest.
 
         Raises:
             CheckpointError: a file is missing, or does not hold what the manifest says.
@@ -147,7 +147,7 @@ class Saved:
                 _ = self._stored(self.manifest.aliases.get(name, name), piece)
 
     def bytes_of_files(self, wanted: Iterable[tuple[str, Box | None]]) -> list[int]:
-        """Return how many bytes of what is wanted lie in each file, in order of the files' names; at least 1 of any."""
+        """Return the bytes wanted from each file, in order of file names; at least 1 for any box."""
         found = dict.fromkeys(sorted(self.manifest.files), 0)
         for name, box in wanted:
             itemsize = self.stub(name).element_size()
@@ -156,7 +156,7 @@ class Saved:
         return list(found.values())
 
     def spans(self, files: Iterable[str]) -> list[tuple[str, Span]]:
-        """Return the parts of some files that have digests, each with its file's name."""
+        """Return the parts of files with a digest each, with the file's name."""
         return [(name, span) for name in files for span in self.manifest.files[name].spans()]
 
     def verify(self, spans: Iterable[tuple[str, Span]], advance: Callable[[int], object] | None = None) -> None:
@@ -167,7 +167,7 @@ class Saved:
             advance: called with numbers of bytes that have been read, for a progress bar.
 
         Raises:
-            CheckpointError: one is damaged; its file is named.
+            CheckpointError: a part is damaged; its file is named.
         """
         self._folder.check_all(spans, advance)
 
@@ -176,7 +176,7 @@ class Saved:
         return self._folder.is_in_place()
 
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[StoredPiece, Box]]:
-        """The pieces that hold a part of a tensor, with what of it they hold."""
+        """Yield the pieces of a part of a tensor, each with the intersection."""
         for piece in self.entries[name].pieces:
             shared = intersect(piece.box, box) if box.size else piece.box
             if shared is not None:
@@ -209,14 +209,14 @@ class Saved:
 
 
 def _is_one_run(part: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a part of a live tensor and of a file are the same bytes, and enough of them to be read at once."""
+    """Return whether a part can be read at once: the same bytes in tensor and file, and enough of them."""
     plain = type(part) is torch.Tensor and part.device.type == "cpu" and not part.is_conj() and not part.is_neg()
     same = part.dtype == source.dtype != torch.bool and part.is_contiguous() and source.is_contiguous()
     return plain and same and part.nbytes >= _DIRECT_BYTES
 
 
 def _aligned(source: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that torch can copy: files align complex numbers as their halves, where torch crashes."""
+    """Return a tensor that torch can copy: files align complex numbers as their halves, which crashes torch."""
     if source.is_complex() and source.data_ptr() % source.element_size():
         return torch.view_as_complex(torch.view_as_real(source).clone())
     return source
@@ -224,14 +224,14 @@ def _aligned(source: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None) -> Generator[Saved]:
-    """Hold a checkpoint open for the block; its tensors are read when they are asked for.
+    """Hold a checkpoint open for the block; tensors are read on request.
 
-    Retention on the same host leaves the checkpoint alone during the block.
+    Retention on the same host keeps the checkpoint during the block.
 
     Args:
         path: the checkpoint's folder or place.
         follow: whether the last part of the path may be a symbolic link.
-        step: the step that the checkpoint must be of; None for any.
+        step: expected step; None for any.
 
     Raises:
         CheckpointError: the folder is no checkpoint, has been deleted, or a file is missing or of another size; the
@@ -262,7 +262,7 @@ def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None
 
 @contextlib.contextmanager
 def _opened(path: Place, follow: bool) -> Generator[OpenDirectory]:
-    """Open a folder; if it is a step's and gone, the error says so."""
+    """Open a folder; the error for a deleted step's folder says so."""
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(path.open(follow=follow))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records by the names of their fields, and back into their own classes: Structs, dataclasses, namedtuples.
 
-Classes are those of live values and of their fields' annotations, and accel's own; none is looked up by a name from a
-file.
+Classes come from live values, from their fields' annotations and from accel; none is looked up by a name from a file.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ Classes = Mapping[str, tuple[type, ...]]
 
 
 class MisfitError(CheckpointError):
-    """A stored value and the class that it should become differ: `where`, `expected` and `got` say in what."""
+    """A stored value does not fit its class; `where`, `expected` and `got` hold the difference."""
 
     def __init__(self, where: str, *, expected: str, got: str) -> None:
         super().__init__("not what the class holds", expected=expected, got=got, where=where)
 
 
 def is_record(value: object) -> bool:
-    """Whether a value is a record: an instance of a `msgspec.Struct`, a dataclass or a namedtuple."""
+    """Return whether a value is a record: an instance of a `msgspec.Struct`, a dataclass or a namedtuple."""
     return not isinstance(value, type) and _is_record_class(type(value))
 
 
 def class_name(kind: type) -> str:
-    """Return the name that a class is stored under; accel's own begin with `accel.`, whatever module they are in."""
+    """Return the stored name of a class; accel's own begin with `accel.`, in any module."""
     return f"accel.{kind.__qualname__}" if _is_ours(kind) else kind.__qualname__
 
 
@@ -48,11 +47,11 @@ def stored_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def fields_of(record: object, path: str) -> dict[str, object]:
-    """Return what is stored of a record by name.
+    """Return the stored fields of a record by name.
 
     Raises:
-        CheckpointError: it could not be made again of that: it has attributes beside its fields, or a field without a
-            value, or its class refuses what it holds.
+        CheckpointError: the fields do not describe the record: it has other attributes, a field without a value, or
+            values that its class refuses.
     """
     names = stored_names(type(record))
     known = {*names, *_cached_properties(type(record))}
@@ -81,7 +80,7 @@ def fields_of(record: object, path: str) -> dict[str, object]:
 
 
 def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact: bool = True) -> Any:
-    """Make a record of what was stored of it.
+    """Make a record of its stored fields.
 
     Args:
         kind: its class.
@@ -90,7 +89,7 @@ def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact:
         exact: whether fields hold values of their own types; else nested records may be dicts, as before format 4.
 
     Raises:
-        MisfitError: the class has other fields, or takes no such values.
+        MisfitError: the class has other fields, or refuses the values.
     """
     names = stored_names(kind)
     gone = {name for name, value in fields.items() if value is None}
@@ -122,7 +121,7 @@ def record_tag(value: object) -> dict[str, Any]:
 
 
 def named_classes(kinds: Iterable[type]) -> Classes:
-    """Return classes of records and enums, and those in the annotations of their fields, by stored name."""
+    """Return classes of records and enums, and of their fields' annotations, by stored name."""
     seen = dict[type, None]()
     for kind in kinds:
         _add_classes(kind, seen)
@@ -139,7 +138,7 @@ def _is_record_class(kind: type[Any]) -> bool:
 
 
 def _is_ours(kind: type) -> bool:
-    """Whether a class is accel's; what such a record holds beside its fields is meant for the running process only."""
+    """Return whether a class is accel's; attributes of its records beside the fields serve the running process only."""
     return kind.__module__.partition(".")[0] == "accel"
 
 
@@ -168,10 +167,10 @@ _PLAIN = frozenset({bool, int, float, str, bytes, list, dict, type(None)})
 
 
 def _converted(kind: type[msgspec.Struct], fields: Mapping[str, Any]) -> msgspec.Struct:
-    """A Struct whose class has checked the fields.
+    """Return a Struct of fields that its class has checked.
 
     Raises:
-        msgspec.ValidationError: it takes no such values.
+        msgspec.ValidationError: the class refuses the values.
     """
     config = kind.__struct_config__
     tag = {config.tag_field: config.tag} if config.tag_field is not None else {}
@@ -191,7 +190,7 @@ def _converted(kind: type[msgspec.Struct], fields: Mapping[str, Any]) -> msgspec
 
 
 def _plain(value: Any) -> Any:
-    """A value as annotations of plain types take it: numbers of numpy and members of enums as what they stand for."""
+    """Convert a value for annotations of plain types: numbers of numpy, and members of enums, to plain values."""
     if isinstance(value, enum.Enum):
         return value.value
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -205,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def _add_classes(hint: object, seen: dict[type, None]) -> None:
-    """Add what an annotation names of records and enums, and their fields' annotations name."""
+    """Add the records and enums in an annotation, and those of their fields' annotations."""
     for part in typing.get_args(hint):
         _add_classes(part, seen)
     if not _has_own_class(hint) or hint in seen:

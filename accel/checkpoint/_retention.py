@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that stay and that go: the rule of `keep=`, and what a writer deletes while it holds the lock.
+"""Retention of checkpoints: the rule of `keep=`, and deletions by a writer with the lock.
 
-In a store without renames, a save never writes over an object but the manifest, which appears at once. So a folder
-holds the former checkpoint of its step until it holds the new one, and objects with a mark that no manifest lists are
-what dead writers left.
+In a store without renames, a save overwrites no object but the manifest, which appears atomically. So a folder holds
+the former checkpoint of its step until it holds the new one. Marked objects that no manifest lists are left by dead
+writers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MARKED = re.compile(
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """A rule for the checkpoints that stay after a save: all that any field asks for; the others are deleted.
+    """A rule for the checkpoints to keep after a save: those of any field. The others are deleted.
 
     Attributes:
-        newest: number of the newest, the one just saved included; 1 or above.
-        every: steps that are multiples of it stay for ever; None for none.
-        best: number with the best metric; 0 for none. Of equal ones the newer stay.
-        by: the metric's name, one that `save_state` was given by `metrics=`.
-        mode: whether "min" or "max" is best.
+        newest: number of newest checkpoints, the one just saved included; 1 or above.
+        every: keep all steps that are multiples of this number; None for none.
+        best: number of checkpoints with the best metric, the newer of equal ones; 0 for none.
+        by: name of the metric, one of `save_state(metrics=)`.
+        mode: "min" or "max", the best value of the metric.
     """
 
     newest: int = 1
@@ -47,7 +47,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
 
 
 def check_keep(keep: int | Keep | None) -> Keep | None:
-    """Return what a caller asked for as a record; None to keep all.
+    """Return the argument `keep=` as a record; None to keep all.
 
     Raises:
         ConfigError: a number is out of range, or `best` and `by` do not go together.
@@ -74,7 +74,7 @@ def check_metrics(metrics: Mapping[str, float] | None, keep: Keep | None) -> dic
     """Return metrics as they are stored.
 
     Raises:
-        ConfigError: one is no finite number, or the one that `keep` goes by is not among them.
+        ConfigError: a metric is no finite number, or that of `keep` is missing.
     """
     where = "save_state, metrics="
     for name, value in (metrics or {}).items():
@@ -95,8 +95,8 @@ def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep
     """Return the steps that stay.
 
     Args:
-        saved: metrics by step of all checkpoints that there are.
-        current: the step just saved, one of them; it stays whatever its number.
+        saved: metrics of all checkpoints, by step.
+        current: the step just saved, which always stays.
         keep: the rule for the others.
     """
     others = sorted(saved.keys() - {current}, reverse=True)
@@ -110,7 +110,7 @@ def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep
 
 
 def sweep(out: Place) -> None:
-    """Remove half-written stages, and what was moved aside; who holds the lock knows that their writers are gone."""
+    """Remove half-written stages, and folders moved aside. Needs the lock, as their writers are then gone."""
     for folder in wasteful_steps(out):
         sweep_step(folder)
     for left in out.leftovers():
@@ -130,7 +130,7 @@ def sweep(out: Place) -> None:
 
 
 def sweep_step(folder: Place) -> None:
-    """Remove the objects of a step that its checkpoint does not consist of."""
+    """Remove objects of a step's folder that are not part of its checkpoint."""
     try:
         sweep_objects(folder)
     except CheckpointError as error:
@@ -138,7 +138,7 @@ def sweep_step(folder: Place) -> None:
 
 
 def retain(newest: Place, keep: Keep) -> None:
-    """Delete the committed checkpoints that are not to stay beside the one just written."""
+    """Delete the committed checkpoints that the rule does not keep."""
     current = step_of(newest.name)
     assert current is not None, newest
     try:
@@ -154,7 +154,7 @@ def retain(newest: Place, keep: Keep) -> None:
 
 
 def discard(path: Place) -> None:
-    """Delete a checkpoint unless it is being read; it loses its name first, so no reader ever finds half of one."""
+    """Delete a checkpoint unless it is being read. It is renamed first, so no reader ever finds half of one."""
     if not is_exactly_ours(path):
         warn("%s stays: it holds what accel did not write, or is no valid checkpoint", path)
         return
@@ -166,7 +166,7 @@ def discard(path: Place) -> None:
 
 
 def wasteful_steps(out: Place) -> list[Place]:
-    """List the folders of steps that hold objects of more than one save, or of one that has not committed."""
+    """List the folders of steps with objects of several saves, or of an uncommitted one."""
     found: list[Place] = []
     for name, inside in sorted(out.tree().items()):
         marks = {match["mark"] for each in inside if (match := _MARKED.fullmatch(each)) is not None}
@@ -176,14 +176,14 @@ def wasteful_steps(out: Place) -> list[Place]:
 
 
 def sweep_objects(folder: Place, mark: str = "") -> None:
-    """Delete the marked objects of a folder that its manifest does not list; who holds the lock knows them to be waste.
+    """Delete the marked objects of a folder that its manifest does not list. Needs the lock.
 
     Args:
-        folder: of a step.
-        mark: of the save whose objects these are; "" for any.
+        folder: folder of a step.
+        mark: mark of the save; "" for any.
 
     Raises:
-        CheckpointError: the manifest is damaged, and so nothing is deleted; or the store failed.
+        CheckpointError: the manifest is damaged, and nothing was deleted; or the store failed.
     """
     names = folder.names()
     marked = {name for name in names if _MARKED.fullmatch(name) and mark in name}
@@ -194,7 +194,7 @@ def sweep_objects(folder: Place, mark: str = "") -> None:
 
 
 def warn(text: str, *values: object) -> None:
-    """Tell the logger of checkpoints."""
+    """Log a warning of `accel.checkpoint`."""
     logging.getLogger("accel.checkpoint").warning(text, *values)
 
 

@@ -23,7 +23,7 @@ from accel.storage import FileEntry, Lock, Place, RemotePath, encode_tensors
 
 
 class WrittenFile(msgspec.Struct, frozen=True):
-    """A file that a rank has written, None if it had nothing to write."""
+    """Name and entry of a rank's file; the entry is None if the rank wrote nothing."""
 
     name: str
     entry: FileEntry | None
@@ -31,13 +31,13 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A checkpoint that is being written.
+    """A checkpoint under construction.
 
     Attributes:
-        place: the folder, the same on every rank; in a store, the checkpoint's own.
-        lock: that of the folder of all checkpoints, on rank 0; None elsewhere.
+        place: folder of the stage, the same on every rank; in a store, the checkpoint's own.
+        lock: lock of the run's folder, on rank 0; None elsewhere.
         mark: part of the names of all files of this save.
-        is_first: whether rank 0 made the folder of all checkpoints for this stage.
+        is_first: whether rank 0 made the run's folder for this stage.
     """
 
     place: Place
@@ -46,7 +46,7 @@ class Stage:
     is_first: bool = False
 
     def abandon(self) -> None:
-        """Remove what was written and let the next writer in, if this is rank 0."""
+        """Remove the stage and release the lock, on rank 0."""
         if self.lock is None:
             return
         try:
@@ -59,7 +59,7 @@ class Stage:
             self.place.parent.unmake()
 
     def close(self) -> None:
-        """Let the next writer in, if this is rank 0."""
+        """Release the lock, on rank 0."""
         if self.lock is not None:
             self.lock.release()
 
@@ -73,9 +73,9 @@ def save(
         ctx: the context.
         out: the folder or URL of all checkpoints of a run; made if it is missing.
         content: this rank's share of the state.
-        step: names the checkpoint, 0 or above.
-        keep: rule for the committed checkpoints that stay; None for all.
-        metrics: stored with it; rank 0's count.
+        step: step of the checkpoint, 0 or above.
+        keep: rule for the committed checkpoints to keep; None for all.
+        metrics: metrics to store; rank 0's are used.
 
     Returns:
         The checkpoint's folder, on every rank, after the commit.
@@ -112,10 +112,10 @@ def begin(
     metrics: Mapping[str, float],
     call: Call,
 ) -> tuple[Stage, Snapshot]:
-    """Agree on what each rank writes, into the stage that rank 0 opens under the lock. A collective.
+    """Agree on the file of each rank, in a stage that rank 0 opens under the lock. A collective.
 
     Args:
-        ctx, content, step, metrics: as of `save`.
+        ctx, content, step, metrics: as in `save`.
         target: the checkpoint's folder.
         call: the expected call of all ranks.
 
@@ -150,7 +150,7 @@ def write_share(place: Place, snapshot: Snapshot) -> WrittenFile:
 
     Raises:
         CheckpointError: the disk failed.
-        RuntimeError: a device failed while it was copied from.
+        RuntimeError: a copy from a device failed.
     """
     if not snapshot.tensors:
         return WrittenFile(snapshot.file, None)
@@ -161,7 +161,7 @@ def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequen
     """Write the manifest of all ranks' files, commit, and log the commit. Rank 0's work; no communication.
 
     Raises:
-        CheckpointError: the disk failed; whatever had the target's name has it back.
+        CheckpointError: the disk failed; a former checkpoint of that name is restored.
     """
     files = {share.name: share.entry for share in shares if share.entry is not None}
     manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots: the manifest of a checkpoint and the file of each rank, which follow from the statements of all ranks."""
+"""Snapshots: the manifest of a checkpoint and the file of each rank, computed from the statements of all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Snapshot:
 
     Attributes:
         file: name of this rank's file.
-        tensors: its contents by name, empty if this rank writes none; the live tensors, nothing is copied.
-        manifest: the whole checkpoint's, without the files, which have yet to be written.
+        tensors: its live tensors by name, not copied; empty if this rank writes none.
+        manifest: manifest of the whole checkpoint, without the files, which are not yet written.
     """
 
     file: str
@@ -37,17 +37,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Writers:
-    """The boxes to write, in bytes, and who can write those that not every rank can."""
+    """Bytes of each box to write, and the ranks that hold it; all ranks hold boxes without an entry."""
 
     sizes: dict[NamedBox, int]
     holders: dict[NamedBox, list[int]]
 
 
 def join_items(content: Content, ranks: Sequence[Statement]) -> Mapping[str, Item]:
-    """Return the items of a checkpoint: rank 0's, and those that ranks divide joined.
+    """Return the items of a checkpoint: rank 0's, with divided items joined.
 
     Raises:
-        CheckpointError: the parts do not go together; the same on every rank.
+        CheckpointError: the parts do not fit together; the same on every rank.
     """
     if content.join is None or not any(each.divided for each in ranks):
         return content.items
@@ -66,15 +66,15 @@ def take_snapshot(
     """Compare what the ranks hold, and divide the writing among them. No communication.
 
     Args:
-        offer: this rank's.
-        items: from `join_items`.
+        offer: offer of this rank.
+        items: items from `join_items`.
         ranks: the statements of all ranks.
         rank: this rank.
-        step: names the checkpoint.
-        metrics: values that it is rated by; rank 0's count.
+        step: step of the checkpoint.
+        metrics: metrics to store; rank 0's are used.
 
     Raises:
-        CheckpointError: the parts of a sharded tensor that ranks hold are not the whole; the same on every rank.
+        CheckpointError: the shards of a tensor do not tile it; the same on every rank.
     """
     content = offer.content
     tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}
@@ -109,10 +109,10 @@ def take_snapshot(
 
 
 def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
-    """Tensors without contents for those that only some ranks have.
+    """Return tensors without values for those that only some ranks have.
 
     Raises:
-        CheckpointError: two ranks have another one by the same name.
+        CheckpointError: two ranks have different tensors of one name.
     """
     found: dict[str, OwnTensor] = {}
     parts: dict[tuple[str, Box], int] = {}
@@ -145,7 +145,7 @@ def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[st
 
 
 def _copies_agree(parts: Sequence[HeldBox | None]) -> bool:
-    """Whether ranks that hold the same part of a tensor hold the same bits."""
+    """Return whether copies of each part are equal on all ranks that hold it."""
     held = {part for part in parts if part is not None}
     return len(held) == len({part.box for part in held})
 
@@ -153,7 +153,7 @@ def _copies_agree(parts: Sequence[HeldBox | None]) -> bool:
 def _writers(
     tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[HeldBox | None]], shared: Set[str]
 ) -> _Writers:
-    """List the boxes of all tensors, and which ranks can write them."""
+    """List the boxes of all tensors, with the ranks that can write them."""
     writers = _Writers({}, {})
     for name in tensors.keys() - held.keys():
         part = name, whole(tensors[name].shape)
@@ -179,7 +179,7 @@ def _writers(
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """This rank's part of a tensor; of one without elements all of it."""
+    """Return this rank's part of a tensor; of an empty tensor all of it."""
     return local_part(tensor) if box.size else local_part(tensor).new_empty(tuple(tensor.shape))
 
 
@@ -197,7 +197,7 @@ def _entries(
 
 
 def _stack(rows: list[bytes]) -> torch.Tensor:
-    """Put every rank's bytes into one tensor [world, longest + 4]: length in four bytes, bytes, zeros."""
+    """Stack every rank's bytes in one tensor [world, longest + 4]: length in four bytes, bytes, zeros."""
     width = max(len(row) for row in rows)
     padded = b"".join(len(row).to_bytes(4, "little") + row.ljust(width, b"\0") for row in rows)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(len(rows), width + 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statements before a save: the tensors that a rank holds, and their sums, for all ranks to compare."""
+"""Statements before a save: the tensors of a rank, and their sums, for all ranks to compare."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Content:
 
     Attributes:
         shared: tensors that are equal on all ranks; any rank may write them.
-        main: tensors that ranks may hold in other values; rank 0's count.
-        own: tensors that this rank holds and others need not; copies are equal.
-        loose: such tensors whose copies may differ; the lowest rank's counts.
-        items: everything else by item; rank 0's count.
-        row: bytes of this rank's own, kept for it.
+        main: tensors that may differ between ranks; rank 0's are saved.
+        own: tensors of this rank that others need not have; copies are equal.
+        loose: likewise, but copies may differ; the lowest rank's are saved.
+        items: everything else by item; rank 0's are saved.
+        row: bytes saved for this rank alone.
         divided: bytes of items that ranks divide, for `join`.
-        join: makes the items of the checkpoint of this rank's and the `divided` of all ranks; None for rank 0's items.
+        join: maps this rank's items, and the `divided` of all ranks, to the checkpoint's items; None for rank 0's
+            items.
     """
 
     shared: Mapping[str, torch.Tensor]
@@ -50,7 +51,7 @@ class HeldBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that other ranks need not have, the part of it here, if any, and whether copies must be equal."""
+    """A tensor that other ranks need not have: its part here, if any, and whether copies must be equal."""
 
     name: str
     dtype: str
@@ -63,13 +64,13 @@ class Statement(msgspec.Struct, frozen=True):
     """A rank's message to all others before a save.
 
     Attributes:
-        row, divided: as of its `Content`.
+        row, divided: as in `Content`.
         checksum: sum of the tensors that are equal on all ranks.
-        held: its parts of the sharded tensors, in order of their names; None where it has none.
+        held: parts of the sharded tensors on this rank, in order of names; None for none.
         own: tensors that other ranks need not have.
-        stage: name of the folder that is written into; rank 0's counts.
-        mark: part of the names of all files of this save; rank 0's counts.
-        facts: digest of what must be the same on every rank.
+        stage: name of the stage; rank 0's is used.
+        mark: part of the names of all files of this save; rank 0's is used.
+        facts: digest of the facts that must be equal on all ranks.
     """
 
     row: bytes
@@ -84,16 +85,16 @@ class Statement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The tensors that this rank can write, before it knows the others'.
+    """The tensors that this rank can write, before the exchange with the others.
 
     Attributes:
-        content: the contents that it describes.
-        tensors: those that all ranks have, without other names of the same memory.
-        aliases: these names.
+        content: contents of the offer.
+        tensors: tensors that all ranks have, without aliases.
+        aliases: other names of the same memory.
         shared: names of tensors that are equal on all ranks.
         sharded: names of sharded tensors, sorted.
-        facts: lines that are the same on every rank.
-        statement: for the other ranks.
+        facts: lines that must be equal on all ranks.
+        statement: message to the other ranks.
     """
 
     content: Content
@@ -106,10 +107,10 @@ class Offer:
 
 
 def make_offer(content: Content, world_size: int) -> Offer:
-    """Look at what this rank holds. No communication.
+    """Describe this rank's tensors. No communication.
 
     Raises:
-        CheckpointError: a DTensor lies in a way that cannot be stored.
+        CheckpointError: the layout of a DTensor cannot be stored.
     """
     everything = {**content.shared, **content.main}
     aliases = tied(everything)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at checkpoints from outside of a run: what is there, whether it is whole, in what two differ, what may go."""
+"""Checkpoints from outside of a run: listed, verified, compared and pruned."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class FoundCheckpoint(msgspec.Struct, frozen=True):
     Attributes:
         path: the folder.
         size: bytes of its files.
-        changed: when it was last written to, in seconds since 1970.
-        manifest: of a committed checkpoint; None otherwise.
-        problem: why it is no checkpoint; "" for one.
+        changed: time of the last write, in seconds since 1970.
+        manifest: manifest of a committed checkpoint; None otherwise.
+        problem: reason why the folder is no checkpoint; "" for one.
     """
 
     path: Place
@@ -33,7 +33,7 @@ class FoundCheckpoint(msgspec.Struct, frozen=True):
 
 
 def survey(out: Place) -> list[FoundCheckpoint]:
-    """List the checkpoints of a run by step, broken ones too, and what writers left.
+    """List the checkpoints of a run by step, with broken ones and remains of writers.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -53,10 +53,10 @@ def survey(out: Place) -> list[FoundCheckpoint]:
 
 
 def find_checkpoint(path: Place) -> Place:
-    """Return a checkpoint's folder as it is, and for a run's folder its newest checkpoint.
+    """Return the checkpoint at a path: a checkpoint's folder itself, or the newest of a run's.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: the path is neither.
     """
     with path.open() as folder:
         if MANIFEST in folder.names():
@@ -76,10 +76,10 @@ def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
 
     Args:
         path: the checkpoint.
-        advance: called with the number of bytes that have been read since the last call.
+        advance: called with the number of bytes read since the last call.
 
     Returns:
-        What is wrong with which file; nothing for a whole checkpoint.
+        Problems, by file; none for a whole checkpoint.
     """
     problems: list[str] = []
     try:
@@ -96,9 +96,9 @@ def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
 
 
 def compare(one: Manifest, other: Manifest) -> list[str]:
-    """Tell in what two checkpoints differ, without reading tensors; a line each.
+    """List differences of two checkpoints, a line each, without reading tensors.
 
-    Tensors whose values differ are not found, since files are hashed as a whole; differing files are found.
+    Lists files with different contents, but not the tensors in them: a digest covers several tensors.
     """
     lines = [f"{name}: {a} | {b}" for name, a, b in _facts(one, other) if a != b]
     lines += _names("item", one.items, other.items)
@@ -126,18 +126,18 @@ def describe(entry: TensorEntry) -> str:
 
 
 def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
-    """Delete the committed checkpoints that are not to stay; never what accel did not write.
+    """Delete the committed checkpoints that a rule does not keep; never files of others.
 
     Args:
         out: the folder of a run's checkpoints.
-        keep: rule for those that stay; the newest is among them.
-        dry_run: whether to delete nothing.
+        keep: rule for the checkpoints to keep, the newest among them.
+        dry_run: whether to list only.
 
     Returns:
         The folders that were deleted, or would be, oldest first.
 
     Raises:
-        CheckpointError: another process is saving into the folder, or it cannot be read.
+        CheckpointError: another process is saving into the folder, or the folder cannot be read.
     """
     lock = None if dry_run else out.lock()
     try:

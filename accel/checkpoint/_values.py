@@ -19,7 +19,7 @@ _KINDS = "biufcSUMm"  # numpy's letters of dtypes whose bytes are their values
 
 
 def is_special(value: Any) -> bool:
-    """Whether a value is a path, or a scalar or an array of numpy, of a kind that `take_apart` knows."""
+    """Return whether a value is a path, or a scalar or an array of numpy, of a kind that `take_apart` accepts."""
     if isinstance(value, PurePath):
         return type(value) in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)
     numpy: Any = sys.modules.get("numpy")
@@ -31,9 +31,9 @@ def is_special(value: Any) -> bool:
 
 
 def take_apart(value: Any) -> tuple[str, list[str], torch.Tensor | None]:
-    """Return the tag that a special value is stored under, texts, and its tensor, of an array.
+    """Return the tag of a special value, its texts, and the tensor of an array.
 
-    An array of a dtype that torch has is a tensor of it; any other is one of bytes, with a last dimension more.
+    An array of a torch dtype becomes a tensor of it; any other one of bytes, with one more dimension at the end.
     """
     if isinstance(value, PurePath):
         return "$path", [type(value).__name__ if type(value).__name__ in _PURE else "Path", str(value)], None
@@ -52,22 +52,22 @@ def take_apart(value: Any) -> tuple[str, list[str], torch.Tensor | None]:
 
 
 def make_path(kind: str, text: str) -> PurePath:
-    """Make a path again."""
+    """Make a path."""
     return Path(text) if kind == "Path" else _PURE[kind](text)
 
 
 def make_scalar(dtype: str, data: str) -> Any:
-    """Make a scalar of numpy again.
+    """Make a scalar of numpy.
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: not a scalar of numpy.
         MissingExtraError: numpy is not installed.
     """
     return _numpy().ndarray((), _dtype(dtype), bytes.fromhex(data))[()]
 
 
 def make_array(dtype: str, tensor: object) -> Any:
-    """Make an array of numpy again; raises as `make_scalar` does."""
+    """Make an array of numpy; raises as `make_scalar`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError("not a tensor")
     numpy = _numpy()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partly frozen models: a checkpoint holds the part that trains, and a digest of each frozen parameter.
+"""Partly frozen models: a checkpoint holds the trainable part, and a digest of each frozen parameter.
 
-A digest is made of sums over the parameter's words of 8 bytes, mixed with their places. So ranks that hold pieces of it
-sum up their own, and all sums together give the digest of the whole, however it is sharded.
+A digest is a sum over the parameter's words of 8 bytes, mixed with their positions. So each rank sums its own piece,
+and the sums of all ranks give the digest of the whole, for any sharding.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         facts: dtype and shape of the whole.
-        box: its piece; None for none.
-        bits: sums of the words that lie in the piece.
-        loose: bytes of words that lie in it in part, by the words' places; the other bytes are 0.
+        box: this rank's piece; None for none.
+        bits: sums of the words inside the piece.
+        loose: bytes of words partly inside the piece, by position; other bytes are 0.
     """
 
     facts: Facts
@@ -44,7 +44,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
 def without_base(
     name: str, parameters: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str | Sums]]:
-    """Return the parameters of a module that train, and a digest of each of the others; sums of sharded ones.
+    """Return the trainable parameters of a module, and a digest of each frozen one; of sharded ones sums.
 
     Args:
         name: the item's, for errors.
@@ -64,14 +64,14 @@ def without_base(
 def compare_base(
     name: str, parameters: Mapping[str, torch.Tensor], stored: object, problems: Problems
 ) -> tuple[frozenset[str], dict[str, tuple[str, Sums]]]:
-    """Compare frozen parameters with the digests that a checkpoint holds.
+    """Compare frozen parameters with the digests of a checkpoint.
 
     Returns:
-        The names of frozen parameters; and of those that are sharded, by full name, the stored digest and this rank's
-        sums, for `differing_bases`.
+        The names of frozen parameters; for sharded ones, by full name, the stored digest and this rank's sums, for
+        `differing_bases`.
 
     Raises:
-        CheckpointError: it is nothing that was saved.
+        CheckpointError: not a stored digest.
     """
     shown = repr(stored)[:80]
     digests: dict[str, Any] = cast("dict[str, Any]", stored) if isinstance(stored, dict) else {"": None}
@@ -90,13 +90,13 @@ def compare_base(
 
 
 def has_sums(value: object) -> bool:
-    """Whether what was captured of an item holds sums, which ranks have to join."""
+    """Return whether an encoded item holds sums, which ranks must join."""
     held = cast("dict[str, Any]", value).get(BASE) if isinstance(value, dict) else None
     return isinstance(held, dict) and any(isinstance(each, list) for each in cast("dict[str, object]", held).values())
 
 
 def differing_bases(stored: Mapping[str, str], ranks: Sequence[Mapping[str, Sums]]) -> Problems:
-    """Return the sharded parameters whose sums, of all ranks, do not give the stored digests."""
+    """Return the sharded parameters whose digest, from the sums of all ranks, differs from the stored one."""
     problems = Problems()
     for name, each in stored.items():
         if _joined(name, [sums[name] for sums in ranks if name in sums]) != each:
@@ -105,14 +105,14 @@ def differing_bases(stored: Mapping[str, str], ranks: Sequence[Mapping[str, Sums
 
 
 def join_bases(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the digests of frozen parameters of what all ranks have captured.
+    """Return the digests of frozen parameters from the digests and sums of all ranks.
 
     Args:
         name: the item's, for errors.
-        ranks: by rank, a digest or encoded sums of each parameter.
+        ranks: a digest or encoded sums of each parameter, by rank.
 
     Raises:
-        CheckpointError: the ranks do not hold all of a parameter.
+        CheckpointError: the ranks' pieces do not tile a parameter.
     """
     found: dict[str, str] = {}
     for key, first in ranks[0].items():
@@ -136,7 +136,7 @@ def digest(name: str, tensor: torch.Tensor) -> str | Sums:
 def _piece(
     data: torch.Tensor, box: Box, shape: tuple[int, ...], itemsize: int
 ) -> tuple[tuple[int, int], dict[int, int]]:
-    """The sums of a piece: it is some segments, equally long, that lie in one run each in the whole tensor."""
+    """Return the sums of a piece: equally long segments, each contiguous in the whole tensor."""
     split = max((dim for dim in range(len(shape)) if box.shape[dim] != shape[dim]), default=0)
     starts = torch.zeros((), dtype=torch.int64)
     for dim in range(len(shape)):
@@ -159,7 +159,7 @@ def _piece(
 
 
 def _segment(data: torch.Tensor, start: int, end: int) -> tuple[tuple[int, int], dict[int, int]]:
-    """The sums of bytes that begin at a place of a tensor that has so many, and the words of which they are a part."""
+    """Return the sums of a segment's bytes, and its incomplete words, from its position and the tensor's size."""
     lead, stop = start % _WORD, start + data.numel()
     words = torch.nn.functional.pad(data, (lead, -stop % _WORD)).view(torch.int64)
     first = 1 if lead else 0
@@ -171,7 +171,7 @@ def _segment(data: torch.Tensor, start: int, end: int) -> tuple[tuple[int, int],
 
 
 def _sums(words: torch.Tensor, starts: torch.Tensor) -> tuple[int, int]:
-    """Sum up words, shape [segments, words of each], by their places; `starts` has those of the first ones."""
+    """Sum words, shape [segments, words of each], mixed with their positions, from `starts` on."""
     sums = [torch.zeros(2, dtype=torch.int64, device=words.device)]
     rows = max(1, _RUN // max(1, words.shape[1]))
     for row in range(0, words.shape[0], rows):

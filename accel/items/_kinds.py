@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of items, and the live object inside of what other libraries, torch or the user wrap around it."""
+"""Kinds of items, and the live object inside wrappers of other libraries, of torch or of the user."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NUMBERS = frozenset({"int", "float", "longdouble", *(kind + n for kind in ("int
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives its state as plain values and tensors, and takes it back in place."""
+    """An object that returns its state as plain values and tensors, and loads it in place."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take a state that `state_dict` gave."""
+        """Load a state from `state_dict`."""
         ...
 
 
@@ -50,10 +50,10 @@ class CheckedBeforeSave(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of a module, or of an optimizer, that ranks divide among them by names, as pipelines do.
+    """This rank's part of a module or optimizer that ranks divide by names, as pipelines do.
 
-    Names are those of the whole: a rank with the last two layers of ten has `layers.8.weight` and so on. Ranks that
-    have the same name hold the same tensor, or parts of one DTensor.
+    Names are those of the whole: a rank with the last two layers of ten has `layers.8.weight` and so on. Ranks with the
+    same name hold the same tensor, or parts of one DTensor.
 
     Attributes:
         item: the module, or an optimizer of it; with as many parameter groups as on other ranks, empty ones included.
@@ -64,20 +64,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TrainableOnly:
-    """A module of which a checkpoint holds only what trains: for `save_state`.
+    """A module saved without its frozen parameters, for `save_state`.
 
-    Saved are the parameters with `requires_grad`, buffers and extra state; of each other parameter a digest, with which
-    `load_state` compares the live one.
+    The checkpoint holds the parameters with `requires_grad`, buffers and extra state. Of each frozen parameter it holds
+    a digest, with which `load_state` compares the live one.
 
     Attributes:
-        model: plain or from `prepare`; frozen parameters may be sharded.
+        model: plain model, or from `prepare`; frozen parameters may be sharded.
     """
 
     model: nn.Module
 
 
 def kind_of(item: object) -> ItemKind:
-    """Return how an item is saved and loaded."""
+    """Return the kind of an item, which decides how it is saved and loaded."""
     if isinstance(item, nn.Module):
         return "module"
     if isinstance(item, torch.optim.Optimizer):
@@ -101,15 +101,15 @@ def type_name(item: object) -> str:
 
 
 def are_numbers(type_names: Iterable[str]) -> bool:
-    """Whether classes are all of real numbers: 0 stands for a number that may have become 0.5."""
+    """Return whether all classes are of real numbers: a saved 0 may have become 0.5."""
     return _NUMBERS.issuperset(type_names)
 
 
 def check_items(items: Mapping[str, object], where: str) -> None:
-    """Raise unless there are items and their names are identifiers.
+    """Raise unless there are items, named by identifiers.
 
     Raises:
-        ConfigError: there are none, or a name is none.
+        ConfigError: no items, or a name that is no identifier.
     """
     if not items:
         raise ConfigError("nothing to checkpoint", expected="at least one item", got="none", where=where)
@@ -121,13 +121,13 @@ def check_items(items: Mapping[str, object], where: str) -> None:
 
 
 def check_records(kept: Kept) -> None:
-    """Ask every record whether it can be saved now.
+    """Check that every record can be saved now.
 
     Args:
         kept: the records, by path.
 
     Raises:
-        ConfigError: one of them says no; `where` is its path.
+        ConfigError: a record refuses; `where` is its path.
     """
     for path, record in kept.items():
         if isinstance(record, CheckedBeforeSave):
@@ -139,10 +139,10 @@ def check_records(kept: Kept) -> None:
 
 
 def without_parts(items: Mapping[str, object]) -> dict[str, object]:
-    """Return items with what is in their `Part`s and `TrainableOnly`s.
+    """Return items without their `Part`s and `TrainableOnly`s, by what these hold.
 
     Raises:
-        ConfigError: one of something that has no names to divide it by, or that is no module.
+        ConfigError: a `Part` of neither module nor optimizer, or a `TrainableOnly` of no module.
     """
     found: dict[str, object] = {}
     for name, item in items.items():
@@ -157,14 +157,14 @@ def without_parts(items: Mapping[str, object]) -> dict[str, object]:
 
 
 def without_wrappers(items: Mapping[str, object]) -> dict[str, object]:
-    """Return items with optimizers that are not wrapped."""
+    """Return items with optimizers out of their wrappers."""
     return {
         name: bare_optimizer(item) if isinstance(item, torch.optim.Optimizer) else item for name, item in items.items()
     }
 
 
 def divided_names(items: Mapping[str, object]) -> frozenset[str]:
-    """Return the names of items of which each rank has a part, by its kind or because it says so."""
+    """Return the names of items that ranks divide: `Part`s, and optimizers that shard their state themselves."""
     return frozenset(name for name, item in items.items() if isinstance(item, Part) or is_zero(item))
 
 
@@ -178,17 +178,17 @@ def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
-    """Whether an optimizer divides its parameters among ranks. No communication."""
+    """Return whether an optimizer is a `ZeroRedundancyOptimizer`. No communication."""
     module = sys.modules.get(_ZERO)  # its import takes long
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds state: of a `ZeroRedundancyOptimizer` this rank's, else the optimizer itself.
+    """Return the optimizer with the state: inside a `ZeroRedundancyOptimizer` this rank's, else the optimizer itself.
 
     Raises:
-        CheckpointError: it is a `ZeroRedundancyOptimizer` that follows the buckets of DDP, which decide at the first
-            step what each rank holds.
+        CheckpointError: a `ZeroRedundancyOptimizer` with `overlap_with_ddp`, which divides parameters at the first
+            step.
     """
     if not is_zero(optimizer):
         return optimizer

@@ -52,36 +52,36 @@ def load_state(
 ) -> Loaded:
     """Load a checkpoint into items, all of it or nothing. A collective. Mutates modules, optimizers, random streams.
 
-    Gradients of the items are dropped, those of an unfinished window too.
+    Drops the gradients of the items, of an unfinished window too.
 
-    Every rank checks everything before any changes anything, and reads what it holds: of sharded tensors its part,
-    whatever mesh they were saved on. At the world size that was saved, random streams go on where they were; at
-    another, or on another kind of device, each rank's are seeded from the checkpoint's digest and the rank.
+    Every rank checks everything before any rank changes anything. It reads its own parts of sharded tensors, from a
+    save on any mesh. At the saved world size, random streams continue; at another, or on another kind of device, each
+    rank's are seeded from the checkpoint's digest and the rank.
 
     Args:
         ctx: the context.
-        path: the folder or URL that was given to `save_state`, for its newest checkpoint; or a checkpoint's own. In the
-            first case rank 0 chooses, damaged checkpoints are skipped with a warning of the logger
-            `accel.checkpoint`, and a writer may go on beside.
-        items: live objects to load into, by the names of the save, and records and plain values of the types
-            to return; a number comes back as it was saved, int or float. None for an item leaves it in the file.
-        verify: whether to compare every byte of the files that are read with their digests. The ranks divide that, so
-            the folder must be one that all nodes share.
-        strict: whether any difference is an error. Else what fits is loaded: of modules each tensor, of the rest each
-            item; what was skipped is in the result, and told by the logger `accel.checkpoint`.
-        cast: whether floating-point tensors may be of another dtype, to which the stored ones are converted; so is
-            optimizer state that was of its parameter's dtype. Devices may always differ.
-        transform: a pure function of the modules' stored tensors, by name; returns the names to load them by.
-            Parameters of optimizers follow.
+        path: folder or URL as for `save_state`, for its newest checkpoint; or a checkpoint's own. In the first case
+            rank 0 chooses, skips damaged checkpoints with a warning of the logger `accel.checkpoint`, and a writer may
+            save meanwhile.
+        items: live objects to load into, by the names of the save; and records and plain values, for their types. A
+            number is returned as it was saved, int or float. None for an item leaves it in the file.
+        verify: whether to compare every byte of the files to read with their digests. Ranks divide that work, so all
+            nodes must share the folder.
+        strict: whether any difference is an error. Else modules are loaded by tensor and other items as a whole, where
+            they fit; differences are in the result, and logged by `accel.checkpoint`.
+        cast: whether floating-point tensors may differ in dtype; stored ones are converted to the live dtype, and so is
+            optimizer state in its parameter's dtype. Devices may always differ.
+        transform: maps the modules' stored tensors, by name, to the names to load them by; a pure function. Parameters
+            of optimizers follow.
 
     Returns:
-        Every item: the live objects that were passed, and new records and values; with `path` and `skipped`.
+        Every item: the live objects, and new records and values; with `path` and `skipped`.
 
     Raises:
-        CheckpointError: there is none, it has been deleted, is damaged, half-written, of a newer format, or it does not
-            fit: every difference is listed. The same on every rank; nothing has been changed, unless the disk fails
-            after all has been checked, which the error says.
-        ConfigError: no items, a name that is no identifier, or a transform that returned what it may not.
+        CheckpointError: the checkpoint is missing, deleted, damaged, half-written or of a newer format, or does not
+            fit; every difference is listed. The same on every rank. Nothing has been changed, unless the disk fails
+            after all checks, which the error reports.
+        ConfigError: no items, a name that is no identifier, or a wrong result of the transform.
 
     Example:
         >>> path = accel.save_state(ctx, "runs/demo", {"model": model, "best": 0.25}, step=3)
@@ -111,19 +111,19 @@ def load_newest(
     site: str,
     verb: str = "load_state",
 ) -> Loaded | None:
-    """Load the checkpoint at a path, or the newest of a run's folder, into items that may depend on what it holds.
+    """Load the checkpoint at a path, or the newest of a run's folder, into items that may depend on its manifest.
 
     A collective; see `load_state`.
 
     Args:
         ctx: the context.
-        path: as there.
-        items_for: gives the items to load into; called on every rank with the manifest of the checkpoint that all
-            ranks have agreed on, and once more if another checkpoint must take its place.
-        verify: as there.
+        path: as in `load_state`.
+        items_for: returns the items to load into; called on every rank with the manifest of the agreed checkpoint, and
+            again if another checkpoint takes its place.
+        verify: as in `load_state`.
         options: differences to allow.
-        site: the user's call that this is part of.
-        verb: the name of the user's call.
+        site: line of the user's call.
+        verb: name of the user's call.
 
     Returns:
         None if the path is a folder without checkpoints, or does not exist.
@@ -152,9 +152,9 @@ class _Wish(msgspec.Struct, frozen=True):
 
     Attributes:
         bytes_of_files: bytes to read of each file.
-        left: names that it leaves of `Part`s.
-        bases: its sums of frozen parameters that are sharded, by name.
-        damage: why it cannot read a checkpoint that another may replace; "" if it can.
+        left: entries of `Part`s that this rank does not load.
+        bases: sums of sharded frozen parameters, by name.
+        damage: reason why this rank cannot read a replaceable checkpoint; "" for none.
     """
 
     bytes_of_files: list[int] = []
@@ -180,14 +180,14 @@ class _Loading:
         """Compare items with the manifest, and open the files that this rank reads. Changes nothing.
 
         Args:
-            items_for: gives the live items for a manifest.
+            items_for: returns the live items for a manifest.
 
         Returns:
             The damage, if another checkpoint may take this one's place; "" for none. The same on every rank.
 
         Raises:
-            CheckpointError: the items do not fit, or there is damage.
-            ConfigError: the items are none.
+            CheckpointError: the items do not fit, or the checkpoint is damaged.
+            ConfigError: no items, or names that are no identifiers.
         """
 
         def match() -> _Wish:
@@ -239,7 +239,7 @@ class _Loading:
         """Read the tensors, then change the items. Mutates them.
 
         Raises:
-            CheckpointError: something is not what was saved, and nothing has changed; or the disk failed since.
+            CheckpointError: a stored value is invalid, and nothing has changed; or the disk failed afterwards.
         """
         matching = self._matching
         assert matching is not None
@@ -263,7 +263,7 @@ class _Loading:
         return Call(f"{self._verb}: {step}", site=self._site)
 
     def _damage(self, failure: CheckpointError) -> str:
-        """Let another checkpoint take the place of one that was chosen as the newest; raise for one that was named."""
+        """Return the damage of a checkpoint chosen as the newest, for another to replace it; raise for a named one."""
         if not self._held.is_newest:
             raise failure
         return str(failure)
@@ -273,7 +273,7 @@ class _Loading:
         return "; ".join(f"rank {rank}: {text}" if several else text for rank, text in enumerate(damages) if text)
 
     def _spans(self, saved: Saved) -> list[tuple[str, Span]]:
-        """Divide the files that are read among the ranks, each among those that read most of it."""
+        """Divide the files to read among the ranks, each file among those that read most of it."""
         spans = dict[str, list[Span]]()
         readers = dict[str, list[int]]()
         for at, name in enumerate(sorted(saved.manifest.files)):
@@ -285,7 +285,7 @@ class _Loading:
 
 
 def _report(verb: str, loaded: Loaded) -> None:
-    """Log a load. A run that goes on from a checkpoint shows that on stderr too, unless the script logs by itself."""
+    """Log a load. A resumed run reports it on stderr too, unless the script configures logging."""
     logger = logging.getLogger("accel.checkpoint")
     if loaded.skipped:
         lines = "".join(f"\n  {line}" for line in loaded.skipped)

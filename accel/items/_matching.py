@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items of a checkpoint beside live ones: all are compared, then read, then changed, or put back."""
+"""Stored items beside live ones: all are compared, then read, then changed, or restored."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Matching:
 
     Attributes:
         source: the checkpoint.
-        passed: the live items, as the caller has them.
-        loads: the items that are loaded, in order of their names.
-        row: of this rank, if the run had as many ranks.
+        passed: the caller's live items.
+        loads: the items to load, in order of names.
+        row: position of this rank's row, if the run had as many ranks.
         streams: this rank's random streams, once read.
     """
 
@@ -51,15 +51,15 @@ class Matching:
     streams: RngState | None = None
 
     def wanted(self) -> list[Wanted]:
-        """Return what this rank reads."""
+        """Return the boxes that this rank reads."""
         wanted = [each for load in self.loads for each in load.wanted]
         return wanted if self.row is None else [*wanted, self.row]
 
     def compare_bases(self, ranks: Sequence[Mapping[str, Sums]]) -> None:
-        """Compare sharded frozen parameters with their digests, by the sums of all ranks; alike on every rank.
+        """Compare sharded frozen parameters with their digests, by the sums of all ranks; the same on every rank.
 
         Raises:
-            CheckpointError: they differ; each is named.
+            CheckpointError: parameters differ; each is named.
         """
         source = self.source
         source.judge(differing_bases({key: stored for key, (stored, _) in source.bases.items()}, ranks))
@@ -67,10 +67,10 @@ class Matching:
             raise source.problems.error(source.saved.path)
 
     def read(self) -> list[Change]:
-        """Read what is wanted; return the changes that can fail. Changes nothing.
+        """Read the wanted boxes; return the changes that can fail. Changes nothing.
 
         Raises:
-            CheckpointError: something is not what was saved.
+            CheckpointError: a stored value is invalid.
         """
         source, changes = self.source, list[Change]()
         source.row = read_row(source.saved, self.row)
@@ -85,10 +85,10 @@ class Matching:
         return changes
 
     def finish(self) -> None:
-        """Make the changes that cannot fail unless the disk does: of tensors loaded in place, and random streams.
+        """Make the changes that fail only with the disk: of tensors loaded in place, and of random streams.
 
         Raises:
-            CheckpointError: a file cannot be read any more.
+            CheckpointError: a file can no longer be read.
         """
         copies = ((local_part(live), key, held_box(live, key)) for load in self.loads for live, key in load.copies)
         parts = ((part, key, box) for part, key, box in copies if box is not None and part.numel())
@@ -106,18 +106,19 @@ class Matching:
         drop_gradients(self.passed.values())  # of a window that ends here
 
     def results(self) -> dict[str, object]:
-        """Return every item by name: the live ones that were passed, new records and values."""
+        """Return every item by name: live objects, and new records and values."""
         return {name: self.passed[name] for name in sorted(self.passed)} | {
             load.name: load.result for load in self.loads
         }
 
 
 def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> Matching:
-    """Compare a checkpoint with items by what its manifest tells. Changes nothing, reads no tensor.
+    """Compare a checkpoint's manifest with items. Changes nothing, reads no tensor.
 
     Raises:
-        CheckpointError: they do not fit, every difference listed; or it holds what `save_state` never writes.
-        ConfigError: a `Part` or `TrainableOnly` of something else than it may be of.
+        CheckpointError: the items do not fit, with every difference; or the manifest holds what `save_state` never
+            writes.
+        ConfigError: a `Part` of neither module nor optimizer, or a `TrainableOnly` of no module.
     """
     passed, stored = without_parts(items), saved.manifest.items
     if ctx.settings.strategy in ENGINES:
@@ -154,7 +155,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
 
 
 def apply_changes(changes: Sequence[Change]) -> None:
-    """Make changes. Undoes all if one fails.
+    """Make changes; undo all if one fails.
 
     Raises:
         CheckpointError: an object refused its state; `where` names the item.
@@ -173,7 +174,7 @@ def apply_changes(changes: Sequence[Change]) -> None:
 
 
 def undo_changes(changes: Sequence[Change]) -> bool:
-    """Undo changes, the last first, each whether or not another one can be undone; return whether all were."""
+    """Undo changes, the last first, also after a failure; return whether all were undone."""
     undone = True
     for change in reversed(changes):
         try:
@@ -193,7 +194,7 @@ def drop_gradients(items: Iterable[object]) -> None:
 
 
 def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:
-    """The names of modules' tensors in the file, by the names that they are loaded under."""
+    """Return the names of modules' tensors in the file, by live name."""
     modules = tuple(f"{name}." for name, item in saved.manifest.items.items() if item.kind == "module")
     entries = {name: entry for name, entry in saved.entries.items() if name.startswith(modules)}
     if options.transform is not None:
@@ -204,7 +205,7 @@ def _file_names(saved: Saved, options: LoadOptions) -> dict[str, str]:
 def _load_of(
     name: str, live: object, item: Item, source: CheckpointSource, passed: object, modules: Mapping[str, ModuleState]
 ) -> ItemLoad | None:
-    """The load of an item by the kind of the live one; None where None leaves it in the file."""
+    """Make the load of an item by the kind of the live one; None where a live None leaves it in the file."""
     if live is None and item.kind != "value":
         return None
     common: dict[str, Any] = {"name": name, "item": item, "source": source, "result": passed}
@@ -219,7 +220,7 @@ def _load_of(
 
 
 def _same_kind(load: ItemLoad, live: object) -> bool:
-    """Whether the live item is of the stored one's kind and class; else note it."""
+    """Return whether the live item has the stored one's kind and class; note a difference."""
     if live is None:
         return True  # a plain value of any class
     kind = kind_of(live)
@@ -235,5 +236,5 @@ def _same_kind(load: ItemLoad, live: object) -> bool:
 
 
 def _is_wrapper_name(name: str) -> bool:
-    """Whether a checkpoint names the class of a wrapper, which older versions stored: Accelerate's, or Fabric's."""
+    """Return whether a name is the class of a wrapper, of Accelerate or Fabric, which older versions stored."""
     return name in ("AcceleratedOptimizer", "_FabricOptimizer") or name.startswith("Fabric")

@@ -53,17 +53,17 @@ def save_model(
     """Write a model as safetensors that `from_pretrained` of Hugging Face's libraries loads. A collective.
 
     The folder gets `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
-    `model.safetensors.index.json`, and keeps what else is in it, such as a `config.json`. Ranks write files in turn;
-    each needs memory for one file of sharded tensors. At any moment, also after a crash, the folder holds the old
-    weights or the new ones; older files that the old index lists are deleted at the end.
+    `model.safetensors.index.json`, and keeps its other files, such as a `config.json`. Ranks write files in turn; each
+    needs memory for one file of sharded tensors. At any moment, also after a crash, the folder holds the old weights or
+    the new ones; older files that the old index lists are deleted at the end.
 
     Args:
         ctx: the context.
-        model: plain, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism. Names are those
-            without wrappers; of tied tensors the first name in the model's order is written.
-        folder: on a file system that all nodes share; made if it is missing.
-        max_shard_size: bytes that a file holds at most, or a text such as "1.5GB" or "512MiB"; a larger tensor has a
-            file for itself.
+        model: plain model, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism. Names are
+            those without wrappers. Tied tensors are written under the first name in the model's order.
+        folder: folder on a file system that all nodes share; made if it is missing.
+        max_shard_size: largest size of a file in bytes, or a text such as "1.5GB" or "512MiB"; a larger tensor has a
+            file of its own.
 
     Returns:
         The folder, on every rank, once everything is on the disk.
@@ -106,8 +106,8 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
 
     Args:
         ctx: the context.
-        tensors: by name, of any device and stride; other ranks' are ignored, and may be None.
-        path: of the file, on rank 0; its folder is made if it is missing, and a file of that name replaced.
+        tensors: tensors by name, of any device and stride; used on rank 0, None elsewhere.
+        path: path of the file on rank 0. A missing folder is made, and a file of that name replaced.
 
     Returns:
         The path, on every rank, once the file is on the disk.

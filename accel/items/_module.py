@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules as items: parameters, buffers and extra state, by the names that they have without wrappers."""
+"""Modules as items: parameters, buffers and extra state, by names without wrappers."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
     """List a module's parameters, persistent buffers and extra state; wrappers leave no trace in the names.
 
     Args:
-        module: plain, sharded, or wrapped by DDP or torch.compile, whole or in parts.
-        item: its name, for errors.
+        module: plain module, sharded, or wrapped by DDP or torch.compile, as a whole or in parts.
+        item: name of the item, for errors.
 
     Raises:
         CheckpointError: a tensor cannot be stored, or is neither parameter nor buffer.
@@ -96,7 +96,7 @@ def parameter_names(modules: Mapping[str, ModuleState]) -> dict[int, str]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let `fully_shard` drop gathered weights, which it would else go on with after their shards have changed."""
+    """Let `fully_shard` drop gathered weights, which are stale once their shards change."""
     for module in model.modules():
         kind = type(module)
         if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
@@ -104,25 +104,25 @@ def reshard(model: nn.Module) -> None:
 
 
 def clean_name(module: nn.Module, raw: str) -> str:
-    """Return a name in a module without the steps that wrappers put into it."""
+    """Return a name in a module without the steps of wrappers."""
     return _clean(module, raw)[0]
 
 
 def capture_tensors(
     modules: Mapping[str, ModuleState], transform: SaveTransform | None
 ) -> tuple[dict[str, _OfItem], dict[str, _OfItem], dict[int, str]]:
-    """Return what is saved of modules: parameters, other tensors, and the parameters' names by `id`.
+    """Return the tensors to save of modules: parameters, other tensors, and the parameters' names by `id`.
 
     Args:
-        modules: by item.
-        transform: the user's; None to save what they hold.
+        modules: states of modules, by item.
+        transform: the user's transform; None for none.
 
     Returns:
-        Twice tensors by name, each with the item that it is of; names.
+        Parameters by name, each with its item; other tensors likewise; names.
 
     Raises:
         CheckpointError: a tensor cannot be stored.
-        ConfigError: the transform returned what it may not.
+        ConfigError: a wrong result of the transform.
     """
     named: dict[str, torch.Tensor] = {}
     parameters: set[str] = set()
@@ -146,11 +146,11 @@ def capture_tensors(
 def capture_module(
     name: str, module: nn.Module, state: ModuleState, tensors: dict[str, torch.Tensor], kept: Kept
 ) -> Item:
-    """Return what a checkpoint holds of a module beside its tensors.
+    """Return a module's entry in a checkpoint, without its tensors.
 
     Args:
-        name: the item's.
-        module: the live one.
+        name: name of the item.
+        module: the live module.
         state: its state.
         tensors: receives the tensors of extra state by name.
         kept: receives the records of extra state by path.
@@ -168,8 +168,8 @@ class ModuleLoad(ItemLoad):
 
     Attributes:
         live: the module's state.
-        _tensors: live tensors that are loaded, by the names that they are loaded under.
-        _extras: stored extra states that are loaded.
+        _tensors: live tensors to load, by full name.
+        _extras: stored extra states to load.
     """
 
     live: ModuleState
@@ -212,7 +212,7 @@ class ModuleLoad(ItemLoad):
             self.wanted += source.want(source.names_in(name, extra), {})
 
     def read(self) -> Sequence[Change]:
-        """Read extra state, and tensors that a copy alone does not load: tied ones, and elements that share memory."""
+        """Read extra state, and check tensors that need more than a copy: tied ones, and those with shared memory."""
         entries = self.source.saved.entries
         changes = list[Change]()
         first = dict[int, str]()
@@ -239,7 +239,7 @@ class ModuleLoad(ItemLoad):
         return changes
 
     def _compare_tied(self, live: torch.Tensor, twin: str, key: str) -> None:
-        """Note two stored tensors that differ, but are one live tensor."""
+        """Note two different stored tensors of one live tensor."""
         stored = [self.source.file_names[each] for each in (twin, key)]
         one, other = (local_part(self.source.read_like(each, {each: live})) for each in stored)
         if not torch.equal(one, other):
@@ -247,14 +247,14 @@ class ModuleLoad(ItemLoad):
 
 
 def _unwritable(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be loaded in place, "" if it can."""
+    """Return the reason why a tensor cannot be loaded in place, "" for none."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "one that was made in inference mode; make the module outside of it, or load within it"
     return "a DTensor whose elements share memory; clone it" if is_dtensor(tensor) and overlaps(tensor) else ""
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory, as those of `expand` do. No communication."""
+    """Return whether elements may share memory, as after `expand`. No communication."""
     part, reach = local_part(tensor), 0
     if part.layout != torch.strided or not part.numel():
         return False
@@ -267,7 +267,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _clean(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
-    """The name without wrappers' steps, and the innermost submodule on the way."""
+    """Return the name without wrappers' steps, and the innermost submodule on the way."""
     kept: list[str] = []
     node = module
     for part in raw.split("."):

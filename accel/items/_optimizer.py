@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers as items: state by parameter, loaded on any mesh, where possible without memory for a second one."""
+"""Optimizers as items: state by parameter, loaded on any mesh, where possible in place."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_po
 def capture_optimizer(
     name: str, live: torch.optim.Optimizer, names: Names, tensors: dict[str, torch.Tensor], kept: Kept
 ) -> Item:
-    """Return what a checkpoint holds of an optimizer.
+    """Return an optimizer's entry in a checkpoint.
 
     Args:
-        name: the item's.
+        name: name of the item.
         live: the optimizer.
         names: full names of parameters by `id`.
         tensors: receives its tensors by name.
@@ -50,7 +50,7 @@ def capture_optimizer(
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """The live parameter that a tensor of the state belongs to, and the dtype that it was saved with."""
+    """Live parameter of a state tensor, and its stored dtype."""
 
     parameter: torch.Tensor
     stored_dtype: str
@@ -58,13 +58,13 @@ class _Owner:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerLoad(ItemLoad):
-    """An optimizer: a new state is put into it; tensors that live ones can hold are copied into those at the end.
+    """An optimizer: it gets a new state; tensors are copied into live ones at the end where these fit.
 
     Attributes:
-        live: the optimizer without wrappers; `result` is the one that was passed.
+        live: the optimizer without wrappers; `result` is the caller's.
         _stored: the state, by the names of live parameters.
-        _owners: the parameter of each stored tensor that belongs to one.
-        _slots: live tensors by the names of the stored ones that may be copied into them.
+        _owners: parameters of stored tensors.
+        _slots: live tensors to copy into, by the names of stored ones.
     """
 
     live: torch.optim.Optimizer
@@ -93,7 +93,7 @@ class OptimizerLoad(ItemLoad):
         self._slots = _loadable_in_place(local_optimizer(self.live), state, owned)
 
     def read(self) -> Sequence[Change]:
-        """Make the state, of tensors of its own and of live ones."""
+        """Make the state, from new tensors and live ones."""
         tensors: dict[str, torch.Tensor] = {}
         for key in self.source.names_in(self.name, self._stored.encoded()):
             owner = self._owners.get(key)
@@ -137,7 +137,7 @@ class OptimizerLoad(ItemLoad):
         return slot.dtype == self._state_dtype(key, owner) and tuple(slot.shape) == self.source.facts(key)[1]
 
     def _state_tensor(self, key: str, owner: _Owner) -> torch.Tensor:
-        """A tensor of a parameter's state: spread as that is, and cast as that is, where it was of its dtype."""
+        """Return a tensor of a parameter's state, spread as the parameter, and cast with it if it had its dtype."""
         parameter = owner.parameter
         read = self.source.read_like(key, {key: parameter})
         if not is_dtensor(read) and is_dtensor(parameter) and read.dim():  # what belongs to rows, columns or blocks
@@ -159,7 +159,7 @@ def optimizer_change(
         where: the item, for errors.
         live: the optimizer without wrappers.
         wrapper: the optimizer that was passed.
-        state: in torch's form.
+        state: the new state, in torch's form.
     """
     both = {id(each): each for each in (live, local_optimizer(live))}.values()
     before = [(each, {"state": each.state, "param_groups": each.param_groups}) for each in both]
@@ -181,7 +181,7 @@ def optimizer_change(
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give loaded state its dtype: torch casts floating state to the parameter's, which loses bits."""
+    """Restore the dtypes of loaded state: torch casts floating state to the parameter's dtype, which loses bits."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     held = local_optimizer(optimizer).state
     for index, entries in state["state"].items():
@@ -192,7 +192,7 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 
 def _follow(wrapper: object) -> None:
-    """Let the wrappers of an optimizer that keep references to its state hold what it holds by now. Mutates them."""
+    """Update references of an optimizer's wrappers to its state. Mutates them."""
     held = getattr(wrapper, "optimizer", None)
     if isinstance(wrapper, torch.optim.Optimizer) and isinstance(held, torch.optim.Optimizer):
         _follow(held)
@@ -203,10 +203,10 @@ def _follow(wrapper: object) -> None:
 def _loadable_in_place(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Live state tensors by the names of the stored tensors that may be copied into them.
+    """Return live state tensors to copy into, by the names of stored tensors.
 
-    The optimizer can be given them as its new state, and their contents be read when nothing can fail any more. So
-    none are returned of an optimizer that has code of its own to load, as that might look at them.
+    The optimizer loads them as its new state, and their contents are read at the end. So none are returned for an
+    optimizer with its own code to load, which might read them.
     """
     if not _keeps_what_it_is_given(optimizer):
         return {}
@@ -230,7 +230,7 @@ def _keeps_what_it_is_given(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _lies_like(slot: object, parameter: torch.Tensor) -> bool:
-    """Whether a state tensor is spread as its parameter is, in memory that holds nothing else."""
+    """Return whether a state tensor is spread as its parameter, in memory of its own."""
     if not isinstance(slot, torch.Tensor) or slot.shape != parameter.shape or slot.device != parameter.device:
         return False
     if (mesh_of(slot), placements_of(slot)) != (mesh_of(parameter), placements_of(parameter)):

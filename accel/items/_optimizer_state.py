@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer's state by the names of its parameters, and back into torch's form, which counts them."""
+"""An optimizer's state by names of parameters, and back to torch's form, by their numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         groups: parameter groups.
         params: dtype and shape of every parameter.
         state: encoded state by parameter.
-        rest: encoded state beside torch's own, of optimizers that add some.
+        rest: encoded state beside torch's own, of some optimizers.
     """
 
     groups: tuple[Group, ...]
@@ -51,11 +51,11 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rest: dict[str, Any]
 
     def encoded(self) -> list[Any]:
-        """Return all that is encoded of values."""
+        """Return all encoded values."""
         return [self.state, self.rest, [group.options for group in self.groups]]
 
     def renamed(self, moved: Mapping[str, str]) -> OptimizerValue:
-        """Return it with other names for some parameters."""
+        """Return the value with other names for some parameters."""
         return OptimizerValue(
             groups=tuple(
                 Group(tuple(moved.get(each, each) for each in group.params), group.options) for group in self.groups
@@ -66,7 +66,7 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def part(self, names: Iterable[str]) -> OptimizerValue:
-        """Return it with some of the parameters only."""
+        """Return the value with some of the parameters only."""
         held = set(names)
         return OptimizerValue(
             groups=tuple(Group(tuple(n for n in group.params if n in held), group.options) for group in self.groups),
@@ -97,11 +97,11 @@ def encode_optimizer(
     tensors: dict[str, torch.Tensor],
     kept: Kept | None = None,
 ) -> OptimizerValue:
-    """Take an optimizer's state apart.
+    """Encode an optimizer's state by names of parameters.
 
     Args:
         optimizer: the optimizer.
-        item: its name, with which the tensors' names begin.
+        item: name of the item, with which the tensors' names begin.
         names: parameter names by `id` of the parameter; a parameter without one is named by its position.
         tensors: receives the tensors by name.
         kept: receives the records by path.
@@ -142,18 +142,18 @@ def decode_optimizer(
     tensors: Mapping[str, torch.Tensor],
     making: Making | None = None,
 ) -> dict[str, Any]:
-    """Return a state dict in torch's form for a live optimizer that the stored state fits.
+    """Return a state dict in torch's form, for a live optimizer that fits.
 
     Args:
-        optimizer: the live one.
-        stored: from a manifest.
-        item: its name.
+        optimizer: the live optimizer.
+        stored: entry of a manifest.
+        item: name of the item.
         names: the live parameters' names by `id`.
-        tensors: the checkpoint's, copies that the optimizer may keep.
+        tensors: tensors of the checkpoint; the optimizer may keep them.
         making: makes records.
 
     Raises:
-        CheckpointError: the manifest holds what no optimizer gave.
+        CheckpointError: the manifest's entry is no state of an optimizer.
     """
     listed, where = named_parameters(optimizer, names), f"item {item}"
     state: dict[int, Any] = {}
@@ -186,5 +186,5 @@ def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
 
 
 def _beside(value: Any, live: object) -> Any:
-    """An option that is a tensor goes where the live one lies."""
+    """Move an option that is a tensor to the device of the live one."""
     return value.to(live.device) if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) else value

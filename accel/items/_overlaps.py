@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live tensors whose elements share memory, as those of `expand` do: loaded by way of the memory under them."""
+"""Live tensors whose elements share memory, as after `expand`: loaded through their memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from accel.items._source import Change
 
 
 def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Change | None:
-    """Return the change that puts a value into a live tensor; None if elements that share memory would differ.
+    """Return the change of a live tensor to a value; None if elements with shared memory would differ.
 
     Args:
-        where: the tensor's name.
+        where: name of the tensor.
         live: the tensor.
-        value: of the same shape.
+        value: value of the same shape.
     """
     reach = sum(stride * (size - 1) for stride, size in zip(live.stride(), live.shape, strict=True))
     memory = live.detach().as_strided((reach + 1,), (1,))

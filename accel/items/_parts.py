@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of which each rank has a part: the values of all parts are joined before a save."""
+"""Items divided among ranks: the values of all parts are joined before a save."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from accel.items._optimizer_state import Group, OptimizerValue, ParamFacts
 
 
 def own_values(content: Content, divided: Iterable[str]) -> bytes:
-    """Return this rank's values of the items of which it has a part. No communication."""
+    """Return this rank's values of divided items. No communication."""
     return msgspec.msgpack.encode({name: content.items[name].value for name in sorted(divided)})
 
 
 def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str, Item]:
-    """Return a checkpoint's items, with the values that all ranks make together.
+    """Return a checkpoint's items, with the values of divided ones joined over ranks.
 
     Args:
         mine: items of this rank.
         said: results of `own_values`, by rank.
 
     Raises:
-        CheckpointError: the parts do not go together; alike on every rank.
+        CheckpointError: the parts do not fit together; the same on every rank.
     """
     ranks = [msgspec.msgpack.decode(each, type=dict[str, Any]) if each else {} for each in said]
     items = dict(mine)
@@ -45,13 +45,13 @@ def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str,
 
 
 def check_taken(left: Sequence[Set[str]]) -> None:
-    """Raise unless some rank takes each of the tensors and parameters that a checkpoint holds of `Part`s.
+    """Raise unless some rank loads each stored tensor and parameter of `Part`s.
 
     Args:
-        left: by rank, what it does not take.
+        left: entries that a rank does not load, by rank.
 
     Raises:
-        CheckpointError: no rank takes them; each is named.
+        CheckpointError: no rank loads an entry; each is named.
     """
     if lost := sorted(name for name in left[0] if all(name in other for other in left)):
         raise CheckpointError(
@@ -73,7 +73,7 @@ def _join(name: str, kind: str, values: list[Any]) -> Any:
 
 
 def _join_optimizers(values: Sequence[OptimizerValue], item: str) -> OptimizerValue:
-    """The state of an optimizer of which each rank holds some. Where several hold a value, the lowest rank wins."""
+    """Join the state of a divided optimizer. Where several ranks hold a value, the lowest rank wins."""
     counts = [len(value.groups) for value in values]
     if len(set(counts)) > 1:
         raise CheckpointError(

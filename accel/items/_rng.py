@@ -26,14 +26,14 @@ _LENGTH_BYTES = 4
 
 @runtime_checkable
 class DiffersByRank(Protocol):
-    """A record a part of which each rank has for itself."""
+    """A record with a part that differs between ranks."""
 
     def rank_part(self) -> object:
-        """Return that part, None if there is none now."""
+        """Return the part, None for none."""
         ...
 
     def with_rank_part(self, part: object) -> Self:
-        """Return the record with another part, of plain values; raise `msgspec.ValidationError` if it does not fit."""
+        """Return the record with a part of plain values; raise `msgspec.ValidationError` if it does not fit."""
         ...
 
 
@@ -52,8 +52,8 @@ class Row(msgspec.Struct, frozen=True):
     """One rank's row.
 
     Attributes:
-        rng: its random streams.
-        parts: of records, by path; a record that is an item has the item's name.
+        rng: random streams of the rank.
+        parts: parts of records, by path; the path of an item is its name.
     """
 
     rng: RngState
@@ -61,11 +61,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
-    """Return what is this rank's own of its streams and records.
+    """Return this rank's row: its streams, and its parts of records.
 
     Args:
         ctx: the context.
-        records: all that the items hold, by path.
+        records: all records in the items, by path.
 
     Raises:
         CheckpointError: something cannot be stored, named by its path.
@@ -81,10 +81,10 @@ def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
 
 
 def compare_row(ctx: DistContext, saved: Saved) -> tuple[str, Box] | None:
-    """Return where this rank's row is, None if the run had another number of ranks.
+    """Return the position of this rank's row, None if the run had another number of ranks.
 
     Raises:
-        CheckpointError: there are no rows.
+        CheckpointError: the checkpoint has no rows.
     """
     entry, world = saved.entries.get(RANKS), saved.manifest.world_size
     if entry is None or entry.dtype != "uint8" or len(entry.shape) != 2 or entry.shape[0] != world:
@@ -97,10 +97,10 @@ def read_row(saved: Saved, part: tuple[str, Box] | None) -> Row | None:
 
     Args:
         saved: the checkpoint.
-        part: from `compare_row`.
+        part: position from `compare_row`.
 
     Raises:
-        CheckpointError: it is no row.
+        CheckpointError: not a row.
     """
     if part is None:
         return None
@@ -113,7 +113,7 @@ def read_row(saved: Saved, part: tuple[str, Box] | None) -> Row | None:
 
 
 def with_own_part(value: object, path: str, row: Row | None) -> object:
-    """Return a loaded record with this rank's own part, if there is one of its path; others as they are.
+    """Return a loaded record with this rank's part, if the row has one for its path; others unchanged.
 
     Raises:
         CheckpointError: the part does not fit.
@@ -129,10 +129,10 @@ def with_own_part(value: object, path: str, row: Row | None) -> object:
 
 
 def rehearse_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | None:
-    """Return this rank's stored streams, None if the run was another set-up, whose streams have no meaning here.
+    """Return this rank's stored streams, None if they are those of another set-up.
 
     Raises:
-        CheckpointError: they are nothing that the streams take.
+        CheckpointError: not states of streams.
     """
     if row is None:
         return None
@@ -146,7 +146,7 @@ def rehearse_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | 
 
 
 def apply_rng(ctx: DistContext, saved: Saved, state: RngState | None) -> None:
-    """Put this rank's streams back, or seed them from the checkpoint's digest and the rank's place. Mutates them."""
+    """Restore this rank's streams, or seed them from the checkpoint's digest and the rank. Mutates them."""
     if state is not None:
         restore_rng(state, ctx.device)
         return
@@ -156,7 +156,7 @@ def apply_rng(ctx: DistContext, saved: Saved, state: RngState | None) -> None:
 
 
 def _rehearse(state: RngState, device: torch.device) -> None:
-    """Set streams that nobody draws from, so that setting the real ones cannot fail."""
+    """Set unused streams to the state, so that setting the real ones cannot fail."""
     version, words, gauss = state.python
     random.Random().setstate((version, words, gauss))
     torch.Generator().set_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))

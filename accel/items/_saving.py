@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save_state`: items taken apart into what this rank brings to a checkpoint, which all ranks write and commit."""
+"""`save_state`: items become this rank's content of a checkpoint, which all ranks write and commit."""
 
 from __future__ import annotations
 
@@ -116,39 +116,38 @@ def save_state(
 ) -> Path | RemotePath | Saving:
     """Save items as the checkpoint of a step: either all of it, on the disk, or nothing. A collective.
 
-    Every rank writes its share. Parameters and optimizer state are taken to be equal on all ranks; of buffers, records
-    and other values rank 0's count. The random streams of all ranks are saved too. A checkpoint of the same step is
+    Every rank writes its share. Parameters and optimizer state are assumed equal on all ranks; of buffers, records and
+    other values rank 0's are saved. The random streams of all ranks are saved too. A checkpoint of the same step is
     replaced when the new one is complete.
 
     Args:
         ctx: the context.
-        out: the folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the
-            URL of one in a store, such as "s3://bucket/run", or a `RemotePath` with options.
+        out: folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the URL
+            of a folder in a store, such as "s3://bucket/run", or a `RemotePath` with options.
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name. A
-            `Part` of a module or an optimizer is what this rank has of one that ranks divide.
-        step: names the checkpoint, 0 or above.
-        keep: checkpoints to keep: a number from 1, this one and the newest others; or a `Keep`; None for all. They
-            are deleted after the commit, and only if they hold nothing but what accel wrote.
-        metrics: finite numbers to keep the best by, stored with the checkpoint; rank 0's count.
+            `Part` is this rank's part of a divided module or optimizer.
+        step: step of the checkpoint, 0 or above.
+        keep: checkpoints to keep: a number from 1, this one and the newest others; or a `Keep`; None for all. The
+            others are deleted after the commit, unless they hold files that accel did not write.
+        metrics: finite numbers by name, stored with the checkpoint, for `Keep(best=)`; rank 0's are used.
         mode: "sync" returns after the commit. "async" returns once every rank has copied its share to host memory, and
-            writes from there; the next save and the end of the session wait for it, and raise what went wrong if its
-            `result` has not been asked for.
+            writes from there; the next save and the end of the session wait for it, and raise its failure unless
+            `result` has.
         allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
             beside the -inf of masks.
-        transform: a pure function of the modules' tensors by name; returns the tensors to save: other names, fewer of
-            them, other dtypes. The parameters of optimizers follow.
+        transform: maps the modules' tensors, by name, to the tensors to save, with other names, other dtypes or fewer;
+            a pure function. The parameters of optimizers follow.
 
     Returns:
-        The checkpoint's folder, `out/step-00000003`, on every rank, after it has been committed; in mode "async", a
-        `Saving`; its `result` returns that folder.
+        The checkpoint's folder, `out/step-00000003`, on every rank, after the commit. In mode "async" a `Saving`, whose
+        `result` returns the folder.
 
     Raises:
-        ConfigError: no items, a name, step, keep, metric, mode or path out of range, or a record that is not at a
-            step's end.
-        CheckpointError: something cannot be stored, another process, which is named, is saving into the folder, or the
-            disk failed; the same on every rank, nothing has changed.
+        ConfigError: no items, a name, step, keep, metric, mode or path out of range, or a record within a window.
+        CheckpointError: a value cannot be stored, another process, named in the error, is saving into the folder, or
+            the disk failed; the same on every rank, nothing has changed.
         NonFiniteError: a tensor on any rank is not finite; the same on every rank, nothing has changed. In mode
-            "async", `result` raises it, of what is written.
+            "async", `result` raises it.
         CollectiveMismatch: ranks passed other steps or differently shaped items.
 
     Example:
@@ -181,11 +180,11 @@ def save_state(
 
 
 def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
-    """Take items apart into what this rank brings to a checkpoint. No communication; nothing is copied.
+    """Return this rank's content of a checkpoint. No communication; nothing is copied.
 
     Raises:
         CheckpointError: something cannot be stored, named by its path.
-        ConfigError: a record says that this is no moment to save, or the transform returned what it may not.
+        ConfigError: a record cannot be saved now, or a wrong result of the transform.
     """
     shared: dict[str, torch.Tensor] = {}
     main: dict[str, torch.Tensor] = {}
@@ -228,12 +227,12 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
 
 
 def check_finite(content: Content) -> None:
-    """Raise unless what a checkpoint would hold is finite. No communication; one pass over the tensors.
+    """Raise unless the content is finite. No communication; one pass over the tensors.
 
-    Parameters and optimizer state must be finite. Other tensors may hold -inf, which attention masks are made of.
+    Parameters and optimizer state must be finite. Other tensors may hold -inf, as attention masks do.
 
     Raises:
-        NonFiniteError: the tensors that are not, by name.
+        NonFiniteError: tensors are not finite; they are named.
     """
     strict = {**content.shared, **content.own}
     bad = sorted([*_nonfinite(strict, masks=False), *_nonfinite({**content.main, **content.loose}, masks=True)])
@@ -250,7 +249,7 @@ def check_finite(content: Content) -> None:
 
 
 def _nonfinite(tensors: Mapping[str, torch.Tensor], *, masks: bool) -> Iterator[str]:
-    """The names of tensors that hold what they may not."""
+    """Yield the names of tensors with inf or NaN."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, tensor in ((name, local_part(tensor)) for name, tensor in tensors.items()):
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):

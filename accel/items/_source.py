@@ -121,15 +121,15 @@ class CheckpointSource:
     """One checkpoint, as this rank loads it.
 
     Attributes:
-        ctx, saved, options: of the load.
-        file_names: of modules' tensors, by the names that they are loaded under.
+        ctx, saved, options: context, checkpoint and options of the load.
+        file_names: names of modules' tensors in the file, by live name.
         parameters: full names of the live modules' parameters, by `id`.
         parts: names of items that are `Part`s.
         types: types of the live items and of accel's own records, by which stored records are made.
         problems: differences that are errors.
         skipped: differences that `strict=False` allows.
-        left: entries of `Part`s in the checkpoint that this rank does not take.
-        bases: stored digests and this rank's sums of frozen parameters that are sharded, by name.
+        left: entries of `Part`s that this rank does not load.
+        bases: stored digests and this rank's sums of sharded frozen parameters, by name.
         row: this rank's row, once it has been read.
     """
 
@@ -156,10 +156,10 @@ class CheckpointSource:
         return entry.dtype, entry.shape
 
     def names_in(self, name: str, value: Any) -> set[str]:
-        """Return the tensors that an item's value refers to, its own only.
+        """Return the tensors that an item's value refers to.
 
         Raises:
-            CheckpointError: it refers to others.
+            CheckpointError: the value refers to tensors of others.
         """
         found = tensors_in(value)
         for key in found:
@@ -168,7 +168,7 @@ class CheckpointSource:
         return found
 
     def want(self, keys: Iterable[str], live: Mapping[str, torch.Tensor]) -> list[Wanted]:
-        """Return what this rank reads of stored tensors: of each the part of its live namesake, else all of it."""
+        """Return the boxes that this rank reads of stored tensors: those of live namesakes, else whole tensors."""
         wanted: list[Wanted] = []
         for key in keys:
             template = self._template(key, live)
@@ -179,7 +179,7 @@ class CheckpointSource:
         return wanted
 
     def read_like(self, key: str, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a stored tensor in new memory: spread as its live namesake is, else whole and on the CPU."""
+        """Return a stored tensor in new memory: spread as its live namesake, else whole and on the CPU."""
         template = self._template(key, live)
         if template is None or not is_dtensor(template):
             return self.saved.read(key)
@@ -192,7 +192,7 @@ class CheckpointSource:
     def tensors(
         self, name: str, value: Any, live: Mapping[str, torch.Tensor], device: torch.device = _CPU
     ) -> dict[str, torch.Tensor]:
-        """Read the tensors of a value, each to where its live namesake lies, others to a device."""
+        """Read the tensors of a value, each to the device of its live namesake, others to `device`."""
         tensors: dict[str, torch.Tensor] = {}
         for key in self.names_in(name, value):
             read = self.read_like(key, live)
@@ -210,10 +210,10 @@ class CheckpointSource:
         return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
 
     def making(self, kept: Kept) -> Making:
-        """Return how records are made: of the classes of live ones, with this rank's own parts.
+        """Return the maker of records: in classes of live ones, with this rank's parts.
 
         Args:
-            kept: the live ones of an item, by path.
+            kept: live records of an item, by path.
         """
         return Making(
             kept=kept,
@@ -234,15 +234,15 @@ class CheckpointSource:
 
 @dataclass(kw_only=True, slots=True)
 class ItemLoad(ABC):
-    """One stored item beside the live one: each kind of item says how both are compared, read and changed.
+    """One stored item beside the live one; each kind of item implements comparing and reading.
 
     Attributes:
-        name, item: of the checkpoint.
+        name, item: name and entry in the checkpoint.
         source: the checkpoint.
         result: its value in the result of `load_state`.
         problems: differences, found by `compare`.
         wanted: entries that this rank reads.
-        copies: live tensors and the names of the stored ones that are copied into them when nothing can fail any more.
+        copies: live tensors, each with the name of the stored one to copy at the end.
     """
 
     name: str
@@ -263,7 +263,7 @@ class ItemLoad(ABC):
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether a dtype's name is one of real floating-point numbers."""
+    """Return whether a dtype's name is one of real floating-point numbers."""
     found = getattr(torch, dtype, None)
     return isinstance(found, torch.dtype) and found.is_floating_point
 
@@ -274,7 +274,7 @@ def facts(tensor: torch.Tensor) -> Facts:
 
 
 def belongs(key: str, inside: Set[str]) -> bool:
-    """Whether a name is that of one of some values, or of something within it."""
+    """Return whether a name is that of a value, or of something inside it."""
     return any(key == path or key.startswith((f"{path}.", f"{path}[")) for path in inside)
 
 
@@ -282,7 +282,7 @@ def fields_in(value: object, name: str) -> dict[str, Any]:
     """Return the encoded fields of an item by name.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the value has no fields.
     """
     if not isinstance(value, dict):
         raise CheckpointError("not a stored value", got=type(value).__name__, where=f"item {name}")

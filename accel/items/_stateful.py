@@ -17,23 +17,23 @@ from accel.items._source import Change, ItemLoad, facts
 
 
 def capture_stateful(name: str, live: Stateful, tensors: dict[str, torch.Tensor], kept: Kept) -> Item:
-    """Return what a checkpoint holds of an object.
+    """Return an object's entry in a checkpoint.
 
     Args:
-        name: the item's.
+        name: name of the item.
         live: the object.
         tensors: receives the tensors of its state by name.
         kept: receives the records in it by path.
 
     Raises:
-        CheckpointError: something in its state cannot be stored.
+        CheckpointError: a value in its state cannot be stored.
     """
     return Item(kind="stateful", type=type_name(live), value=encode(live.state_dict(), name, tensors, kept))
 
 
 @dataclass(kw_only=True, slots=True)
 class StatefulLoad(ItemLoad):
-    """An object that takes its state by `load_state_dict`."""
+    """An object that loads its state by `load_state_dict`."""
 
     live: Stateful
     _before: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -41,7 +41,7 @@ class StatefulLoad(ItemLoad):
     _kept: Kept = field(default_factory=Kept)
 
     def compare(self) -> None:
-        """Compare the tensors that both states hold; the rest only the object can judge."""
+        """Compare the tensors in both states; the object itself judges the rest."""
         self._before = self.live.state_dict()
         encode(self._before, self.name, self._tensors, self._kept)
         names = self.source.names_in(self.name, self.item.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other names for what modules hold, on the way to a file or from it: pure functions that the user passes."""
+"""Transforms: pure functions of the user that rename the tensors of modules in a save or a load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A tensor of a module in a checkpoint, which a `transform` gives another name, several, or none.
+    """A stored tensor of a module, for a `transform` that gives it another name, several, or none.
 
     Attributes:
-        name: the one in the file.
-        dtype: torch's word, such as "float32".
-        shape: of the whole tensor.
+        name: name in the file.
+        dtype: torch's name, such as "float32".
+        shape: shape of the whole tensor.
     """
 
     name: str
@@ -34,14 +34,14 @@ LoadTransform = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
 
 
 def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransform) -> dict[str, str]:
-    """Return under which names the tensors of modules are loaded, each with its name in the file.
+    """Return the names to load the tensors of modules by, each with its name in the file.
 
     Args:
         entries: the checkpoint's tensors of modules, aliases included.
-        transform: the user's.
+        transform: the user's transform.
 
     Raises:
-        ConfigError: the function returned something else than some of what it was given, by names.
+        ConfigError: the result is no dict of the function's arguments by name.
     """
     given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items()}
     found = _checked(transform(given), Stored, "load_state")
@@ -54,16 +54,16 @@ def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransfo
 def transformed_tensors(
     tensors: Mapping[str, torch.Tensor], modules: Iterable[str], transform: SaveTransform
 ) -> dict[str, torch.Tensor]:
-    """Return what is saved of modules, by name.
+    """Return the tensors to save of modules, by name.
 
     Args:
-        tensors: contents, by name.
+        tensors: tensors of modules, by name.
         modules: names of items.
-        transform: the user's.
+        transform: the user's transform.
 
     Raises:
         CheckpointError: a tensor cannot be stored.
-        ConfigError: the function returned something else than tensors by names that begin with a module's.
+        ConfigError: the result is no dict of tensors by names that begin with a module's.
     """
     found = _checked(transform(tensors), torch.Tensor, "save_state")
     for name, tensor in found.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values and records as items: made anew of what was saved, in the classes of the live ones."""
+"""Plain values and records as items: made anew, in the classes of the live ones."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from accel.items._source import Change, ItemLoad, Problems, fields_in
 
 
 def capture_value(name: str, live: object, tensors: dict[str, torch.Tensor], kept: Kept) -> Item:
-    """Return what a checkpoint holds of a record or a plain value.
+    """Return the entry of a record or plain value in a checkpoint.
 
     Args:
-        name: the item's.
+        name: name of the item.
         live: the value.
         tensors: receives the tensors in it by name.
         kept: receives the records in it by path, itself included.
 
     Raises:
-        CheckpointError: something in it cannot be stored.
+        CheckpointError: a value in it cannot be stored.
     """
     if kind_of(live) == "record":
         return Item("record", type_name(live), record_tag(live) | encode_record(live, name, tensors, kept))
@@ -44,14 +44,14 @@ def capture_value(name: str, live: object, tensors: dict[str, torch.Tensor], kep
 
 @dataclass(kw_only=True, slots=True)
 class ValueLoad(ItemLoad):
-    """A record or a plain value: nothing live changes, a new one is returned."""
+    """A record or a plain value: the live one does not change, a new one is returned."""
 
     live: object
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     _kept: Kept = field(default_factory=Kept)
 
     def compare(self) -> None:
-        """Compare the fields of a record; make a value without tensors, which tells the rest."""
+        """Compare the fields of a record; make a value without tensors at once, to find other differences."""
         if is_record(self.live):
             encode_record(self.live, self.name, self._tensors, self._kept)
             _compare_fields(self.name, self.live, fields_in(self.item.value, self.name), self.problems)
@@ -63,7 +63,7 @@ class ValueLoad(ItemLoad):
             self._make(self.problems)
 
     def read(self) -> Sequence[Change]:
-        """Make the value, with this rank's own parts of the records in it."""
+        """Make the value, with this rank's parts of the records in it."""
         problems = Problems()
         value = self._make(problems)
         self.source.judge(problems)
@@ -86,8 +86,8 @@ class ValueLoad(ItemLoad):
         """Make a record that is an item.
 
         Raises:
-            MisfitError: the live one's class takes no such fields.
-            CheckpointError: it is nothing that was saved.
+            MisfitError: the live record's class refuses the fields.
+            CheckpointError: not a stored record.
         """
         name = self.name
         stored = fields_in(self.item.value, self.name)
@@ -105,7 +105,7 @@ class ValueLoad(ItemLoad):
 
 
 def _compare_fields(name: str, live: object, fields: Mapping[str, Any], problems: Problems) -> None:
-    """Note the fields that only a record or only the checkpoint has; what is None there may be no field by now."""
+    """Note the fields in only one of record and checkpoint; a stored None may lack a live field."""
     names = {*stored_names(type(live)), *record_tag(live)}
     gone = {key for key in fields.keys() - names if fields[key] is None}
     if type(live).__module__.partition(".")[0] == "accel":
@@ -114,7 +114,7 @@ def _compare_fields(name: str, live: object, fields: Mapping[str, Any], problems
 
 
 def _compare_class(name: str, live: object, value: object, problems: Problems) -> None:
-    """Note a value of another class than the live one; None stands for any, a number for any number."""
+    """Note a value of another class than the live one; a live None accepts any, a number any number."""
     classes = [torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in (live, value)]
     if live is not None and classes[0] is not classes[1] and not are_numbers(each.__name__ for each in classes):
         problems.wrong_type(f"item {name}", classes[0].__name__, classes[1].__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tensors whole, however they are spread: by the names that they have without wrappers, one at a time."""
+"""A model's tensors, whole and by names without wrappers; sharded ones are gathered one at a time."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int = 0) -> dict[
 def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -> dict[str, torch.Tensor] | None:
     """Return a model's parameters and persistent buffers whole, on the CPU. A collective.
 
-    Names are those of the model without wrappers. Sharded tensors are gathered one at a time, so that a rank that gets
-    no result needs memory for one of them. Tensors that lie whole on the CPU already are the live ones, not copies.
+    Names are those of the model without wrappers. Sharded tensors are gathered one at a time, so a rank without the
+    result needs memory for one of them. Tensors that are whole on the CPU are the live ones, not copies.
 
     Args:
         ctx: the context.
-        model: plain, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism.
+        model: plain model, from `prepare_model`, compiled, or spread by `fully_shard` or tensor parallelism.
         dst: the rank that gets the result; None for all.
 
     Returns:
@@ -46,7 +46,7 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
         is no tensor is left out, with a warning of the logger `accel.checkpoint`.
 
     Raises:
-        CheckpointError: a tensor has no values, or is of a kind that cannot be read; the same on every rank.
+        CheckpointError: a tensor has no values, or is sparse or quantized; the same on every rank.
         CollectiveMismatch: ranks hold different models.
         ConfigError: no such rank.
     """
@@ -70,7 +70,7 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """List a model's parameters and persistent buffers in order, by clean names; sharded ones as they are.
 
     Raises:
-        CheckpointError: one has no values, or is sparse or quantized; named.
+        CheckpointError: a tensor has no values, or is sparse or quantized; it is named.
     """
     tensors: dict[str, torch.Tensor] = {}
     for raw, value in model.state_dict(keep_vars=True).items():
@@ -85,5 +85,5 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return what ranks must agree on, a line for each tensor."""
+    """Return the facts that ranks must agree on, a line for each tensor."""
     return [f"{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in tensors.items()]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's `ZeroRedundancyOptimizer`: on each rank an optimizer of some of the parameters, which all ranks know.
+"""torch's `ZeroRedundancyOptimizer`: each rank has the optimizer of some parameters; all ranks know the division.
 
-Its state is read and written as that of the optimizer inside, so a checkpoint of it is one of that optimizer.
+Its state is read and written as that of the inner optimizer, so a checkpoint of it is one of that optimizer.
 Reference: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 """
 
@@ -16,7 +16,7 @@ from accel.optim import parameters_of
 
 
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state in torch's form, of all groups and of the parameters that this rank holds.
+    """Return the state in torch's form, of all groups and of this rank's parameters.
 
     Raises:
         CheckpointError: see `local_optimizer`.
@@ -32,7 +32,7 @@ def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what this rank holds of a state in torch's form. Mutates the optimizer; groups are replaced."""
+    """Load this rank's part of a state in torch's form. Mutates the optimizer; groups are replaced."""
     local = local_optimizer(optimizer)
     params = parameters_of([optimizer])
     place = _places(local)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on from a checkpoint of Hugging Face Accelerate; its pickles are read by torch's weights-only loader."""
+"""Loads of checkpoints of Hugging Face Accelerate; pickles are read by torch's weights-only loader."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ _NOT_TAKEN = {
 def load_accelerate_state(
     ctx: DistContext, folder: str | os.PathLike[str], items: Mapping[str, object]
 ) -> dict[str, object]:
-    """Load a folder that Accelerate's `save_state` wrote. A collective. Mutates modules, optimizers and the like.
+    """Load a folder of Accelerate's `save_state`. A collective. Mutates modules, optimizers and other objects.
 
-    Accelerate counts what it saves, so order is all that tells which is which: the first module among the items gets
-    `model.safetensors`, the second `model_1.safetensors`; optimizers, schedulers and other objects with
-    `load_state_dict` (`custom_checkpoint_0.pkl`) likewise, and a `LossScale` takes `scaler.pt`. Everything is read and
-    compared before anything changes. What is not taken is told by the logger `accel.checkpoint`: random streams, and
-    the position in the data. Pickles are read by torch's weights-only loader, which runs no code of theirs.
+    Accelerate numbers its files, so items are matched by order: the first module gets `model.safetensors`, the second
+    `model_1.safetensors`; optimizers, schedulers and other objects with `load_state_dict` (`custom_checkpoint_0.pkl`)
+    likewise, and a `LossScale` takes `scaler.pt`. Everything is read and compared before anything changes. Random
+    streams and the position in the data are not loaded; the logger `accel.checkpoint` lists what was not. Pickles are
+    read by torch's weights-only loader, which runs no code of theirs.
 
     Args:
         ctx: the context.
-        folder: the one that `save_state` wrote, such as `checkpoint_3`.
+        folder: folder of Accelerate's `save_state`, such as `checkpoint_3`.
         items: modules, optimizers, schedulers, objects with state_dict and load_state_dict, and a `LossScale`, by
             name, in the order in which Accelerate prepared or registered them.
 
     Returns:
-        Every item: the live objects that were passed, and a new `LossScale`.
+        Every item: the live objects, and a new `LossScale`.
 
     Raises:
         CheckpointError: a file is missing, holds more than weights, or does not fit; the same on every rank, and
@@ -188,10 +188,10 @@ def _loss_scale(path: Path, live: LossScale) -> LossScale:
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Read a file that torch.save wrote: weights and plain values, and no code.
+    """Read a file of torch.save with weights and plain values, and without code.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: the file holds something else.
     """
     try:
         state: object = torch.load(path, map_location="cpu", weights_only=True)

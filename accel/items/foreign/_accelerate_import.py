@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint made of a folder of Hugging Face Accelerate, as far as that goes without the live objects."""
+"""A checkpoint from a folder of Hugging Face Accelerate, without live objects."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _STATEFUL = re.compile(r"(scheduler(?:_[0-9]+)?|custom_checkpoint_[0-9]+)\.(bin|
 def import_accelerate(
     folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int
 ) -> Path | RemotePath:
-    """Make a checkpoint of what Accelerate's `save_state` wrote. No communication.
+    """Convert a folder of Accelerate's `save_state` to a checkpoint. No communication.
 
     Items are named after the files: `model`, `model_1`, `scheduler`, `custom_checkpoint_0`. Optimizers are left out:
-    their files count parameters and do not name them, so only `load_accelerate_state`, which has the live ones, takes
-    them. What is left out is told by the logger `accel.checkpoint`. Everything is in memory at once.
+    their files number parameters and do not name them, so only `load_accelerate_state`, with live ones, loads them. The
+    logger `accel.checkpoint` lists what is left out. Everything is in memory at once.
 
     Args:
-        folder: such as `checkpoint_3`; its pickles are read by torch's weights-only loader, which runs no code.
-        out: the folder or URL of checkpoints to put it into.
-        step: names the checkpoint.
+        folder: folder such as `checkpoint_3`; its pickles are read by torch's weights-only loader, which runs no code.
+        out: folder or URL of the run's checkpoints.
+        step: step of the checkpoint.
 
     Returns:
         The checkpoint's folder.

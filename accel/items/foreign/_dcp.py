@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of `torch.distributed.checkpoint` made into accel's, and accel's into them; by one process, offline."""
+"""Conversion between checkpoints of `torch.distributed.checkpoint` and accel's; by one process, offline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from accel.storage import RemotePath, as_place, commit, disk_errors, make_folder
 def import_dcp(
     folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int
 ) -> Path | RemotePath:
-    """Make a checkpoint of what `torch.distributed.checkpoint.save` wrote. No communication.
+    """Convert a folder of `torch.distributed.checkpoint.save` to a checkpoint. No communication.
 
     Each name at the top becomes an item: a dict of tensors a module; the state dict of an optimizer that names its
     parameters (as torch's `get_state_dict` gives) an optimizer; other dicts the state of an object with
@@ -46,9 +46,9 @@ def import_dcp(
     streams begin anew. Everything is in memory at once.
 
     Args:
-        folder: with a `.metadata` file, which is read as data: nothing that its pickle names is imported or called.
-        out: the folder or URL of checkpoints to put it into.
-        step: names the checkpoint.
+        folder: folder with a `.metadata` file, which is read as data: nothing in its pickle is imported or called.
+        out: folder or URL of the run's checkpoints.
+        step: step of the checkpoint.
 
     Returns:
         The checkpoint's folder.
@@ -87,7 +87,7 @@ def export_dcp(
     *,
     advance: Callable[[int], object] | None = None,
 ) -> Path:
-    """Write a checkpoint as `torch.distributed.checkpoint.save` would. No communication.
+    """Write a checkpoint in the format of `torch.distributed.checkpoint`. No communication.
 
     Every item is a name at the top: a module its tensors by name, an optimizer its state by the names of its
     parameters, as torch's `set_state_dict` takes them, other items their state. Random streams are left out.
@@ -95,8 +95,8 @@ def export_dcp(
 
     Args:
         path: the checkpoint's folder or URL.
-        folder: to be made; must not exist.
-        advance: called with numbers of bytes that have been read, for a progress bar.
+        folder: folder to make; must not exist.
+        advance: called with numbers of bytes read, for a progress bar.
 
     Returns:
         The folder.
@@ -136,7 +136,7 @@ def _kind(value: object) -> ItemKind:
 
 
 def _parameters(value: Any, modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str] | None:
-    """The full name of each parameter of an optimizer's state dict, by its name there; None if it is no such."""
+    """Return the full names of an optimizer's parameters, by their names in a state dict; None for another dict."""
     if not isinstance(value, dict) or {"state", "param_groups"} - cast("dict[str, Any]", value).keys():
         return None
     names: dict[str, str] = {}
@@ -175,7 +175,7 @@ def _optimizer(
 
 
 def _exported(saved: Saved, name: str, item: Item) -> Any:
-    """An item's state in torch's own form."""
+    """Return an item's state in torch's own form."""
 
     def plain(value: Any) -> Any:
         return decode(value, f"item {name}", {key: saved.read(key) for key in tensors_in(value)})
@@ -197,5 +197,5 @@ def _exported(saved: Saved, name: str, item: Item) -> Any:
 
 
 def _bare(full: str) -> str:
-    """A parameter's name without its module's item."""
+    """Return a parameter's name without its module's item."""
     return full.partition(".")[2] or full

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of `torch.distributed.checkpoint`: what they hold, without running what their pickles ask for."""
+"""Folders of `torch.distributed.checkpoint`, read without running their pickles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLACE = "torch.distributed.checkpoint."
 
 @dataclass(frozen=True, slots=True)
 class _StoredBytes:
-    """Place of a piece's bytes, as torch.save wrote them."""
+    """Position of a piece's bytes, as torch.save wrote them."""
 
     file: str
     start: int
@@ -31,12 +31,12 @@ class _StoredBytes:
 
 
 def read_dcp(path: Path) -> dict[str, Any]:
-    """Return a folder's state as it was given to `torch.distributed.checkpoint.save`, tensors whole.
+    """Return the state in a folder of `torch.distributed.checkpoint.save`, with whole tensors.
 
     The folder's own description, a pickle, is read as data; tensors and values by torch's weights-only loader.
 
     Raises:
-        CheckpointError: it is no such folder, is damaged, or holds more than weights and plain values.
+        CheckpointError: not such a folder, a damaged one, or one with more than weights and plain values.
     """
     metadata = path / METADATA
     try:
@@ -70,7 +70,7 @@ def _value(
     described: object,
     stored: Mapping[tuple[str, tuple[int, ...] | None], _StoredBytes],
 ) -> Any:
-    """A tensor, of all its pieces, or another value."""
+    """Read a tensor from all its pieces, or another value."""
     if not isinstance(described, Described) or not described.name.endswith("metadata.TensorStorageMetadata"):
         return _load(folder, files, name, stored[name, None])
     fields = _state(described, "metadata.TensorStorageMetadata")
@@ -155,7 +155,7 @@ def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts whose keys count from 0 are lists, which torch takes apart by their positions."""
+    """Turn dicts with keys from 0 into lists, which torch takes apart by position."""
     if not isinstance(value, dict):
         return value
     fields = {key: _with_lists(held) for key, held in cast("dict[Any, Any]", value).items()}

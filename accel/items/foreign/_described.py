@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of a pickle, read without running it: values, and objects as names of classes with their parts.
+"""Contents of a pickle, read without running it: values, and objects as class names with arguments.
 
-Nothing is imported and nothing is called. Only what plain values and dataclasses are pickled into is understood.
+Nothing is imported and nothing is called. Only pickles of plain values and dataclasses are supported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Described:
     """Description of an object.
 
     Attributes:
-        name: its class or function, with the module: "torch.Size"; of a class itself, that one's.
-        args: of the call that would make it; None for a class itself.
-        state: the one it would then be given.
+        name: its class or function, with the module: "torch.Size"; for a class, its own name.
+        args: arguments of the call that would make it; None for a class.
+        state: state that it would then get.
     """
 
     name: str
@@ -38,14 +38,14 @@ _IGNORED = {"PROTO", "FRAME"}
 
 
 def describe_pickle(data: bytes, where: str) -> Any:
-    """Return the value that a pickle stands for, with `Described` in place of objects.
+    """Return the value of a pickle, with `Described` in place of objects.
 
     Args:
         data: the pickle, from anywhere.
         where: its path, for errors.
 
     Raises:
-        CheckpointError: it is damaged, or does what no plain value needs.
+        CheckpointError: the pickle is damaged, or not one of plain values.
     """
     machine = _PickleReader()
     try:
@@ -88,7 +88,7 @@ class _PickleReader:
         }
 
     def step(self, code: str, argument: Any) -> None:
-        """Do what one instruction means for values; refuse what would need an object."""
+        """Run one instruction on values; refuse one that needs an object."""
         if code in _CONSTANTS:
             self.stack.append(_CONSTANTS[code])
         elif code in _LITERALS:

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import bias
 
 Documents = tuple[Tensor, Tensor]
 
@@ -32,6 +31,8 @@ def attend(
     if documents is not None:
         mask = document_mask(*documents, causal=causal)
     elif causal:
+        from torch.nn.attention import bias  # its import loads torch.compile and writes to the environment
+
         mask = cast(Any, bias).causal_lower_right(q.shape[2], k.shape[2])
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 

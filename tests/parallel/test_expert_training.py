@@ -9,6 +9,7 @@ import pytest
 import torch
 from processes import job, run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import accel
@@ -139,7 +140,6 @@ def check(results: list[Any], alone: tuple[dict[str, Tensor], list[float]]) -> N
         (2, "dp=2,ep=2", "ddp", True),
         (4, "dp=4,ep=2", "fsdp", True),
         (4, "dp=4,ep=4", "fsdp", True),
-        (4, "dp=4,ep=2", "ddp", False),
     ],
 )
 def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
@@ -154,6 +154,7 @@ def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
         (4, "dp_replicate=2,dp_shard=2,ep=2", "fsdp"),
         (8, "dp=8,ep=4", "fsdp"),
         (8, "dp_replicate=2,dp_shard=4,ep=2", "fsdp"),
+        (4, "dp=4,ep=2", "ddp"),
         (8, "dp=8,ep=4", "ddp"),
     ],
 )
@@ -198,6 +199,35 @@ def test_a_module_that_dispatches_tokens_itself_sees_its_own_experts(alone):
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
     check(simulate(run, 2, default_group=True), alone)
+
+
+def test_ranks_whose_experts_nobody_chooses_and_frozen_routers(alone):
+    """All logits are alike, so every token chooses the same two experts; ranks without them have no row."""
+
+    def run(ctx: accel.DistContext, mesh: str) -> tuple[dict[str, Tensor], list[float]]:
+        if mesh:
+            ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
+        model = mixture()
+        for layer in model.layers:
+            _ = layer.router.requires_grad_(False).weight.zero_()
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
+        norms = steps(ctx, model, optimizer, uneven=True)
+        return {name: whole(each) for name, each in model.named_parameters()}, norms
+
+    one = run(accel.single(), "")
+    check(simulate(lambda ctx: run(ctx, "dp=4,ep=4"), 4, default_group=True), one)
+    assert one[1] != pytest.approx(alone[1], abs=1e-3)
+
+
+def test_a_mesh_whose_ep_is_a_dimension_of_its_own_is_refused():
+    def run(ctx: accel.DistContext) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+        ctx = accel.replace(ctx, mesh=mesh)
+        with pytest.raises(accel.PrepareError, match="got dimensions dp, ep"):
+            _ = accel.prepare_model(ctx, mixture(), plan=accel.Plan(experts=NAMED))
+
+    _ = simulate(run, 2, default_group=True)
 
 
 def test_local_experts_beside_tp_are_refused():

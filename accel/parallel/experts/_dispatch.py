@@ -78,8 +78,9 @@ class DispatchedTokens:
     @property
     def experts(self) -> Tensor:
         """The expert of each row, counted among those of this rank: integers of shape [rows]."""
-        counts = torch.tensor(self.counts)
-        return torch.arange(len(self.counts)).repeat_interleave(counts).to(self.rows.device)
+        counts = torch.tensor(self.counts, device=self.rows.device)
+        own = torch.arange(len(self.counts), device=self.rows.device)
+        return own.repeat_interleave(counts, output_size=self.rows.shape[0])
 
 
 def dispatch_tokens(
@@ -109,7 +110,7 @@ def dispatch_tokens(
     _check(tokens, indices, experts, ranks)
     chosen = indices.flatten()
     choices = Permutation(chosen.argsort(stable=True), indices.shape[1])
-    sent = torch.bincount(chosen, minlength=experts)
+    sent = chosen.new_zeros(experts).index_add_(0, chosen, torch.ones_like(chosen))  # bincount waits for the device
     rows = _taken(tokens, choices)
     if group is None:
         return DispatchedTokens(rows, _listed(sent), choices)

@@ -56,12 +56,9 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
         PrepareError: patterns that match nothing, unknown styles, modules whose experts cannot be spread, or no experts
             at all; every problem at once.
     """
-    if experts == "model":
-        styles = expert_plan(model)
-    elif isinstance(experts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
-        styles = {path: style for pattern, style in experts.items() for path in matching(model, pattern)}
-    else:
+    if experts != "model" and not isinstance(experts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise _refused(ranks, f"{experts!r}", fix='Pass styles by pattern, or "model".')
+    styles = _styles(model, experts)
     problems = [] if experts == "model" else list(_pattern_problems(model, experts))
     problems += [each for path in styles for each in _module_problems(model, path, ranks)]
     if problems:
@@ -71,10 +68,27 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
     return styles
 
 
+def held_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
+    """Return the styles that `resolve_experts` has found in a model, for a part of it: a pipeline stage, perhaps none.
+
+    Args:
+        model: the part, whose other modules are missing or hold no parameters.
+        experts: as of `resolve_experts`.
+    """
+    styles = _styles(model, experts)
+    return {path: style for path, style in styles.items() if any(True for _ in model.get_submodule(path).parameters())}
+
+
 def matching(model: nn.Module, pattern: str) -> list[str]:
     """Return the paths of the modules that a pattern matches, in which `*` stands for one component."""
     expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
     return [path for path, _ in _named_modules(model) if expression.fullmatch(path)]
+
+
+def _styles(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
+    if experts == "model":
+        return expert_plan(model)
+    return {path: style for pattern, style in experts.items() for path in matching(model, pattern)}
 
 
 def _refused(ranks: int, got: str, *, fix: str = "") -> PrepareError:

@@ -17,7 +17,8 @@ from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import unwrap_model
 from accel.parallel.experts._layer import DispatchedExperts, LocalExperts
 from accel.parallel.experts._mesh import EP, expert_modules, open_expert_mesh
-from accel.parallel.experts._plan import resolve_experts
+from accel.parallel.experts._plan import held_experts, resolve_experts
+from accel.topology import dimension_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,11 +37,12 @@ def _is_done(ctx: DistContext, model: nn.Module) -> bool:
 
 
 def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
-    if ctx.mesh is not None and EP in (ctx.mesh.mesh_dim_names or ()):
+    names = () if ctx.mesh is None else ctx.mesh.mesh_dim_names or ()
+    if any(dimension_of(name) == "expert" for name in names):
         raise PrepareError(
             "a mesh with an ep of its own does not tell which ranks hold the same experts",
             expected="an ep beside the axes that it takes its ranks from",
-            got=f"dimensions {', '.join(ctx.mesh.mesh_dim_names or ())}",
+            got=f"dimensions {', '.join(names)}",
             where=_WHERE,
             fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
         )
@@ -59,7 +61,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
 def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> nn.Module:
     inner = unwrap_model(model)
     compare_models(ctx, options, dict(inner.named_parameters()))
-    styles = resolve_experts(inner, options.experts, ctx.axes.ep)
+    styles = held_experts(inner, options.experts)
     mesh = open_expert_mesh(ctx)[EP]
     alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
     for path, style in styles.items():

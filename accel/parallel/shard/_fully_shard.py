@@ -116,12 +116,13 @@ def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm, op
 
     waiting = {id(each) for each in model.parameters()}
     experts = expert_modules(model)
+    same_experts = exchange_mesh(ctx) if experts else mesh
     wide = wide_parameters(model)
     for name in plan_units(model, experts, wide):
         unit = model.get_submodule(name)
         unit.to(ctx.device)
         own = [each for each in unit.parameters() if id(each) in waiting]
-        along = exchange_mesh(ctx) if name in experts else mesh
+        along = same_experts if name in experts else mesh
         begin_alike(ctx, stage, along, own)
         travels = wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
         if travels.gather is not None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from accel.comm import peer_error
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, check_choice
 from accel.parallel.context._gather import gather_attention
@@ -62,6 +63,7 @@ def context_attention(
     Raises:
         ConfigError: shapes, dtypes or devices that do not fit together, an unknown method, or heads that cp does not
             divide.
+        PeerError: another rank was lost.
         ContextClosedError: the context is closed.
 
     Example:
@@ -83,7 +85,12 @@ def context_attention(
     if chosen == "heads":
         _check_heads(q, size)
     note_attention(ctx)
-    return _METHODS[chosen](q, k, v, group, causal=causal, scale=factor, documents=documents)
+    try:
+        return _METHODS[chosen](q, k, v, group, causal=causal, scale=factor, documents=documents)
+    except RuntimeError as error:
+        if (lost := peer_error(error, "context_attention")) is not None:
+            raise lost from error
+        raise
 
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:

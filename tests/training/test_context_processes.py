@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes that share a sequence: equal to one process, and told of a rank that dies inside the ring."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from processes import job, patience, script_ranks
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+EQUAL = """
+import torch, accel
+from torch import nn
+
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(0)
+q, k, v, grad = (torch.randn(2, heads, 24, 8, generator=generator).double() for heads in (4, 2, 2, 4))
+mask = torch.ones(24, 24, dtype=torch.bool).tril()
+
+
+def attend(function, q, k, v, grad):
+    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+    out = function(*leaves)
+    out.backward(grad)
+    return {"out": out.detach(), **{name: each.grad for name, each in zip("qkv", leaves)}}
+
+
+whole = attend(lambda *each: nn.functional.scaled_dot_product_attention(*each, mask, enable_gqa=True), q, k, v, grad)
+with accel.session(device="cpu") as ctx:
+    expected = accel.split_sequence(ctx, whole, dim=2, shift=())
+    part = accel.split_sequence(ctx, {"q": q, "k": k, "v": v, "grad": grad}, dim=2)
+    for method in ("gather", "ring", "heads"):
+        for _ in range(20):  # messages of many rings in a row keep their order
+            got = attend(
+                lambda *each: accel.context_attention(ctx, *each, method=method),
+                *(part[name] for name in ("q", "k", "v", "grad")),
+            )
+            worst = max((got[name] - expected[name]).abs().max().item() for name in got)
+            assert worst < 1e-12, (method, worst)
+print("equal", flush=True)
+"""
+
+DIES = """
+import os, sys, time
+import torch, accel
+import accel.parallel.context._ring as ring
+
+torch.set_num_threads(1)
+message = int(sys.argv[1])
+sent = 0
+start_shift = ring.start_shift
+
+
+def dies_at_a_message(*arguments):
+    global sent
+    sent += 1
+    if ctx.rank == 1 and sent == message:
+        os._exit(0)
+    return start_shift(*arguments)
+
+
+with accel.session(device="cpu", timeout_s=60) as ctx:
+    ring.start_shift = dies_at_a_message
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    began = time.monotonic()
+    try:
+        out = accel.context_attention(ctx, x, x, x, method="ring")
+        accel.backward(ctx, out.sum(), accel.LossScale(), accel.Accumulation().next())
+    except accel.PeerError as error:
+        print(f"told after {time.monotonic() - began:.1f} s:", error, flush=True)
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_are_one(tmp_path: Path, count: int) -> None:
+    script = tmp_path / "equal.py"
+    script.write_text(EQUAL)
+    with script_ranks(script, job(count, ACCEL_MESH=f"cp={count}"), folder=tmp_path) as ranks:
+        assert [rank.wait(120) for rank in ranks] == [0] * count, [rank.said() for rank in ranks]
+        assert [rank.said() for rank in ranks] == ["equal\n"] * count  # not a warning either
+
+
+@pytest.mark.parametrize("message", [2, 4])
+def test_others_are_told_of_a_rank_that_dies_inside_the_ring(tmp_path: Path, message: int) -> None:
+    """Of 3 ranks: at the second message of the forward, and at the second of the backward."""
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    began = time.monotonic()
+    with script_ranks(script, job(3, ACCEL_MESH="cp=3"), message, folder=tmp_path) as ranks:
+        assert [rank.wait(60) for rank in ranks] == [0, 0, 0], [rank.said() for rank in ranks]
+        for rank in (ranks[0], ranks[2]):
+            assert "told after" in rank.said()
+            assert "Another rank has left or hangs" in rank.said()
+    assert time.monotonic() - began < patience(45)  # and not the 60 s of the time-out

@@ -8,7 +8,7 @@ sample (tensor parallel) need the same. Initial weights must be equal everywhere
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -19,21 +19,32 @@ from accel.comm import Call, broadcast_bytes, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
+from accel.topology import AXIS_NAMES, DATA_DIMS, STRATEGY_DIMENSION
 
 
 @context_first
-def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key:
+def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, data_rank: int | None = None) -> Key:
     """Return the key of this rank: equal on ranks that share samples, unrelated on others. No communication.
 
     Args:
         ctx: the context.
         key: equal on every rank.
+        along: axes of the mesh along which keys differ, instead of those of data parallelism; ranks that differ along
+            others alone have equal keys. Axes that the mesh does not have say nothing; "dp" stands for `dp_replicate`
+            and `dp_shard` too. Random numbers of activations differ along the axes along which these do: ("dp", "cp")
+            where ranks share positions, and "tp" beside them inside of what tensor parallelism divides.
         data_rank: index of this rank's share of the samples, from 0; by default that of `ctx.data_parallel`, which
             gives each rank a share of its own without a mesh.
 
     Raises:
-        ConfigError: an index outside of the world.
+        ConfigError: an index outside of the world, an unknown axis, or `along` beside `data_rank`.
+
+    Example:
+        >>> accel.rank_key(accel.single(), accel.Key(0), along=("dp", "tp"))
+        Key(seed=0, path=('rank', 0))
     """
+    if along is not None:
+        return _key_along(ctx, key, along, data_rank)
     share = ctx.data_parallel[0] if data_rank is None else data_rank
     if type(share) is not int or not 0 <= share < ctx.world_size:
         raise ConfigError(
@@ -45,8 +56,38 @@ def rank_key(ctx: DistContext, key: Key, *, data_rank: int | None = None) -> Key
     return key.fold_in("rank", share)
 
 
+def _key_along(ctx: DistContext, key: Key, along: Sequence[str], data_rank: int | None) -> Key:
+    """Return the key of this rank's place along some axes. Their order, and axes of one rank, make no difference."""
+    if isinstance(along, str):
+        raise ConfigError("not names of axes", expected=f"({along!r},)", got=repr(along), where="along=")
+    if data_rank is not None:
+        raise ConfigError(
+            "two ways to say which ranks draw alike",
+            expected="along, or data_rank",
+            got=f"along={tuple(along)!r} and data_rank={data_rank}",
+            where="rank_key",
+        )
+    kind = STRATEGY_DIMENSION.get(ctx.strategy, "data")
+    names = {own for name in along for own in ctx.position.find(name, kind)}
+    ranks = {name: axis.rank for name, axis in ctx.position.axes if axis.size > 1}
+    data = ranks.keys() & {*DATA_DIMS} - {*AXIS_NAMES["expert"]}
+    if names >= data:
+        names -= data
+        key = key.fold_in("rank", ctx.data_parallel[0])
+    for name in sorted(names & ranks.keys()):
+        key = key.fold_in(name, ranks[name])
+    return key
+
+
 @context_first
-def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: int | None = None) -> Key:
+def set_seed(
+    ctx: DistContext,
+    seed: int,
+    *,
+    per_rank: bool = True,
+    along: Sequence[str] | None = None,
+    data_rank: int | None = None,
+) -> Key:
     """Seed the global streams of python, numpy, torch and this rank's device. Mutates them. No communication.
 
     Data order depends on the cursor's seed and not on these streams, so ranks with different streams still shard
@@ -56,19 +97,21 @@ def set_seed(ctx: DistContext, seed: int, *, per_rank: bool = True, data_rank: i
         ctx: the context.
         seed: 0 to 2**63 - 1.
         per_rank: whether ranks with different samples get different streams, for dropout and augmentation.
-        data_rank: as of `rank_key`.
+        along, data_rank: as of `rank_key`. Random numbers of whole samples, such as augmentation in the loop, must be
+            equal on ranks that share samples, so axes beside data parallelism are for activations alone.
 
     Returns:
         The key of the streams; fold names into it for streams of your own.
 
     Raises:
-        ConfigError: not a seed, or an index outside of the world.
+        ConfigError: not a seed, or as `rank_key`.
     """
     key = Key(check_seed(seed, where="set_seed(seed=)"))
     if per_rank:
-        key = rank_key(ctx, key, data_rank=data_rank)
-    elif data_rank is not None:
-        raise ConfigError("data_rank has no effect where all ranks draw the same", where="set_seed(per_rank=False)")
+        key = rank_key(ctx, key, along=along, data_rank=data_rank)
+    elif along is not None or data_rank is not None:
+        name = "data_rank" if along is None else "along"
+        raise ConfigError(f"{name} has no effect where all ranks draw the same", where="set_seed(per_rank=False)")
     seed_rng(key, ctx.device)
     return key
 

@@ -109,8 +109,10 @@ if TYPE_CHECKING:
         sequence_positions as sequence_positions,
         split_sequence as split_sequence,
         stage_plan as stage_plan,
+        tensor_plan as tensor_plan,
         trigger_sync_in_backward as trigger_sync_in_backward,
         unwrap_model as unwrap_model,
+        vocab_cross_entropy as vocab_cross_entropy,
     )
     from accel.precision import (
         LossScale as LossScale,
@@ -266,8 +268,10 @@ _HOMES = {
         "sequence_positions",
         "split_sequence",
         "stage_plan",
+        "tensor_plan",
         "trigger_sync_in_backward",
         "unwrap_model",
+        "vocab_cross_entropy",
     ),
     "precision": ("LossScale", "apply_precision", "autocast", "loss_scale"),
     "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),

@@ -63,3 +63,4 @@ from accel.parallel.experts import (
     route_tokens as route_tokens,
 )
 from accel.parallel.pipeline import stage_plan as stage_plan
+from accel.parallel.tensor import tensor_plan as tensor_plan, vocab_cross_entropy as vocab_cross_entropy

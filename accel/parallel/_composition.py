@@ -15,12 +15,14 @@ from accel.parallel.context import CONTEXT
 from accel.parallel.experts import EXPERT
 from accel.parallel.pipeline import PIPELINE
 from accel.parallel.shard import SHARD
+from accel.parallel.tensor import TENSOR
 from accel.topology import STRATEGY_DIMENSION, Dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
 # the parameters as the others have left them. `fully_shard` exchanges along replicas too, so a mesh of both is SHARD's.
 _ORDER: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "sequence", "shard", "replicate")
-_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in (PIPELINE, CONTEXT, EXPERT, SHARD, REPLICATE)}
+_BUILT = (PIPELINE, EXPERT, TENSOR, CONTEXT, SHARD, REPLICATE)
+_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in _BUILT}
 
 
 def composition(ctx: DistContext) -> Sequence[Spread]:

@@ -11,7 +11,12 @@ from accel.topology._axes import (
     mesh_sizes as mesh_sizes,
     rank_rows as rank_rows,
 )
-from accel.topology._plan import ContextMethod as ContextMethod, Plan as Plan, WireDtype as WireDtype
+from accel.topology._plan import (
+    ContextMethod as ContextMethod,
+    Plan as Plan,
+    TensorStyle as TensorStyle,
+    WireDtype as WireDtype,
+)
 from accel.topology._position import (
     AXIS_NAMES as AXIS_NAMES,
     DATA_DIMS as DATA_DIMS,

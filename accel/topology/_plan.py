@@ -14,6 +14,24 @@ Count = Annotated[int, Meta(ge=1)]
 FromModel = Literal["model"]
 ContextMethod = Literal["gather", "ring", "heads"]
 WireDtype = Literal["auto", "fp32", "bf16", "fp16"]
+TensorStyle = Literal[
+    "colwise",
+    "colwise_gather_output",
+    "packed_colwise_2",
+    "packed_colwise_3",
+    "rowwise",
+    "rowwise_split_input",
+    "rowwise_sequence",
+    "embedding_rowwise",
+    "multihead_attention",
+    "replicated",
+    "replicated_with_grad_allreduce",
+    "copy_input",
+    "split_sequence",
+    "gather_sequence",
+    "sequence_parallel",
+    "sequence_parallel_gather_output",
+]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
@@ -26,8 +44,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     of modules in the model, in which `*` stands for one component, as in "layers.*.mlp.up".
 
     Attributes:
-        tensor: tensor-parallel styles by pattern; "model" for what `tensor_plan` finds in the model.
-        sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism).
+        tensor: tensor-parallel styles by pattern; "model" for what `tensor_plan` finds in the model. Modules that no
+            pattern names are replicated, so an empty mapping leaves the model whole on every rank along tp.
+        sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
+            beside `tensor="model"`, since styles of one's own say it themselves.
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
             rank's after another's, or "heads" of the whole sequence for some of the heads each.
         stages: paths of the modules of each pipeline stage; None for what `stage_plan` finds in the model.
@@ -47,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         offload: whether sharded parameters, gradients and optimizer state lie in the host's memory between uses.
     """
 
-    tensor: Mapping[str, str] | FromModel = "model"
+    tensor: Mapping[str, TensorStyle] | FromModel = "model"
     sequence: bool = False
     context: ContextMethod = "gather"
     stages: tuple[Patterns, ...] | None = None

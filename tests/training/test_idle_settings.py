@@ -177,14 +177,14 @@ def _on_mesh(ctx: accel.DistContext, mesh: str, *, launched: bool = True) -> acc
 def test_a_mesh_that_no_model_uses_is_refused(ranks):
     def rank(ctx):
         meshed = _on_mesh(ctx, "dp=1,tp=2")
-        model = accel.prepare_model(meshed, _model())
+        model = accel.prepare_model(meshed, _model(), plan=accel.Plan(tensor={}))
         with pytest.raises(ConfigError, match="none along tp=2"):
             _step(meshed, None, model)
         return [
             _step(accel.replace(meshed, mesh=meshed.mesh), None, model).stepped,  # the script says that it uses it
             _step(_on_mesh(ctx, "dp=1,tp=2", launched=False), None, model).stepped,
-            _step(_on_mesh(ctx, "dp=2"), None, model).stepped,
-            _step(_on_mesh(ctx, "dp=2,tp=1"), None, model).stepped,
+            _step(_on_mesh(ctx, "dp=2"), None, accel.prepare_model(ctx, _model())).stepped,
+            _step(_on_mesh(ctx, "dp=2,tp=1"), None, accel.prepare_model(ctx, _model())).stepped,
         ]
 
     assert ranks.run(rank, 2, default_group=True) == [[True] * 4] * 2

@@ -55,7 +55,8 @@ def _train(ctx: accel.DistContext, model: nn.Module, loader: Any, steps: int, ho
 def _told(ctx: accel.DistContext, layout: str) -> tuple[accel.DistContext, nn.Module]:
     """The context with its mesh, and a model spread over it."""
     model, plan = _model(), {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    names = ("dp", "tp") if ctx.world_size == 4 else ("dp_replicate", "dp_shard", "tp")
+    shared = "tp" if layout == "sharded" else "sp"  # along which nothing spreads a whole model
+    names = ("dp", shared) if ctx.world_size == 4 else ("dp_replicate", "dp_shard", shared)
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     if layout == "sharded":
         parallelize_module(model, mesh["tp"], plan)

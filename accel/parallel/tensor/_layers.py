@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that compute on this rank's part of their parameters: classes put before those of a model's modules.
+
+Parameters are stored as DTensors. In forward the plain local parts stand in their place, so that any forward works and
+nothing is dispatched, and collectives that gradients pass through join what the ranks compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from accel.comm import copied, exchanged, gathered, gathered_summed, own_part, scattered, summed
+from accel.errors import ConfigError
+from accel.mixins import Mixin
+from accel.parallel.tensor._rows import RowExchange, row_exchange
+from accel.parallel.tensor._styles import COLWISE, ROWWISE, Rule, output_dim
+from accel.tensors import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+SEQUENCE_DIM = 1  # of activations, [batch, sequence, features]
+
+
+class Layer:
+    """The rule of a module, and the ranks along tp that it shares its work with. Copies and pickles share the mesh.
+
+    Attributes:
+        rule: of the module.
+        mesh: of one axis, tp.
+        group: of the ranks along tp.
+        rank: of this rank along tp.
+        exchange: rows to exchange before the module computes; None where it computes with those that are stored.
+    """
+
+    __slots__ = ("exchange", "group", "mesh", "rank", "rule")
+
+    def __init__(self, rule: Rule, mesh: DeviceMesh) -> None:
+        self.rule = rule
+        self.mesh = mesh
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.exchange: RowExchange | None = row_exchange(rule.rows, rule.needed, self.rank) if rule.needed else None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks along tp."""
+        return self.group.size()
+
+    def __deepcopy__(self, memo: object) -> Layer:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layer, (self.rule, self.mesh)
+
+
+class LocalParameters(Mixin):
+    """Computes with the local parts of its parameters."""
+
+    accel_layer: Layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        own = cast(Any, self).__dict__
+        stored = own["_parameters"]
+        own["_parameters"] = self.parameters_here(stored)
+        try:
+            return cast(Any, super()).forward(*args, **kwargs)
+        finally:
+            own["_parameters"] = stored
+
+    def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
+        """Return what stands in the place of the parameters in forward."""
+        rule = self.accel_layer.rule
+        return {name: None if each is None else local(each, rule) for name, each in stored.items()}
+
+
+class GatherOutput(LocalParameters):
+    """Works on a part of the sequence, and gathers its output."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for the whole sequence on every rank."""
+        return _gathered(super().forward(*args, **kwargs), SEQUENCE_DIM, self.accel_layer)
+
+
+class Colwise(LocalParameters):
+    """A linear layer of which each rank computes some of the outputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's outputs, or all of them where the style gathers them."""
+        layer = self.accel_layer
+        if not layer.rule.copied:
+            args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: copied(x, layer.group))
+        output = super().forward(*args, **kwargs)
+        return _gathered(output, -1, layer) if layer.rule.style == "colwise_gather_output" else output
+
+    def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
+        """Return this rank's rows, after an exchange where it stores others than it needs."""
+        layer = self.accel_layer
+        here = super().parameters_here(stored)
+        if layer.exchange is None:
+            return here
+        dim = output_dim(cast(nn.Module, self))
+        weight = cast(torch.Tensor, here["weight"]).movedim(dim, 0)
+        bias = here.get("bias")
+        if bias is not None:
+            weight = torch.cat([weight, bias[:, None]], 1)  # one message for both
+        weight = needed_rows(weight, layer, layer.exchange)
+        if bias is not None:
+            here["bias"] = weight[:, -1]
+            weight = weight[:, :-1]
+        here["weight"] = weight.movedim(0, dim)
+        return here
+
+
+class Rowwise(LocalParameters):
+    """A linear layer of which each rank computes a summand of the outputs, from its part of the inputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sum of the ranks' outputs, of the whole sequence or of this rank's part of it."""
+        layer = self.accel_layer
+        style = layer.rule.style
+        if style == "rowwise_split_input":
+            args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: own_part(x, -1, layer.group))
+        output = super().forward(*args, **kwargs)
+        scatters = style == "rowwise_sequence"
+        output = scattered(output, SEQUENCE_DIM, layer.group) if scatters else summed(output, layer.group)
+        bias = cast(Any, self)._parameters.get("bias")
+        return output if bias is None else output + local(bias, layer.rule).to(output.dtype)
+
+    def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
+        """Return the local parts without the bias, which is added to the sum."""
+        bias = stored.get("bias")
+        here = super().parameters_here({name: each for name, each in stored.items() if name != "bias"})
+        if bias is not None and not isinstance(self, nn.Linear):
+            return {**here, "bias": torch.zeros_like(local_part(bias))}  # others need not know of layers without one
+        return {**here, "bias": None} if "bias" in stored else here
+
+
+class Embedding(LocalParameters):
+    """An embedding of which each rank holds some of the rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
+        """Return the embeddings of all ids on every rank."""
+        layer = self.accel_layer
+        rows = cast(Any, self).num_embeddings // layer.size
+        at = input - layer.rank * rows
+        others = (at < 0) | (at >= rows)
+        own = super().forward(at.masked_fill(others, 0))
+        return summed(own.masked_fill(others.unsqueeze(-1), 0), layer.group)
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The row without gradients among those of this rank."""
+        own = cast(Any, self).__dict__["padding_idx"]
+        layer = self.accel_layer
+        rows = cast(Any, self).num_embeddings // layer.size
+        return own - layer.rank * rows if own is not None and own // rows == layer.rank else None
+
+
+class Around(Mixin):
+    """A module whose input is prepared for those inside of it."""
+
+    accel_layer: Layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        layer = self.accel_layer
+        args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: _entered(x, layer))
+        return cast(Any, super()).forward(*args, **kwargs)
+
+
+def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return this rank's part of a parameter, from which gradients flow back to the whole.
+
+    A replicated parameter of a rule with summands gets a gradient that awaits its sum over ranks.
+    """
+    if not is_dtensor(parameter):
+        return parameter
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return local_part(parameter)
+    if rule.summands and parameter.placements[0].is_replicate():
+        from torch.distributed.tensor import Partial
+
+        return parameter.to_local(grad_placements=[Partial()])
+    return parameter.to_local()
+
+
+def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> torch.Tensor:
+    """Return the rows that this rank computes with, from those that ranks store. A collective, as its backward.
+
+    Args:
+        stored: this rank's rows, shape [rows, ...].
+        layer: of the module.
+        exchange: of this rank.
+    """
+    order = torch.tensor(exchange.order, device=stored.device)
+    return exchanged(stored.index_select(0, order), exchange.to, exchange.back, layer.group)
+
+
+def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
+    """Return the class to put before that of a module with a rule; None for attention, which has its own."""
+    if rule.style in COLWISE:
+        return Colwise
+    if rule.style in ROWWISE:
+        return Rowwise
+    return {
+        "embedding_rowwise": Embedding,
+        "multihead_attention": None,
+        "sequence_parallel_gather_output": GatherOutput,
+        "copy_input": Around,
+        "split_sequence": Around,
+        "gather_sequence": Around,
+    }.get(rule.style, LocalParameters)
+
+
+def _entered(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """The input of a module of one of the styles that change nothing else."""
+    style = layer.rule.style
+    if style == "gather_sequence":
+        return gathered_summed(x, SEQUENCE_DIM, layer.group).contiguous()
+    if style == "copy_input":
+        return x if layer.rule.copied else copied(x, layer.group)
+    if x.ndim < 3 or x.shape[SEQUENCE_DIM] % layer.size:
+        raise ConfigError(
+            "the sequence cannot be divided among the ranks along tp",
+            expected=f"an input of shape [batch, sequence, features], and a multiple of {layer.size} tokens",
+            got=f"shape {list(x.shape)}",
+            where="plan.sequence",
+            fix="Pad the batch where it is collated.",
+        )
+    return own_part(x, SEQUENCE_DIM, layer.group)
+
+
+def _gathered(x: torch.Tensor, dim: int, layer: Layer) -> torch.Tensor:
+    """The ranks' parts in one; contiguous, as models expect of their layers."""
+    return gathered(x, dim, layer.group).contiguous()
+
+
+def _with_first(
+    rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with another first one."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, rule.first: change(kwargs[rule.first])}

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel styles: how each divides a module's parameters, and what is wrong with a module for it. Pure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast, get_args
+
+import msgspec
+from torch import nn
+
+from accel.parallel.tensor._rows import needed_heads, needed_packs
+from accel.topology import TensorStyle
+
+STYLES: tuple[str, ...] = get_args(TensorStyle)
+COLWISE = frozenset({"colwise", "colwise_gather_output", "packed_colwise_2", "packed_colwise_3"})
+ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_sequence"})
+COPYING = frozenset({"copy_input", "gather_sequence"})  # sums gradients of its input for all modules inside
+# its own parameters see a part of the tokens or of the heads on each rank, so their gradients are summands
+_SUMMANDS = frozenset(
+    {"rowwise_sequence", "replicated_with_grad_allreduce", "sequence_parallel", "sequence_parallel_gather_output"}
+)
+_WITHOUT_PARAMETERS = frozenset({"copy_input", "split_sequence", "gather_sequence"})
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """The computation of one module on the ranks along tp.
+
+    Attributes:
+        style: of the module.
+        dims: dimension along which each parameter is split, by name; those not named are replicated.
+        summands: whether the gradients of its replicated parameters are summands, one on each rank.
+        copied: whether a module around it sums the gradients of its input.
+        rows: number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
+        needed: those rows that each rank computes with, where they are not those that it stores.
+        first: name of the first argument of its forward.
+        attributes: values for attributes of the module that speak of what one rank computes.
+    """
+
+    style: TensorStyle
+    dims: Mapping[str, int] = {}
+    summands: bool = False
+    copied: bool = False
+    rows: int = 0
+    needed: Sequence[Sequence[range]] = ()
+    first: str = "input"
+    attributes: Mapping[str, int] = {}
+
+
+def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:
+    """Return the rule of a module.
+
+    Args:
+        module: one without a problem.
+        style: of the module.
+        size: number of ranks along tp.
+        copied: whether a module around it sums the gradients of its input.
+        heads: number of heads that its outputs are of, where ranks share them; 0 for outputs that any rank can divide.
+    """
+    dims = _dims(module, style)
+    rows = 0
+    needed: Sequence[Sequence[range]] = ()
+    if style.startswith("packed_colwise"):
+        rows = module.get_parameter("weight").shape[dims["weight"]]
+        needed = needed_packs(rows, int(style[-1]), size)
+    elif style == "multihead_attention":
+        rows = 3 * cast(nn.MultiheadAttention, module).embed_dim
+        needed = needed_packs(rows, 3, size)
+    elif style == "colwise" and heads % size:
+        rows = module.get_parameter("weight").shape[dims["weight"]]
+        needed = needed_heads(rows, heads, size)
+    return Rule(
+        style=style,
+        dims=dims,
+        summands=style in _SUMMANDS,
+        copied=copied,
+        rows=rows,
+        needed=needed,
+        first=next(iter(inspect.signature(module.forward).parameters), "input"),
+    )
+
+
+def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
+    """Yield the reasons why a module cannot have a style on so many ranks."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if style in _WITHOUT_PARAMETERS and names:
+        yield f"{style} is of modules without parameters of their own, and it has {', '.join(names)}"
+    if style in ("replicated", "replicated_with_grad_allreduce") and isinstance(module, nn.RNNBase):
+        yield "a recurrent layer of torch keeps references to its parameters, which cannot be replaced"
+    if isinstance(module, nn.ParameterList | nn.ParameterDict) and names:
+        yield "a container of parameters has no forward; give each a module"
+    if style in COLWISE | ROWWISE:
+        yield from _linear_problems(module, style, size)
+    elif style == "embedding_rowwise":
+        yield from _embedding_problems(module, size)
+    elif style == "multihead_attention":
+        yield from _attention_problems(module, size)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a linear layer stores its weight as [in, out], as Conv1D of transformers does."""
+    return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
+
+
+def output_dim(module: nn.Module) -> int:
+    """Return the dimension of a linear layer's weight that its outputs lie along."""
+    return 1 if is_transposed(module) else 0
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module has a linear layer's parameters: `weight` of two dimensions, and `bias` or none."""
+    own = dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
+    return weight is not None and weight.ndim == 2 and own.keys() <= {"weight", "bias"} and not _is_embedding(module)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def _dims(module: nn.Module, style: TensorStyle) -> dict[str, int]:
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if style in COLWISE:
+        return {name: dim for name, dim in (("weight", output_dim(module)), ("bias", 0)) if name in own}
+    if style in ROWWISE:
+        return {"weight": 1 - output_dim(module)}
+    if style == "embedding_rowwise":
+        return {"weight": 0}
+    if style == "multihead_attention":
+        return dict.fromkeys(sorted(own), 0)
+    return {}
+
+
+def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
+    if not is_linear(module):
+        yield f"{style} is of linear layers, with a weight of two dimensions and a bias, and it is a {_named(module)}"
+        return
+    weight = module.get_parameter("weight")
+    dim = _dims(module, style)["weight"]
+    packs = int(style[-1]) if style.startswith("packed") else 1
+    if weight.shape[dim] % (packs * size):
+        what = "outputs" if dim == output_dim(module) else "inputs"
+        times = f"{packs} packs of " if packs > 1 else ""
+        yield f"{weight.shape[dim]} {what}, not a multiple of {times}tp={size}"
+
+
+def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
+    if not isinstance(module, nn.Embedding):
+        yield f"embedding_rowwise is of nn.Embedding, and it is a {_named(module)}"
+        return
+    if module.num_embeddings % size:
+        yield f"{module.num_embeddings} embeddings, not a multiple of tp={size}"
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            yield f"an embedding with {option}, for which a rank needs all rows"
+
+
+def _attention_problems(module: nn.Module, size: int) -> Iterator[str]:
+    if not isinstance(module, nn.MultiheadAttention):
+        yield f"multihead_attention is of nn.MultiheadAttention, and it is a {_named(module)}"
+        return
+    heads = cast(int, cast(Any, module).num_heads)
+    if heads % size:
+        yield f"{heads} heads, not a multiple of tp={size}"
+    if module.bias_k is not None or module.add_zero_attn:
+        yield "keys and values that the attention adds itself (add_bias_kv, add_zero_attn)"
+
+
+def _named(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vocab_cross_entropy`: cross entropy of logits of which each rank along tp has some of the classes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from accel.comm import Comm, adopt, all_reduce_flat
+from accel.context import DistContext, context_first, group_of
+from accel.errors import ConfigError
+
+
+@context_first
+def vocab_cross_entropy(
+    ctx: DistContext, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
+) -> torch.Tensor:
+    """Return the sum of cross entropies of rows whose classes are divided among the ranks along tp.
+
+    No rank holds a whole row: two small all-reduces along tp join the maxima, then the sums. The backward makes none.
+    On one rank along tp it is `torch.nn.functional.cross_entropy(reduction="sum")`.
+
+    Args:
+        ctx: the context.
+        logits: this rank's classes in the order of ranks, shape [..., classes / tp], as a head of the style "colwise"
+            gives them; fp16 and bf16 are computed in fp32.
+        targets: classes, int64 of shape [...], alike on all ranks along tp. One that is no class makes the loss NaN.
+        ignore_index: the target of rows that do not count.
+
+    Returns:
+        The sum over rows, shape []; alike on all ranks along tp. Divide by the number of rows that count for a mean.
+
+    Raises:
+        ConfigError: shapes that do not fit each other.
+
+    Reference:
+        Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
+
+    Example:
+        >>> logits = torch.zeros(2, 4)
+        >>> float(accel.vocab_cross_entropy(accel.single(), logits, torch.tensor([1, -100])).exp())
+        4.0
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ConfigError(
+            "rows of logits and targets do not fit",
+            expected=f"targets of shape {list(logits.shape[:-1])}",
+            got=f"shape {list(targets.shape)}",
+            where="vocab_cross_entropy",
+        )
+    rows = logits.flatten(0, -2)
+    flat = targets.flatten()
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        rows = rows.float()
+    group = group_of(ctx, "tp")
+    if group is None:
+        return functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="sum")
+    counted = flat != ignore_index
+    losses = cast(Any, _CrossEntropy).apply(rows, flat.masked_fill(~counted, 0), adopt(group, ctx.device))
+    return losses.masked_fill(~counted, 0.0).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses of rows, shape [rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm) -> torch.Tensor:
+        classes = logits.shape[1]
+        largest = all_reduce_flat(comm, logits.amax(1), "max")
+        powers = (logits - largest[:, None]).exp_()
+        at = targets - comm.rank * classes
+        here = (at >= 0) & (at < classes)
+        at = at.masked_fill(~here, 0)
+        own = (logits.gather(1, at[:, None])[:, 0] - largest).masked_fill_(~here, 0.0)
+        sums = torch.stack([powers.sum(1), own])
+        total, target = all_reduce_flat(comm, sums, "sum")
+        ctx.save_for_backward(powers.div_(total[:, None]), at, here)
+        is_class = (targets >= 0) & (targets < classes * comm.size)
+        return torch.where(is_class, total.log() - target, torch.nan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
+        (grad,) = grad_outputs
+        probabilities, at, here = ctx.saved_tensors
+        slope = probabilities * grad[:, None]
+        slope.scatter_add_(1, at[:, None], (-grad * here)[:, None])
+        return slope, None, None

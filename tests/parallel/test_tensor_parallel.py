@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with a tensor-parallel plan is training in one process, to the last digits but a few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from tensor_models import ENDS, loader, made, plans, total_loss, train, whole
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accel
+from accel.testing import Simulator
+
+TOLERANCE = {"rtol": 0, "atol": 1e-10}
+NORMS = {"rtol": 0, "atol": 1e-12}
+
+
+def _alone(model: dict[str, Any], samples: int, per_step: int, steps: int) -> Any:
+    ctx, net = accel.single(), made(**model)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net, optimizer, data = accel.prepare(ctx, net, optimizer, loader(samples, per_step))
+    return train(ctx, net, optimizer, data, steps, divided=False), whole(net)
+
+
+def _check(
+    ranks: Simulator,
+    mesh: str,
+    size: int,
+    plan: accel.Plan,
+    model: dict[str, Any],
+    *,
+    divided: bool = False,
+    samples: int = 7,
+    steps: int = 2,
+    strategy: Any = "ddp",
+) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        net = made(seed=1 + ctx.rank, **model)  # all begin with rank 0's
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        batch = 4 // ctx.data_parallel[1]
+        net, optimizer, data = accel.prepare(ctx, net, optimizer, loader(samples, batch), plan=plan)
+        assert all(isinstance(each, DTensor) for each in net.parameters())
+        return train(ctx, net, optimizer, data, steps, divided=divided), whole(net)
+
+    norms, parameters = _alone(model, samples, 4, steps)
+    for got_norms, got in ranks.run(rank, size, default_group=True):
+        torch.testing.assert_close(got, parameters, **TOLERANCE)
+        torch.testing.assert_close(got_norms, norms, **NORMS)
+
+
+MODELS = st.fixed_dictionaries(
+    {
+        "heads_of_keys": st.sampled_from([4, 2, 1]),
+        "fused": st.booleans(),
+        "tied": st.booleans(),
+        "frozen": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    size=st.sampled_from([2, 4]),
+    model=MODELS,
+    name=st.sampled_from(sorted(plans(fused=False))),
+    samples=st.integers(5, 9),
+    steps=st.integers(1, 3),
+)
+def test_every_plan_trains_as_one_process(ranks, size, model, name, samples, steps):
+    styles = plans(fused=model["fused"])[name]
+    if model["tied"] and "head" not in styles:
+        styles = styles | ENDS
+    divided = styles.get("head") == "colwise"
+    plan = accel.Plan(tensor=styles)
+    _check(ranks, f"tp={size}", size, plan, model, divided=divided, samples=samples, steps=steps)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
+    model = {"heads_of_keys": 1, "tied": True}
+    plan = accel.Plan(tensor=plans(fused=False)["sequence, ends"])
+    _check(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    mesh=st.sampled_from(["dp=2,tp=2", "dp=2,tp=4", "dp_replicate=2,dp_shard=2,tp=2", "dp=4,tp=2"]),
+    strategy=st.sampled_from(["ddp", "fsdp"]),
+    model=MODELS,
+    name=st.sampled_from(["copies", "gathered", "sequence"]),
+    steps=st.integers(1, 3),
+)
+def test_every_mesh_trains_as_one_process(ranks, mesh, strategy, model, name, steps):
+    sizes = [int(part.split("=")[1]) for part in mesh.split(",")]
+    styles = plans(fused=model["fused"])[name]
+    if model["tied"] and "head" not in styles:
+        styles = styles | {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
+    size = int(torch.tensor(sizes).prod())
+    strategy = "fsdp" if "dp_shard" in mesh else strategy
+    _check(ranks, mesh, size, accel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9)
+
+
+@pytest.mark.parametrize(("name", "count"), [("layers", 3 + 1 + 2 + 1), ("copies", 4)])
+def test_a_block_sums_activations_four_times(ranks, monkeypatch, name, count):
+    """Two sums forward and two backward; without the copies one more for each layer that shares an input."""
+    calls: list[str] = []
+    for function in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        inner = getattr(dist, function)
+
+        def counted(*args: Any, inner: Any = inner, function: str = function, **options: Any) -> Any:
+            calls.append(function)
+            return inner(*args, **options)
+
+        monkeypatch.setattr(dist, function, counted)
+
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="tp=2")
+        net = accel.prepare(ctx, made(), plan=accel.Plan(tensor=plans(fused=False)[name]))
+        if ctx.is_main_process:
+            calls.clear()
+        ids = torch.zeros(2, 4, dtype=torch.int64)
+        net(ids).sum().backward()
+        accel.wait_for_everyone(ctx)
+
+    ranks.run(rank, 2, default_group=True)
+    blocks, size = 2, 2
+    assert calls.count("all_reduce") == count * blocks * size
+    assert {*calls} == {"all_reduce"}
+
+
+def test_ranks_hold_their_part_and_the_whole_is_freed(ranks):
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="tp=4")
+        net = made()
+        before = dict(net.named_parameters())
+        plan = accel.Plan(tensor=plans(fused=False)["ends"])
+        net = accel.prepare(ctx, net, plan=plan)
+        split = [name for name, each in net.named_parameters() if not each.placements[0].is_replicate()]
+        assert "blocks.0.mlp.up.weight" in split
+        assert "norm.weight" not in split
+        assert "blocks.0.mlp.down.bias" not in split
+        for name, each in net.named_parameters():
+            assert each.to_local().numel() * (4 if name in split else 1) == each.numel()
+            assert before[name].numel() == (0 if name in split else each.numel())
+        return list(net.state_dict()) == list(made().state_dict())
+
+    assert ranks.run(rank, 4, default_group=True) == [True] * 4
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=st.integers(1, 5), ignored=st.booleans(), size=st.sampled_from([1, 2, 3]), half=st.booleans())
+def test_the_loss_of_divided_classes_is_cross_entropy(ranks, rows, ignored, size, half):
+    dtype = torch.bfloat16 if half else torch.float64
+    generator = torch.Generator().manual_seed(rows)
+    logits = (torch.randn(2, rows, 6, generator=generator, dtype=torch.float64) * 30).to(dtype)
+    targets = torch.randint(0, 6, (2, rows), generator=generator)
+    if ignored:
+        targets[0] = 99
+
+    def rank(ctx):
+        if size > 1:
+            ctx = accel.replace(ctx, mesh=f"tp={size}")
+        own = logits.chunk(size, -1)[ctx.rank].clone().requires_grad_()
+        loss = accel.vocab_cross_entropy(ctx, own, targets, ignore_index=99)
+        (loss * 3).backward()
+        return loss.detach(), own.grad
+
+    plain = logits.double().clone().requires_grad_()
+    expected = nn.functional.cross_entropy(plain.flatten(0, 1), targets.flatten(), ignore_index=99, reduction="sum")
+    (expected * 3).backward()
+    got = ranks.run(rank, size, default_group=True)
+    close = {"rtol": 1e-2, "atol": 1e-2} if half else NORMS
+    for loss, _ in got:
+        torch.testing.assert_close(loss.double(), expected.detach(), **close)
+    torch.testing.assert_close(torch.cat([grad for _, grad in got], -1).double(), plain.grad, **close)
+
+
+def test_targets_that_are_no_class_make_the_loss_nan_and_shapes_must_fit(ranks):
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="tp=2")
+        assert accel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([6])).isnan()
+        assert not accel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([5])).isnan()
+        with pytest.raises(accel.ConfigError, match=r"targets of shape \[1\], got shape \[2\]"):
+            accel.vocab_cross_entropy(ctx, torch.zeros(1, 3), torch.tensor([1, 1]))
+        return True
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
+def test_evaluation_and_a_length_that_ranks_cannot_share(ranks):
+    ids = torch.arange(8)[None] % 7
+
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="tp=4")
+        net = accel.prepare(ctx, made(), plan=accel.Plan(tensor=plans(fused=False)["sequence"]))
+        with torch.inference_mode():
+            logits = net(ids).clone()
+        with pytest.raises(accel.ConfigError, match=r"a multiple of 4 tokens, got shape \[1, 6, 16\]"):
+            net(ids[:, :6])
+        return total_loss(ctx, logits, ids, divided=False)
+
+    expected = total_loss(accel.single(), made()(ids).detach(), ids, divided=False)
+    for got in ranks.run(rank, 4, default_group=True):
+        torch.testing.assert_close(got, expected, **NORMS)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel plans as values: what is known of a model, what is wrong with a plan, which rows ranks exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from tensor_models import COPIES, made, plans
+from torch import nn
+
+import accel
+from accel import ConfigError, PrepareError
+from accel.parallel.tensor._resolve import match, rules_of
+from accel.parallel.tensor._rows import needed_heads, needed_packs, row_exchange
+from accel.parallel.tensor._styles import STYLES
+
+
+@given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), times=st.integers(1, 3))
+def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, times: int) -> None:
+    rows = size * packs * part
+    ways = [needed_packs(rows, packs, size), needed_heads(size * packs * times, size, size)]
+    ways += [needed_heads(size * part, heads, size) for heads in range(1, size + 1) if size % heads == 0]
+    for needed in ways:
+        total = size * max(1, len({row for each in needed for rows_ in each for row in rows_}) // size)
+        stored = torch.arange(total).chunk(size)
+        plans_ = [row_exchange(total, needed, rank) for rank in range(size)]
+        sent = [stored[rank][list(each.order)].split(list(each.to)) for rank, each in enumerate(plans_)]
+        for rank, each in enumerate(plans_):
+            received = [part_[rank] for part_ in sent]
+            assert [len(rows_) for rows_ in received] == list(each.back)
+            assert torch.cat(received).tolist() == [row for rows_ in needed[rank] for row in rows_]
+
+
+def test_packs_are_divided_and_heads_are_shared() -> None:
+    assert needed_packs(12, 3, 2) == [[range(2), range(4, 6), range(8, 10)], [range(2, 4), range(6, 8), range(10, 12)]]
+    assert needed_heads(8, 2, 4) == [[range(4)], [range(4)], [range(4, 8)], [range(4, 8)]]
+
+
+KNOWN = {
+    "pairs": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 4), nn.LayerNorm(4)),
+        {"0": "colwise", "3": "rowwise"},
+    ),
+    "two pairs and one that is left": (
+        lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))),
+        {"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"},
+    ),
+    "a softmax needs all features": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 4)), {}),
+    "a forward of one's own": (lambda: made(), {}),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False),
+        {
+            "layers.*.linear1": "colwise",
+            "layers.*.linear2": "rowwise",
+            "layers.*.self_attn": "multihead_attention",
+            "layers.*.self_attn.out_proj": "rowwise",
+        },
+    ),
+    "attention that adds a key": (lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]), {}),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_plan_of_layers_that_are_known(name: str) -> None:
+    make, expected = KNOWN[name]
+    assert accel.tensor_plan(make()) == expected
+
+
+class Declared(nn.Module):
+    """A model that declares a plan as those of transformers do."""
+
+    def __init__(self, plan: dict[str, str]) -> None:
+        super().__init__()
+        self.inner = made()
+        self._plan = plan
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        return self._plan
+
+
+def test_a_declared_plan_is_fused_where_one_module_feeds_several() -> None:
+    plan = {f"inner.{pattern}": style for pattern, style in plans(fused=False)["layers"].items()}
+    plan["inner.blocks.*.missing"] = "moe_tp_experts"  # of another size of the model
+    styles = accel.tensor_plan(nn.ModuleList([Declared(plan)]))
+    fused = {f"0.inner.{pattern}": style for pattern, style in (plans(fused=False)["layers"] | COPIES).items()}
+    assert styles == fused
+
+
+@pytest.mark.parametrize("other", ["encoder_states", "memory", "key_value_states"])
+def test_a_module_that_takes_another_input_is_not_fused(other: str) -> None:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.o = (nn.Linear(4, 4) for _ in range(3))
+
+    scope: dict[str, Any] = {}
+    exec(f"def forward(self, x, {other}=None): ...", scope)
+    Cross.forward = scope["forward"]
+    model = Declared({"attention.q": "colwise", "attention.k": "colwise", "attention.o": "rowwise"})
+    model.attention = Cross()
+    assert "copy_input" not in accel.tensor_plan(model).values()
+
+
+def test_a_module_with_parameters_that_see_the_whole_input_is_not_fused() -> None:
+    model = Declared({"attention.q": "colwise", "attention.k": "colwise", "attention.o": "rowwise"})
+    model.attention = made().blocks[0].attention
+    assert "copy_input" not in accel.tensor_plan(model).values()  # v is not divided
+
+
+def test_styles_that_are_unknown_here_are_named() -> None:
+    with pytest.raises(PrepareError, match=r"inner\.blocks\.\*\.mlp: moe_tp_experts; inner\.head: odd"):
+        accel.tensor_plan(Declared({"inner.blocks.*.mlp": "moe_tp_experts", "inner.head": "odd"}))
+
+
+def test_patterns_match_one_component_for_a_star() -> None:
+    styles, problems = match({"a.*.c": "colwise"}, ["a.0.c", "a.1.c", "a.0.b.c", "xa.0.c", "a.0.c.d"])
+    assert (sorted(styles), problems) == (["a.0.c", "a.1.c"], [])
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    plan: Any = {
+        "blocks.*.mlp.up": "colwise",
+        "blocks.0.mlp.*": "rowwise",
+        "blocks.*.attention.o": "columnwise",
+        "blocks.*.attention.q": "colwise",
+        "nowhere": "colwise",
+        "norm": "colwise",
+        "head": "embedding_rowwise",
+        "embedding": "colwise_gather_output",
+    }
+    with pytest.raises(PrepareError) as caught:
+        rules_of(made(tied=True), plan, 3)
+    for said in (
+        "nowhere: matches no module",
+        "blocks.0.mlp.up: both 'blocks.*.mlp.up' and 'blocks.0.mlp.*' match it",
+        "blocks.*.attention.o: unknown style 'columnwise'",
+        "blocks.0.mlp.gate: 16 inputs, not a multiple of tp=3",
+        "blocks.0.attention.q: 16 outputs, not a multiple of tp=3",
+        "norm: colwise is of linear layers",
+        "head: embedding_rowwise is of nn.Embedding, and it is a Linear",
+        "embedding: colwise_gather_output is of linear layers",
+    ):
+        assert said in str(caught.value)
+
+
+ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
+    "heads": (lambda: made(heads_of_keys=2), {"blocks.*.attention.k": "colwise"}, 8, "2 heads, which tp=8 does not"),
+    "packs": (lambda: made(fused=True), {"blocks.*.attention.qkv": "packed_colwise_3"}, 32, "3 packs of tp=32"),
+    "tied": (lambda: made(tied=True), {"head": "colwise"}, 2, r"tied to embedding\.weight.*dimension 0 beside whole"),
+    "around": (made, {"norm": "copy_input"}, 2, "without parameters of their own, and it has weight, bias"),
+    "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 4)), {}, 2, "keeps references"),
+    "list": (lambda: nn.ParameterList([nn.Parameter(torch.ones(2))]), {}, 2, "a container of parameters"),
+    "attention heads": (lambda: nn.Sequential(nn.MultiheadAttention(9, 3)), {"0": "multihead_attention"}, 2, "3 heads"),
+    "added keys": (
+        lambda: nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True)),
+        {"0": "multihead_attention"},
+        2,
+        "adds itself",
+    ),
+    "norms of rows": (
+        lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)),
+        {"0": "embedding_rowwise"},
+        2,
+        "max_norm",
+    ),
+    "rows": (lambda: nn.Sequential(nn.Embedding(5, 2)), {"0": "embedding_rowwise"}, 2, "5 embeddings"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_WRONG)
+def test_what_cannot_be_divided_is_refused(name: str) -> None:
+    make, plan, size, said = ONE_WRONG[name]
+    with pytest.raises(PrepareError, match=said):
+        rules_of(make(), plan, size)
+
+
+def test_nothing_has_changed_when_a_plan_is_refused(ranks: Any) -> None:
+    def rank(ctx: accel.DistContext) -> list[str]:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = made()
+        told: list[str] = []
+        for plan in (accel.Plan(), accel.Plan(tensor={"nowhere": "colwise"})):
+            with pytest.raises(PrepareError) as caught:
+                accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+            told.append(str(caught.value))
+        for plan in (accel.Plan(tensor="auto"), accel.Plan(tensor={"head": "colwise"}, sequence=True)):  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match=r"plan\.(tensor|sequence)"):
+                accel.prepare(ctx, model, plan=plan)
+        assert not any(hasattr(each, "device_mesh") for each in model.parameters())
+        assert type(model.head) is nn.Linear
+        return told
+
+    for unknown, wrong in ranks.run(rank, 2, default_group=True):
+        assert "no tensor-parallel plan is known" in unknown
+        assert 'plan=accel.Plan(tensor={"blocks.*.up": "colwise"' in unknown
+        assert "nowhere: matches no module" in wrong
+
+
+def test_a_plan_says_nothing_of_an_axis_of_one_rank() -> None:
+    model = accel.prepare(accel.single(), made(), plan=accel.Plan(tensor={"nowhere": "colwise"}))
+    assert type(model.get_submodule("head")) is nn.Linear
+
+
+def test_sequences_of_models_of_another_form_are_refused() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
+    with pytest.raises(PrepareError, match="the tokens of this model cannot be shared"):
+        accel.tensor_plan(model, sequence=True)
+
+
+def test_every_style_has_a_page() -> None:
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text()
+    assert [style for style in STYLES if f"`{style}`" not in text] == []

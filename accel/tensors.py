@@ -78,7 +78,22 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     kind = spread.device_mesh.device_type
     if spread.device.type != kind:  # offloaded, while its ranks communicate through their devices
         spread = cast("DTensor", spread.to(kind))
-    return spread.full_tensor()
+    return _unstrided(spread).full_tensor()
+
+
+def _unstrided(tensor: DTensor) -> DTensor:
+    """Gather what `fully_shard` cut again after tensor parallelism had cut it.
+
+    These parts lie apart in the whole, so torch gathers them alone in any case, and warns if it has others to gather.
+    """
+    from torch.distributed.tensor import Replicate
+
+    placements = list(tensor.placements)
+    for dim, placement in enumerate(placements):
+        if not (placement.is_replicate() or placement.is_shard() or placement.is_partial()):
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor
 
 
 def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None = None) -> DTensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,9 @@ from hypothesis import given, settings, strategies as st
 from processes import patience
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from accel.tensors import (
     dtensor_like,
@@ -115,3 +118,19 @@ def test_a_part_that_is_the_whole_lies_so_on_every_rank(ranks):
         return copied.placements, float(copied.full_tensor())
 
     assert ranks.run(rank, 2, default_group=True) == [((Replicate(),), 1.0)] * 2
+
+
+def test_parts_of_parts_are_made_whole_without_a_warning(ranks: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """`fully_shard` after tensor parallelism leaves parts that lie apart in the whole."""
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+    whole = [each.detach().clone() for each in model.parameters()]
+
+    def rank(ctx: Any) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mine = copy.deepcopy(model)
+        parallelize_module(mine, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(mine, mesh=mesh["dp"])
+        return [torch.equal(full_tensor(each), its) for each, its in zip(mine.parameters(), whole, strict=True)]
+
+    assert ranks.run(rank, 4, default_group=True) == [[True] * 4] * 4
+    assert not [record for record in caplog.records if "redistributing" in record.getMessage()]

@@ -11,12 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 
 from accel.checkpoint._manifest import MANIFEST, encode_manifest, step_name
 from accel.checkpoint._retention import Keep, discard, retain, sweep, sweep_objects, sweep_step
 from accel.checkpoint._snapshot import Snapshot, join_items, take_snapshot
 from accel.checkpoint._statements import Content, Statement, make_offer
-from accel.comm import Call, agreed, agreed_values, barrier, call_site, exchange_values, shared_failure
+from accel.comm import (
+    Call,
+    agreed,
+    agreed_values,
+    as_bytes,
+    as_tensor,
+    barrier,
+    call_site,
+    exchange_values,
+    gather_bytes,
+    shared_failure,
+)
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import FileEntry, Lock, Place, RemotePath, encode_tensors
@@ -90,7 +102,7 @@ def save(
     stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
         call = Call("save_state: writing", site=site)
-        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile)
+        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile, dst=0)
         with agreed(ctx.comm, Call("save_state: committing", site=site)):
             if ctx.is_main_process:
                 commit_stage(stage, target, snapshot, shares)
@@ -137,12 +149,21 @@ def begin(
         items = join_items(content, ranks)
         if len({each.facts for each in ranks}) > 1:  # this message shows the difference
             barrier(ctx.comm, Call(call.name, offer.facts, call.site))
-        snapshot = take_snapshot(offer, items, ranks, ctx.rank, step=step, metrics=metrics)
+        rows = _rows(ctx, content.row, [each.row_bytes for each in ranks])
+        snapshot = take_snapshot(offer, items, ranks, rows, ctx.rank, step=step, metrics=metrics)
     except BaseException:
         if stage is not None:
             stage.abandon()
         raise
     return stage or Stage(target.parent / ranks[0].stage, None, ranks[0].mark), snapshot
+
+
+def _rows(ctx: DistContext, row: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """Gather the rows of all ranks on rank 0, which writes them. A collective; returns none on other ranks."""
+    if ctx.world_size == 1:
+        return [row]
+    gathered = gather_bytes(ctx.comm, as_tensor(row), sizes, dst=0)
+    return [as_bytes(each) for each in torch.split(gathered, list(sizes))] if gathered is not None else []
 
 
 def write_share(place: Place, snapshot: Snapshot) -> WrittenFile:

@@ -58,6 +58,7 @@ def take_snapshot(
     offer: Offer,
     items: Mapping[str, Item],
     ranks: Sequence[Statement],
+    rows: Sequence[bytes],
     rank: int,
     *,
     step: int,
@@ -69,6 +70,7 @@ def take_snapshot(
         offer: offer of this rank.
         items: items from `join_items`.
         ranks: the statements of all ranks.
+        rows: their rows, on rank 0; empty elsewhere.
         rank: this rank.
         step: step of the checkpoint.
         metrics: metrics to store; rank 0's are used.
@@ -78,7 +80,7 @@ def take_snapshot(
     """
     content = offer.content
     tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}
-    tensors[RANKS] = _stack([each.row for each in ranks])
+    tensors[RANKS] = _stack(rows, [each.row_bytes for each in ranks])
     held = _held_by_name(offer.sharded, ranks)
     differing = [name for name, parts in held.items() if not _copies_agree(parts)]
     if len({each.checksum for each in ranks}) > 1:
@@ -196,9 +198,14 @@ def _entries(
     }
 
 
-def _stack(rows: list[bytes]) -> torch.Tensor:
-    """Stack every rank's bytes in one tensor [world, longest + 4]: length in four bytes, bytes, zeros."""
-    width = max(len(row) for row in rows)
+def _stack(rows: Sequence[bytes], sizes: Sequence[int]) -> torch.Tensor:
+    """Stack every rank's bytes in one tensor [world, longest + 4]: length in four bytes, bytes, zeros.
+
+    Without rows, the tensor has no contents.
+    """
+    width = max(sizes)
+    if not rows:
+        return torch.empty(len(sizes), width + 4, dtype=torch.uint8, device="meta")
     padded = b"".join(len(row).to_bytes(4, "little") + row.ljust(width, b"\0") for row in rows)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(len(rows), width + 4)
 

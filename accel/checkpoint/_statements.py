@@ -64,7 +64,8 @@ class Statement(msgspec.Struct, frozen=True):
     """A rank's message to all others before a save.
 
     Attributes:
-        row, divided: as in `Content`.
+        row_bytes: size of the row of its `Content`.
+        divided: as in `Content`.
         checksum: sum of the tensors that are equal on all ranks.
         held: parts of the sharded tensors on this rank, in order of names; None for none.
         own: tensors that other ranks need not have.
@@ -73,7 +74,7 @@ class Statement(msgspec.Struct, frozen=True):
         facts: digest of the facts that must be equal on all ranks.
     """
 
-    row: bytes
+    row_bytes: int
     divided: bytes
     facts: bytes
     checksum: int
@@ -126,7 +127,7 @@ def make_offer(content: Content, world_size: int) -> Offer:
         sharded=list(sharded),
         facts=facts,
         statement=Statement(
-            row=content.row,
+            row_bytes=len(content.row),
             divided=content.divided,
             facts=hashlib.sha256(facts.encode()).digest(),
             checksum=checksum(shared) if world_size > 1 else 0,

@@ -6,15 +6,17 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel.comm._call import public_call
-from accel.comm._stores import SILENCE_S, answer_of, bare_store
+from accel.comm._stores import SILENCE_S, answer_of, append_note, bare_store, read_notes
 from accel.errors import PeerError
 
+_LOOK_S = 0.05
+_LOOKS_IN_TURN = 128  # ranks that look as often; more look less often, as one thread answers them all
 _GRACE_S = 1.0  # ranks notice a failed collective at most this far apart
 
 
@@ -49,7 +51,7 @@ class RollCall:
         """Note that this rank makes no further calls."""
         if self._store is not None and _is_served(self._store):
             with contextlib.suppress(RuntimeError):  # no rank is left to read it
-                _append(self._store, "left", str(self._rank))
+                append_note(self._store, "left", str(self._rank))
 
     def ask(self, number: int, waited_s: float) -> Notes:
         """Note that this rank reached a collective; return the notes of all ranks, within 3 s.
@@ -71,22 +73,14 @@ class RollCall:
         if not _is_served(store):
             return
         with contextlib.suppress(RuntimeError):
-            _append(store, f"came to {number}", f"{self._rank}:{waited_s:.3f}")
+            append_note(store, f"came to {number}", f"{self._rank}:{waited_s:.3f}")
             while not notes[-1].answered and _is_served(store):
-                pairs = [note.split(":") for note in _read(store, f"came to {number}")]
+                pairs = [note.split(":") for note in read_notes(store, f"came to {number}")]
                 waited = {int(rank): float(seconds) for rank, seconds in pairs}
-                left = set(map(int, _read(store, "left"))) - set(waited)
+                left = set(map(int, read_notes(store, "left"))) - set(waited)
                 complete = len(waited) + len(left) == self._size or time.monotonic() > until
                 notes.append(Notes(waited, left, answered=complete))
-                time.sleep(0.05)
-
-
-def _append(store: Store, key: str, note: str) -> None:
-    cast(Any, store).append(key, f"{note} ")
-
-
-def _read(store: Store, key: str) -> list[str]:
-    return store.get(key).decode().split() if store.check([key]) else []
+                time.sleep(_LOOK_S * max(1.0, self._size / _LOOKS_IN_TURN))
 
 
 def _is_served(store: Store) -> bool:

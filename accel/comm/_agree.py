@@ -33,17 +33,18 @@ def agreed(comm: Comm, call: Call) -> Generator[None]:
     barrier(comm, call)
 
 
-def agreed_values(comm: Comm, call: Call, work: Callable[[], T], kind: type[T]) -> list[T]:
-    """Run work that communicates nothing, and give every rank's value to every rank. A collective.
+def agreed_values(comm: Comm, call: Call, work: Callable[[], T], kind: type[T], *, dst: int | None = None) -> list[T]:
+    """Run work that communicates nothing, and gather every rank's value. A collective.
 
     Args:
         comm: an open handle.
         call: the expected call of all ranks.
         work: returns this rank's value.
         kind: type of the values, which msgspec encodes; checked on arrival.
+        dst: the receiving rank, the same in all such calls; None for all.
 
     Returns:
-        The values by rank.
+        The values by rank; empty on ranks other than `dst`.
 
     Raises:
         AccelError: as `agreed`.
@@ -51,7 +52,7 @@ def agreed_values(comm: Comm, call: Call, work: Callable[[], T], kind: type[T]) 
     """
     with shared_failure(comm, call):
         value = work()
-    return exchange_values(comm, call, value, kind)
+    return exchange_values(comm, call, value, kind, dst=dst)
 
 
 @contextlib.contextmanager

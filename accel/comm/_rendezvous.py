@@ -14,17 +14,23 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
+from accel.comm._stores import append_note, read_notes
 from accel.endpoints import probe, retry
 from accel.env import LaunchEnv
 from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
 
 _RETRY_S = 10.0
 _LOOK_S = 0.1
+_LOOKS_IN_TURN = 256  # ranks that look as often; more look less often, as one thread answers them all
 _SILENT_S = 1.0  # delay before a rank prints that it waits for rank 0
 _STARTING_S = 5.0  # the same where its host answers: rank 0 may be starting
 _LINGER_S = 3.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BACKLOG = 2048  # as torch's own server
+# Keys of the store: the ranks that have come, an error, and whether either all have come or one has failed.
+_CAME = "came"
+_TROUBLE = "trouble"
+_SETTLED = "settled"
 # Fields of `LaunchEnv` that may differ between ranks.
 _OWN = {"rank", "local_rank", "node_rank", "master_addr", "master_port", "restarts", "launcher", "sources"}
 
@@ -69,7 +75,6 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
 
 def _meet(env: LaunchEnv, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
-    names = [f"rank {rank}" for rank in range(env.world_size)]
     store = None
     try:
         shared = _serve_here(env, timeout) or _join(env, timeout)
@@ -79,7 +84,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
         _introduce(store, env, timeout_s)
         _await(store, env, timeout_s)
     except dist.DistStoreError as error:
-        absent = [name for name in names if not store.check([name])] if store is not None else []
+        absent = _absent(store, env.world_size) if store is not None else []
         raise PeerError(
             f"{', '.join(absent) or 'a rank'} did not come within {timeout_s:g} s",
             expected=f"{env.world_size} ranks at {env.master_addr}:{env.master_port}",
@@ -151,6 +156,7 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
     mine = _Member(host=os.uname().nodename, pid=os.getpid(), rank=env.rank, settings=_settings(env, timeout_s))
     encoded = msgspec.json.encode(mine).decode()
     first, here = (_decode(store.compare_set(key, "", encoded)) for key in ("first", f"rank {env.rank}"))
+    append_note(store, _CAME, str(env.rank))
     differing = next((name for name, value in first.settings.items() if value != mine.settings[name]), None)
     if here != mine:
         error = EnvError(
@@ -168,27 +174,35 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         )
     else:
         return
-    _ = store.compare_set("trouble", "", msgspec.json.encode(describe(error)).decode())
+    _ = store.compare_set(_TROUBLE, "", msgspec.json.encode(describe(error)).decode())
+    store.set(_SETTLED, "")
 
 
 def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
     """Wait for all ranks, or raise the error that one of them reports. torch's own wait would print."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.001
-    here = store.add("here", 1)
-    while here < env.world_size and not store.check(["trouble"]):
+    longest_s = _LOOK_S * max(1.0, env.world_size / _LOOKS_IN_TURN)
+    if store.add("here", 1) == env.world_size:
+        store.set(_SETTLED, "")
+    while not store.check([_SETTLED]):
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"{here} of them after {timeout_s:g} s")
+            raise dist.DistStoreError(f"{store.add('here', 0)} of them after {timeout_s:g} s")
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LOOK_S)
-        here = store.add("here", 0)
-    if store.check(["trouble"]):
-        trouble = msgspec.json.decode(store.get("trouble"), type=ErrorRecord)
+        pause_s = min(2 * pause_s, longest_s)
+    if store.check([_TROUBLE]):
+        trouble = msgspec.json.decode(store.get(_TROUBLE), type=ErrorRecord)
         _ = store.add("told", 1)
         ends = time.monotonic() + _LINGER_S
         while env.rank == 0 and store.add("told", 0) < env.world_size and time.monotonic() < ends:
             time.sleep(0.05)  # the store ends with this process, and others must read the error first
         raise rebuild(trouble)
+
+
+def _absent(store: Store, world_size: int) -> list[str]:
+    """Return the names of the ranks that have not come, in one answer of the store."""
+    came = set(read_notes(store, _CAME))
+    return [f"rank {rank}" for rank in range(world_size) if str(rank) not in came]
 
 
 def _settings(env: LaunchEnv, timeout_s: float) -> dict[str, str]:

@@ -67,7 +67,9 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
         arrive = comm.share(mine, _joined)
 
         def receive() -> None:
-            _ = out.copy_(arrive())
+            rows = arrive()
+            if dst in (None, comm.rank):
+                _ = out.copy_(rows)
 
         return receive
     rounds = gather_rounds(comm.rank, comm.size) if dst is None else gather_to_rounds(comm.rank, comm.size, dst)

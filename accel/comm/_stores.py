@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
@@ -19,6 +19,16 @@ def bare_store(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def append_note(store: Store, key: str, note: str) -> None:
+    """Add a note without spaces to those under a key."""
+    cast(Any, store).append(key, f"{note} ")
+
+
+def read_notes(store: Store, key: str) -> list[str]:
+    """Return the notes under a key, in the order of their coming."""
+    return store.get(key).decode().split() if store.check([key]) else []
 
 
 def answer_of(question: Callable[[], T], seconds: float = SILENCE_S) -> T | None:

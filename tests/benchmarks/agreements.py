@@ -64,7 +64,8 @@ def measure(ranks: int, delay_s: float) -> list[tuple[int, float]]:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(_message, "_start_exchange", network.around(_message._start_exchange)),
+        patch.object(_message, "start_gathered", network.around(_message.start_gathered)),
+        patch.object(_message, "start_range", network.around(_message.start_range)),
         patch.object(_exchange, "gather_bytes", network.around(_exchange.gather_bytes)),
     ):
         return simulate(body, ranks)[0]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accel.parallel._stage_modules import stage_modules
 from accel.parallel._unsharded import drop_unsharded, shards_of
 from accel.tensors import local_part
 
@@ -132,7 +133,7 @@ def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor | None], lis
     """
     parameters: list[torch.Tensor | None] = []
     sharded: list[nn.Module] = []
-    waiting: list[Any] = list(models)
+    waiting: list[Any] = [part for model in models for part in stage_modules(model)]
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded_kind = getattr(fsdp, "FSDPModule", None)  # another thread may be importing the module
     while waiting:

@@ -11,6 +11,7 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import PrepareError
+from accel.parallel._stage_modules import is_pipelined, stage_modules
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
 
@@ -41,6 +42,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
     """Return the outermost modules that `fully_shard` was called on; none for tensor parallelism alone."""
+    if is_pipelined(model):
+        return [root for stage in stage_modules(model) for root in sharded_roots(stage)]
     # The class is asked first: a protocol's isinstance takes 10 us for a module that does not fit.
     if hasattr(type(model), "set_requires_gradient_sync") and isinstance(model, Sharded):
         return [model]

@@ -57,6 +57,72 @@ def test_four_ranks_take_the_steps_of_one_process(
     _check(ranks, 4, plan, tied=True, accumulation=accumulation)
 
 
+REPLICAS = [
+    ("pp=2,dp=2", "fsdp", "1F1B", 1, True),
+    ("pp=2,dp=2", "ddp", "Interleaved1F1B", 2, True),
+    ("pp=2,dp=2", "fsdp", "InterleavedZeroBubble", 2, True),
+    ("pp=2,dp=2", "ddp", "ZBVZeroBubble", 2, False),
+    ("pp=2,dp_replicate=2,dp_shard=2", "fsdp", "1F1B", 1, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "schedule", "per", "tied"),
+    [pytest.param(*each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(REPLICAS)],
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_stages_are_sharded_and_replicated(
+    ranks: Simulator, mesh: str, strategy: Any, schedule: Any, per: int, tied: bool, accumulation: int
+) -> None:
+    make = partial(Words, tied=tied)
+    plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=4)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, strategy=strategy)
+        return train(ctx, make, plan, mesh=mesh, accumulation=accumulation)
+
+    found = ranks.run(rank, 8 if "replicate" in mesh else 4, default_group=True)
+    expected = by_hand(make, accumulation=accumulation)
+    norms = [figure for at, figure in enumerate(expected.figures) if at % (accumulation + 1) == accumulation]
+    parameters, figures = differences(found, expected._replace(figures=norms))
+    assert parameters < PARAMETERS
+    assert figures < FIGURES
+
+
+def test_held_back_gradients_travel_once_a_window(ranks: Simulator) -> None:
+    counts: list[int] = []
+    reduce_scatter: Any = torch.distributed.reduce_scatter_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts.append(1)
+        return reduce_scatter(*args, **kwargs)
+
+    def rank(ctx: accel.DistContext, accumulation: int) -> None:
+        ctx = accel.replace(ctx, strategy="fsdp")
+        _ = train(ctx, Words, accel.Plan(micro_batches=4), mesh="pp=2,dp=2", accumulation=accumulation, rows=(8,))
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.reduce_scatter_single", counted)
+        for accumulation in (1, 3):
+            counts.clear()
+            _ = ranks.run(partial(rank, accumulation=accumulation), 4, default_group=True)
+            found.append(len(counts))
+    assert found[0] == found[1] > 0
+
+
+def test_a_tied_parameter_of_two_sharded_stages_of_a_rank_is_refused(ranks: Simulator) -> None:
+    plan = accel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="pp=2,dp=2")
+        return caught(lambda: accel.prepare_model(ctx, Words(tied=True), plan=plan))
+
+    for error in ranks.run(rank, 4, default_group=True):
+        assert isinstance(error, PrepareError)
+        assert "embed.weight, head.weight" in str(error)
+
+
 def test_stages_by_name_need_no_order_of_length(ranks: Simulator) -> None:
     stages = [["embed"], [f"blocks.{at}" for at in range(8)] + ["norm", "head"]]
     _check(ranks, 2, accel.Plan(stages=stages), tied=True)

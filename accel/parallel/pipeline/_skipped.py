@@ -83,6 +83,9 @@ def _view(module: nn.Module, path: str, own: frozenset[str], others: frozenset[s
 def _shallow(module: nn.Module) -> nn.Module:
     """A copy of a module and those below it that shares their tensors."""
     copied: Any = copy.copy(module)
+    own = cast("dict[str, Any]", vars(copied))
+    hooks = [name for name, held in own.items() if "_hooks" in name and isinstance(held, dict)]
+    own |= {name: type(own[name])() for name in hooks}  # those of the module itself are none of the stand-in's
     children = cast("Mapping[str, nn.Module | None]", copied._modules)
     copied._parameters = dict(copied._parameters)
     copied._buffers = dict(copied._buffers)

@@ -22,8 +22,10 @@ from accel.parallel.pipeline._placement import Layout, make_layout, own_stages
 from accel.parallel.pipeline._skipped import remove_modules, stage_view
 from accel.parallel.pipeline._stage_module import StageModule
 from accel.parallel.pipeline._stage_plan import Stages, check_stages, stage_plan
-from accel.parallel.pipeline._ties import open_ties, tied_names
+from accel.parallel.pipeline._ties import open_ties, stage_of, tied_names
+from accel.topology import Dimension, dimension_of
 
+_BESIDE: tuple[Dimension, ...] = ("pipeline", "data", "replicate", "shard")
 _WHERE = "prepare_model, plan=, stages"
 
 
@@ -51,14 +53,14 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
             where=_WHERE,
             fix="Prepare the model inside; compile its blocks with accel.compile_model.",
         )
-    beside = [f"{name}={axis.size}" for name, axis in ctx.position.axes if axis.size > 1]
-    if len(beside) > 1:
+    beside = [name for name, axis in ctx.position.axes if axis.size > 1 and dimension_of(name) not in _BESIDE]
+    if beside:
         raise PrepareError(
-            "stages cannot be divided further",
-            expected="a mesh of pp alone",
-            got=",".join(beside),
+            "stages cannot be divided along these axes",
+            expected="axes for replicas and shards beside pp",
+            got=", ".join(f"{name}={ctx.axis(name).size}" for name in beside),
             where="prepare_model, ctx.mesh",
-            fix="Give all ranks to pp, or leave it out.",
+            fix="Leave them out of the mesh, or leave pp out.",
         )
     if empty := [name for name, each in model.named_parameters() if each.is_meta]:
         raise PrepareError(
@@ -68,7 +70,24 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
             where=_WHERE,
             fix="Give it values first: model.to_empty(device='cpu'), then load or initialise them.",
         )
-    _ = _plan(ctx, model, options)
+    layout, stages = _plan(ctx, model, options)
+    if ctx.world_size > layout.ranks:
+        _check_ties(model, layout, stages)
+
+
+def _check_ties(model: nn.Module, layout: Layout, stages: Stages) -> None:
+    """Raise for a parameter of two stages of one rank, of which `fully_shard` would shard one only."""
+    for names in tied_names(model):
+        at = [stage_of(name, stages) for name in names]
+        owners = [layout.owners[stage] for stage in dict.fromkeys(at)]
+        if len(set(owners)) < len(owners):
+            raise PrepareError(
+                "a tied parameter is in two stages of one rank, which cannot be sharded or replicated",
+                expected="stages of one rank without parameters in common",
+                got=", ".join(names),
+                where=_WHERE,
+                fix="Take a schedule whose ranks have one stage or take turns, such as 1F1B or Interleaved1F1B.",
+            )
 
 
 def _plan(ctx: DistContext, model: nn.Module, options: StageOptions) -> tuple[Layout, Stages]:

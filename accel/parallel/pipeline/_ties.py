@@ -46,13 +46,12 @@ def holders(names: Sequence[str], stages: Sequence[Sequence[str]], owners: Mappi
         stages: paths of the modules of each stage.
         owners: rank of each stage.
     """
-    found = {
-        owners[at]
-        for at, paths in enumerate(stages)
-        for name in names
-        if name.startswith(tuple(f"{path}." for path in paths))
-    }
-    return tuple(sorted(found))
+    return tuple(sorted({owners[stage_of(name, stages)] for name in names}))
+
+
+def stage_of(name: str, stages: Sequence[Sequence[str]]) -> int:
+    """Return the stage that has a parameter. Pure."""
+    return next(at for at, paths in enumerate(stages) if name.startswith(tuple(f"{path}." for path in paths)))
 
 
 def open_ties(

@@ -22,6 +22,7 @@ from accel.parallel._move import move_model
 from accel.parallel._replicas import follow_first_, stage_comm
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._stage_modules import is_pipelined, stage_modules
 from accel.parallel._unwrap import unwrap_model
 from accel.parallel.experts import exchange_mesh, expert_modules, shard_experts
 from accel.parallel.shard._first_values import begin_alike
@@ -97,21 +98,29 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
         move_model(inner, ctx.device)
         label_parameters(inner)
         return model
-    _shard(ctx, inner, mesh, stage, options)
+    for root in stage_modules(inner):
+        _shard(ctx, root, mesh, stage, options, stays=is_pipelined(inner))
     for name, after in inner.named_parameters():
         replace_parameter(name, before[name], after)
     label_parameters(inner, needed=not options.find_unused_parameters)
     if options.find_unused_parameters:
-        cast(Any, inner).set_reduce_scatter_unused_params(True)
-    _reshard_after_evaluation(inner)
+        for root in stage_modules(inner):
+            cast(Any, root).set_reduce_scatter_unused_params(True)
     begin_alike(ctx, stage, mesh, inner.buffers())
-    if options.broadcast_buffers and any(True for _ in inner.buffers()):
-        _follow_first(stage, inner)
+    for root in stage_modules(inner):
+        _reshard_after_evaluation(root)
+        if options.broadcast_buffers and any(True for _ in root.buffers()):
+            _follow_first(stage, root)
     return model
 
 
-def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm, options: ShardOptions) -> None:
-    """Shard one unit after another, so that the device needs room for one whole one at a time."""
+def _shard(
+    ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm, options: ShardOptions, *, stays: bool
+) -> None:
+    """Shard one unit after another, so that the device needs room for one whole one at a time.
+
+    Parameters of a pipeline's stages stay whole between micro-batches: schedules with split backward passes need them.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # its import takes most of a second
 
     waiting = {id(each) for each in model.parameters()}
@@ -132,7 +141,8 @@ def _shard(ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm, op
             if name in experts:
                 shard_experts(ctx, unit, along, mp_policy=policy)
             else:
-                fully_shard(unit, mesh=along, mp_policy=policy)
+                whole: Any = {"reshard_after_forward": False} if stays else {}
+                fully_shard(unit, mesh=along, mp_policy=policy, **whole)
         except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
             where = f"{_WHERE}, {name or type(model).__name__}"
             raise PrepareError("torch cannot shard this", got=str(error), where=where) from error

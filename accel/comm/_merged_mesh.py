@@ -61,7 +61,7 @@ def merged_order(ndim: int, parts: Sequence[Sequence[int]]) -> list[tuple[int, .
         parts: as of `merged_mesh`.
     """
     merged = {dim for part in parts for dim in part}
-    first = min(merged)
+    first = min(merged, default=0)
     before = [(dim,) for dim in range(first)]
     after = [(dim,) for dim in range(first, ndim) if dim not in merged]
     return [*before, *map(tuple, parts), *after]

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 import accel
 from accel.testing import simulate
 
-EXPERTS, WIDTH, HIDDEN, TOKENS = 8, 6, 4, 40
+EXPERTS, WIDTH, HIDDEN, TOKENS = 8, 8, 4, 40
+TENSOR = {"first": "colwise_gather_output", "last": "rowwise_split_input"}
 NAMED = {"layers.*.experts": "dispatch"}
 
 
@@ -116,7 +117,7 @@ def train(
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
     model = mixture(3 + ctx.rank)  # the first rank's values count
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED, tensor=TENSOR))
     norms = steps(ctx, model, optimizer, uneven=uneven)
     return {name: whole(each) for name, each in accel.unwrap_model(model).named_parameters()}, norms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
@@ -22,58 +22,88 @@ from accel.tensors import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Run = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 COUNT = "num_experts"  # attribute by which modules of transformers know the number of their experts
 
 
 class LocalExperts(Mixin):
-    """A module whose forward sees this rank's experts alone, and brings tokens to others itself."""
+    """A module whose forward sees this rank's experts alone, and brings tokens to others itself.
+
+    Attributes:
+        accel_run: `run_local`, hidden from torch.compile.
+    """
+
+    accel_run: Run
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the module with this rank's parts of its parameters."""
-        with _local_parts(cast(nn.Module, self)):
-            return cast(Any, super()).forward(*inputs, **named)
+        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
 
 
 class DispatchedExperts(Mixin):
     """A module whose forward is called with the tokens of this rank's experts, wherever they are from.
 
     Attributes:
+        accel_run: `run_dispatched`, hidden from torch.compile.
         accel_alike: mesh of the ranks whose tokens are alike, each of which brings its part of them; None if no others
             have this rank's tokens.
     """
 
+    accel_run: Run
     accel_alike: DeviceMesh | None = None
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
-        run = cast("Callable[..., Tensor]", cast(Any, super()).forward)
-        tokens, indices, weights = _routed(run, inputs, named)
-        rows = tokens.reshape(-1, tokens.shape[-1])
-        indices = indices.reshape(rows.shape[0], indices.shape[-1])
-        weights = weights.reshape(indices.shape)
-        alike = None if self.accel_alike is None else self.accel_alike.get_group()
-        outputs = _in_parts(lambda *part: self._dispatched(run, *part), (rows, indices, weights), alike)
-        shaped = outputs if tokens.ndim == 2 else outputs.view(*tokens.shape[:-1], outputs.shape[-1])
-        return shaped.clone() if is_view(shaped) else shaped  # of which an operation in place would lose FSDP's hooks
-
-    def _dispatched(self, run: Callable[..., Tensor], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        module = cast(nn.Module, self)
-        mesh, experts = _spread_of(module)
-        sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
-        own = sent.experts[:, None]
-        came = sent.rows
-        with _local_parts(module):
-            if came.shape[0]:
-                outputs = run(came, own, weights.new_ones(own.shape))
-            else:  # a row of ones, whose outputs are dropped: parameters take part in the backward, as on other ranks
-                stand_in = came.sum(0, keepdim=True) + 1
-                outputs = run(stand_in, own.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
-        return combine_tokens(outputs, sent, weights)
+        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
 
 
-def _routed(run: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def run_local(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Run a module's own forward with this rank's parts of its parameters.
+
+    Args:
+        module: with `LocalExperts`.
+        run: its own forward.
+        inputs, named: arguments of the call.
+    """
+    with _local_parts(module):
+        return run(*inputs, **named)
+
+
+def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """Run a module's own forward with the tokens of this rank's experts; return the outputs of the rank's own tokens.
+
+    Args:
+        module: with `DispatchedExperts`.
+        run: its own forward.
+        inputs, named: arguments of the call.
+    """
+    tokens, indices, weights = _routed(run, inputs, named)
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    indices = indices.reshape(rows.shape[0], indices.shape[-1])
+    weights = weights.reshape(indices.shape)
+    alike = None if module.accel_alike is None else module.accel_alike.get_group()
+    outputs = _in_parts(lambda *part: _dispatched(module, run, *part), (rows, indices, weights), alike)
+    shaped = outputs if tokens.ndim == 2 else outputs.view(*tokens.shape[:-1], outputs.shape[-1])
+    return shaped.clone() if is_view(shaped) else shaped  # of which an operation in place would lose FSDP's hooks
+
+
+def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    mesh, experts = _spread_of(module)
+    sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
+    own = sent.experts[:, None]
+    came = sent.rows
+    with _local_parts(module):
+        if came.shape[0]:
+            outputs = run(came, own, weights.new_ones(own.shape))
+        else:  # a row of ones, whose outputs are dropped: parameters take part in the backward, as on other ranks
+            stand_in = came.sum(0, keepdim=True) + 1
+            outputs = run(stand_in, own.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
+    return combine_tokens(outputs, sent, weights)
+
+
+def _routed(run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return tokens, indices and weights from a call of the module."""
-    given = tuple(inspect.signature(run).bind(*inputs, **named).arguments.values()) if named else inputs
+    given = tuple(inspect.signature(run).bind(*inputs, **named).arguments.values()) if named else tuple(inputs)
     if len(given) != 3 or not all(isinstance(each, Tensor) for each in given) or given[1].is_floating_point():
         raise PrepareError(
             "experts to dispatch tokens to are called with something else",

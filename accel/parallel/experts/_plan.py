@@ -14,7 +14,7 @@ from accel.tensors import is_dtensor
 
 ExpertStyle = Literal["dispatch", "local"]
 
-_STYLES = get_args(ExpertStyle)
+STYLES = get_args(ExpertStyle)
 _OF_TRANSFORMERS = "ep_dispatch_experts"  # their name of "dispatch"; their other styles are of single parameters
 _WHERE = "prepare_model, Plan.experts"
 
@@ -104,8 +104,8 @@ def _refused(ranks: int, got: str, *, fix: str = "") -> PrepareError:
 def _pattern_problems(model: nn.Module, experts: Mapping[str, str]) -> Iterator[str]:
     seen: dict[str, str] = {}
     for pattern, style in experts.items():
-        if style not in _STYLES:
-            yield f"{pattern}: style {style!r}, which is none of {', '.join(_STYLES)}"
+        if style not in STYLES:
+            yield f"{pattern}: style {style!r}, which is none of {', '.join(STYLES)}"
         paths = matching(model, pattern)
         if not paths:
             near = did_you_mean(pattern, [_pattern(path) for path, _ in _named_modules(model) if path])

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from torch import nn
 
 from accel.comm import adopt, broadcast_flat
@@ -15,9 +16,9 @@ from accel.mixins import add_mixin
 from accel.parallel._labels import replace_parameter
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import unwrap_model
-from accel.parallel.experts._layer import DispatchedExperts, LocalExperts
+from accel.parallel.experts._layer import DispatchedExperts, LocalExperts, run_dispatched, run_local
 from accel.parallel.experts._mesh import EP, expert_modules, open_expert_mesh
-from accel.parallel.experts._plan import held_experts, resolve_experts
+from accel.parallel.experts._plan import STYLES, held_experts, resolve_experts
 from accel.topology import dimension_of
 
 if TYPE_CHECKING:
@@ -63,18 +64,23 @@ def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> nn.Mo
     compare_models(ctx, options, dict(inner.named_parameters()))
     styles = held_experts(inner, options.experts)
     mesh = open_expert_mesh(ctx)[EP]
-    alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
-    for path, style in styles.items():
+    for path in styles:
         module = inner.get_submodule(path)
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = _own_experts(ctx, parameter, mesh)
             setattr(module, name, part)
             replace_parameter(f"{path}.{name}" if path else name, parameter, part)
-        if style == "dispatch":
-            add_mixin([module], DispatchedExperts, accel_alike=alike)
-        else:
-            add_mixin([module], LocalExperts)
+    _add_forwards(ctx, inner, styles)
     return model
+
+
+def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Let the modules of experts see this rank's parts, hidden from torch.compile, which cannot trace the exchange."""
+    hide = cast(Any, torch.compiler).disable
+    alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
+    called = {style: [model.get_submodule(path) for path, own in styles.items() if own == style] for style in STYLES}
+    add_mixin(called["dispatch"], DispatchedExperts, accel_run=staticmethod(hide(run_dispatched)), accel_alike=alike)
+    add_mixin(called["local"], LocalExperts, accel_run=staticmethod(hide(run_local)))
 
 
 def _own_experts(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

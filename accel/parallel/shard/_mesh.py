@@ -53,6 +53,8 @@ def open_shard_mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh | None:
             parallelism has spread over an unknown mesh or only in part.
     """
     parts = _parts(ctx, model, _taken(model))
+    if not parts and any(map(is_expert_parameter, model.parameters())):
+        parts = ((),)  # this rank alone: experts are units of a sharded model there too
     if ctx.mesh is None:
         return mesh_of_group(ctx.comm, ctx.device.type, "fsdp")
     return merged_mesh(ctx.comm, ctx.mesh, parts, ctx.timeout_s) if parts else None

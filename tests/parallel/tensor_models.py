@@ -168,6 +168,6 @@ def total_loss(ctx: accel.DistContext, logits: torch.Tensor, labels: torch.Tenso
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of a model, a collective for those that are divided."""
     return {
-        name: each.full_tensor() if isinstance(each, DTensor) else each.detach().clone()
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
         for name, each in accel.unwrap_model(model).named_parameters()
     }

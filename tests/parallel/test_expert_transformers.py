@@ -15,7 +15,7 @@ from accel.testing import simulate
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-ROWS, LENGTH, WORDS = 8, 5, 11
+ROWS, LENGTH, WORDS = 8, 5, 12
 SIZES = {
     "vocab_size": WORDS,
     "hidden_size": 8,
@@ -23,7 +23,7 @@ SIZES = {
     "moe_intermediate_size": 12,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 4,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 16,
@@ -79,11 +79,13 @@ def train(ctx: accel.DistContext, model: nn.Module, mesh: str) -> tuple[dict[str
         ("Mixtral", "dp=2,ep=2", "eager"),
         pytest.param("Mixtral", "dp=2,ep=2", "grouped_mm", marks=pytest.mark.slow),
         pytest.param("Mixtral", "dp=4,ep=2", "eager", marks=pytest.mark.slow),
+        pytest.param("Mixtral", "dp=2,tp=2,ep=4", "eager", marks=pytest.mark.slow),
+        pytest.param("Mixtral", "dp=2,tp=2", "eager", marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", "dp=2,ep=2", "eager", marks=pytest.mark.slow),
     ],
 )
 def test_the_models_own_plan_spreads_its_experts(kind, mesh, implementation):
-    ranks = int(mesh[3])
+    ranks = accel.Axes(**{name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}).world_size
     assert set(accel.expert_plan(build(kind)).values()) == {"dispatch"}
     parameters, norms = train(accel.single(), build(kind, implementation), "")
     found = simulate(lambda ctx: train(ctx, build(kind, implementation), mesh), ranks, default_group=True)

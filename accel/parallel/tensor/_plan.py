@@ -16,7 +16,8 @@ from accel.parallel.tensor._resolve import match
 from accel.parallel.tensor._sequence import with_sequence
 from accel.topology import TensorStyle
 
-# Styles of transformers by the names that it gives them; those of experts belong to expert parallelism.
+_EXPERTS = "moe_tp_experts"  # transformers' style of modules that are left to expert parallelism
+# Styles of transformers by the names that it gives them.
 _DECLARED: Mapping[str, TensorStyle] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -36,7 +37,8 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False) -> dict[str, Tensor
     They are those that a model of transformers declares in its `tp_plan`. Of other models they are found where the
     layers leave no doubt: torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each
     other in an nn.Sequential with element-wise layers between, and GPT-2. Where several column-wise layers share an
-    input, the module around them sums its gradient once ("copy_input").
+    input, the module around them sums its gradient once ("copy_input"). Experts are left out: every rank along tp holds
+    them whole, unless they are spread along ep.
 
     Args:
         model: without wrappers; adapters of peft may be in it.
@@ -84,7 +86,10 @@ def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> 
     paths = [name for name, _ in _modules(inner)]
     unknown: list[str] = []
     found: dict[str, TensorStyle] = {}
+    experts = [pattern for pattern, style in declared.items() if style == _EXPERTS]
     for pattern, style in declared.items():
+        if any(f"{pattern}.".startswith(f"{each}.") for each in experts):
+            continue
         hits, _ = match({pattern: "replicated"}, paths)
         parameters, _ = match({pattern: "replicated"}, [name for name, _ in inner.named_parameters()])
         if (hits or parameters) and style not in _DECLARED:

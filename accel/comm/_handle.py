@@ -157,6 +157,11 @@ class Comm:
         return self.size > self.most_gathered
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether control messages may go between pairs of ranks; NCCL would open a communicator for each pair."""
+        return self.control.type == "cpu"
+
+    @property
     def alarm(self) -> Alarm | None:
         """The alarm for ranks in collectives of torch; None where the group cannot be opened again.
 

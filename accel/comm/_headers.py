@@ -74,7 +74,7 @@ def start_range(comm: Comm, sent: bytearray, combine: Combine | None) -> Callabl
     if comm.share is not None:
         return comm.share(sent, partial(_reduce, combine=combine))
     message = torch.frombuffer(sent, dtype=torch.uint8)
-    if comm.control.type == "cpu":
+    if comm.has_pairs:
         arrive = start_reduction(comm, message, partial(_combine, combine=combine))
     else:
         arrive = _start_all_reduce(comm, message)

@@ -41,7 +41,7 @@ def reduced_bytes(comm: Comm) -> int:
 
     It is a multiple of 16, equal on all ranks. Messages through a device's memory have none.
     """
-    return _REDUCED_BYTES - 2 * HEADER_BYTES if comm.is_large and comm.control.type == "cpu" else 0
+    return _REDUCED_BYTES - 2 * HEADER_BYTES if comm.is_large and comm.has_pairs else 0
 
 
 def blank(comm: Comm) -> bytearray:

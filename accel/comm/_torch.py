@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from accel.comm._handle import Comm
 from accel.comm._pairs import start_receive, start_send
 from accel.comm._pending import start_transfer
-from accel.comm._rounds import start_gather
+from accel.comm._rounds import start_gather, start_reduction
 
 ReduceOp = Literal["sum", "max", "min", "product"]
 
@@ -27,8 +28,17 @@ _AT_ONCE_BYTES = 128 * 1024
 # Dtypes of XLA's all-reduce on TPUs, https://github.com/pytorch/xla/issues/1952 and 2609
 _XLA_REDUCES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Rounds of messages between pairs need fewer messages than a ring among many ranks, but none of them overlap.
+# Rounds of messages between pairs take fewer steps than a ring among many ranks. Those of a gather send as many bytes,
+# but do not overlap; those of a reduction send log2(W) times as many.
 _IN_ROUNDS_BYTES = 1024 * 1024
+_REDUCED_IN_ROUNDS_BYTES = 64 * 1024
+
+_PAIRWISE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 
 # torch 2.13 renamed the function and warns about the old name
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -112,6 +122,8 @@ def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tenso
     """
     if mine.device.type == "xla" and mine.dtype not in _XLA_REDUCES:
         return mine.copy_(all_reduce_flat(comm, mine.to(comm.control), op))
+    if comm.is_large and mine.device.type == "cpu" and mine.nbytes <= _REDUCED_IN_ROUNDS_BYTES:
+        return mine.copy_(start_reduction(comm, mine.clone(), partial(_combine, op=op))())
     start_all_reduce(comm, mine, op)()
     return mine
 
@@ -146,6 +158,10 @@ def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
     start_transfer(comm, lambda: [_broadcast(comm, plain, source)])()
     if plain is not tensor:
         _ = tensor.copy_(plain)
+
+
+def _combine(lower: torch.Tensor, upper: torch.Tensor, op: ReduceOp) -> None:
+    _ = _PAIRWISE[op](lower, upper, out=lower)
 
 
 def _goes_by_control(comm: Comm, tensor: torch.Tensor) -> bool:

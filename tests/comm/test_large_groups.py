@@ -14,7 +14,17 @@ from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import CheckpointError, CollectiveMismatch
-from accel.comm import Call, agreed, agreed_values, as_tensor, broadcast_bytes, exchange, reduce_ints
+from accel.comm import (
+    Call,
+    Comm,
+    agreed,
+    agreed_values,
+    all_reduce_flat,
+    as_tensor,
+    broadcast_bytes,
+    exchange,
+    reduce_ints,
+)
 from accel.comm._handle import MOST_GATHERED
 
 Program = Callable[[accel.DistContext], Any]
@@ -175,6 +185,28 @@ def test_every_kind_of_call_gives_the_same(ranks, size):
     assert small == large
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_group_without_messages_between_pairs_gives_the_same(ranks, monkeypatch, size):
+    """NCCL's groups reduce headers by an all-reduce."""
+    small = ranks.run(_others, size)
+    monkeypatch.setattr(Comm, "has_pairs", property(lambda self: False))
+    assert ranks.run(_large(_others, shares=False), size) == small
+    assert ranks.run(_large(_others, shares=True), size) == small
+
+
+@few
+@given(size=st.integers(2, 9), op=st.sampled_from(["sum", "max", "min", "product"]), count=st.sampled_from([0, 1, 9]))
+def test_plain_reductions_of_a_large_group_are_those_of_one_process(ranks, size, op, count):
+    values = torch.randint(1, 4, (size, count), generator=torch.Generator().manual_seed(size))
+
+    def rank(ctx):
+        return all_reduce_flat(ctx.comm, values[ctx.rank].clone(), op).tolist()
+
+    small, large = _both_ways(ranks, rank, size)
+    expected = {"sum": values.sum(0), "product": values.prod(0), "max": values.amax(0), "min": values.amin(0)}[op]
+    assert small == large == [expected.tolist()] * size
+
+
 def _fails(ctx: accel.DistContext, text: str) -> None:
     with agreed(ctx.comm, Call("saving")):
         if ctx.rank in (2, 3):
@@ -207,7 +239,8 @@ def _swapped_in_a_loop(ctx: accel.DistContext) -> Any:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 @pytest.mark.parametrize("size", [3, 4, 5])
-def test_a_difference_is_reported_in_the_same_words(ranks, name, size):
+@pytest.mark.parametrize("has_pairs", [True, False])
+def test_a_difference_is_reported_in_the_same_words(ranks, monkeypatch, name, size, has_pairs):
     """Ranks, sites and paths included; and all ranks are in step afterwards."""
 
     def rank(ctx):
@@ -215,6 +248,7 @@ def test_a_difference_is_reported_in_the_same_words(ranks, name, size):
         accel.wait_for_everyone(ctx)
         return type(error), str(error), error.__cause__ is not None
 
+    monkeypatch.setattr(Comm, "has_pairs", property(lambda self: has_pairs))
     small, large = _both_ways(ranks, rank, size)
     assert small == large
     assert len({text for _, text, _ in large}) == 1

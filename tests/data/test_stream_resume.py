@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import CheckpointError, ConfigError, Cursor, DataError
-from accel.comm import exchange_values
+from accel.comm import reduce_ints
 from accel.data import StreamPosition, WorkerPosition
 
 MODES = ["shards", "elements", "dispatch"]
@@ -162,9 +162,9 @@ def test_ranks_that_wait_for_a_long_replay_hear_of_it(ranks, monkeypatch, mode, 
     """Otherwise they would give up on the one that reads, at the time-out of a message."""
     heard = []
 
-    def counting(comm, call, value, kind):
-        heard.append(value)
-        return exchange_values(comm, call, value, kind)
+    def counting(comm, call, numbers, op):
+        heard.extend(map(bool, numbers))
+        return reduce_ints(comm, call, numbers, op)
 
     def rank(ctx):
         options = {"n": 31, "mode": mode, "num_workers": workers}
@@ -175,7 +175,7 @@ def test_ranks_that_wait_for_a_long_replay_hear_of_it(ranks, monkeypatch, mode, 
         return True
 
     monkeypatch.setattr("accel.data.stream._reader._REPORT_S", -1.0)
-    monkeypatch.setattr("accel.data.stream._prefetch.exchange_values", counting)
+    monkeypatch.setattr("accel.data.stream._prefetch.reduce_ints", counting)
     assert all(ranks.run(rank, 2))
     assert heard.count(True) >= (4 if workers == 0 else 2)
     assert heard[-2:] == [False, False]

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import torch
 
-from accel.comm import Call, exchange, inline_bytes, receive_flat, send_flat, shared_failure
+from accel.comm import Call, broadcast_bytes, exchange, inline_bytes, receive_flat, send_flat, shared_failure
 from accel.context import DistContext
 from accel.data.stream._packing import BatchPacker, BatchUnpacker, PackedBatches
 from accel.data.stream._prefetch import AgreedStep, ReadStep
@@ -69,6 +70,7 @@ class Dispatcher:
         self._call = call
         self._data_ranks = data_ranks
         self._readers = [groups.index(group) for group in groups]
+        self._only = self._readers[0] if len(set(self._readers)) == 1 else None
         self._served = [rank for rank, reader in enumerate(self._readers) if reader == ctx.rank]
         self._packers = {rank: BatchPacker() for rank in self._served if rank != ctx.rank}
         self._unpacker = BatchUnpacker()
@@ -107,7 +109,7 @@ class Dispatcher:
         ctx = self._ctx
         with shared_failure(ctx.comm, Call("batches")):
             packed = {rank: packer.pack(self._data(steps, rank)) for rank, packer in self._packers.items()}
-        messages = exchange(ctx.comm, self._call, self._message(steps, packed))
+        messages = self._exchange(self._message(steps, packed))
         headers = {reader: _read_header(messages[reader]) for reader in sorted(set(self._readers))}
         known = _known_steps({reader: header.steps for reader, (header, _) in headers.items()})
         reader = self._readers[ctx.rank]
@@ -130,6 +132,12 @@ class Dispatcher:
             )
             for i, step in enumerate(header.steps[:known])
         ]
+
+    def _exchange(self, mine: torch.Tensor) -> Mapping[int, torch.Tensor]:
+        """Send the readers' messages to all ranks; return them by reader. A collective."""
+        if self._only is not None:
+            return {self._only: broadcast_bytes(self._ctx.comm, self._call, mine, source=self._only)}
+        return dict(enumerate(exchange(self._ctx.comm, self._call, mine)))
 
     def _data(self, steps: list[ReadStep], rank: int) -> list[Any]:
         return [step.batches[self._data_ranks[rank]].data for step in steps]

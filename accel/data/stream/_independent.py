@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from accel.comm import Call, exchange, exchange_values, shared_failure
+from accel.comm import Call, broadcast_bytes, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.data._cursor import StreamPosition
 from accel.data.stream._packing import BatchPacker, BatchUnpacker, PackedBatches
@@ -126,7 +126,7 @@ class IndependentReaders:
             with shared_failure(ctx.comm, Call("batches")):
                 packed = BatchPacker().pack([own.data], whole=True)
             payload = torch.cat([torch.tensor([packed.header_bytes, own.rows]).view(torch.uint8), packed.buffer])
-        lent = exchange(ctx.comm, self._call, payload)[lender]
+        lent = broadcast_bytes(ctx.comm, self._call, payload, source=lender)
         if own is not None:
             return own
         head = 16  # two int64

@@ -22,7 +22,7 @@ class Mixin:
         reduced = cast("Any", mixed.bare).__reduce_ex__(self, max(protocol, 2))
         if isinstance(reduced, str):
             return reduced
-        make, given, *rest = cast("tuple[Any, ...]", reduced)
+        make, given, *rest = reduced
         make, *given = (mixed.bare if each is kind else each for each in (make, *given))
         return _restored, (mixed, make, tuple(given)), *rest
 

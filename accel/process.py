@@ -195,7 +195,7 @@ def _rows(dataset: Any, positions: list[int]) -> Any:
     if callable(getattr(dataset, "select", None)):  # Hugging Face's
         return dataset.select(positions)
     if type(dataset) is TensorDataset:
-        return TensorDataset(*(tensor[positions] for tensor in cast(Any, dataset).tensors))
+        return TensorDataset(*(tensor[positions] for tensor in dataset.tensors))
     return Subset(dataset, positions)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
 
 import msgspec
 import torch
@@ -19,6 +18,7 @@ from accel.comm import Call, broadcast_bytes, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
+from accel.tensors import integers
 from accel.topology import AXIS_NAMES, DATA_DIMS, STRATEGY_DIMENSION
 
 
@@ -142,7 +142,7 @@ def synchronize_rng(ctx: DistContext) -> None:
         mine = msgspec.msgpack.encode(capture_rng(ctx.device)) if ctx.is_main_process else b""
     payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
     first = broadcast_bytes(ctx.comm, call, payload, source=0)
-    data = bytes(cast("list[int]", first.tolist()))  # pyright: ignore[reportUnknownMemberType]
+    data = bytes(integers(first))
     restore_rng(msgspec.msgpack.decode(data, type=RngState), ctx.device)
 
 

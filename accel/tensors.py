@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from typing_extensions import TypeIs
@@ -38,6 +38,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the local part of each tensor; a sequence without DTensors as it is. No communication."""
     return [local_part(each) for each in tensors] if any(map(is_dtensor, tensors)) else tensors
+
+
+def integers(tensor: torch.Tensor) -> list[int]:
+    """Return the elements of an integer tensor of shape [n]. Waits for its device."""
+    return cast(Any, tensor).tolist()
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:

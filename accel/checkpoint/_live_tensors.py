@@ -12,7 +12,7 @@ from accel import xla
 from accel.checkpoint._plan import Box, Split, local_box, whole
 from accel.errors import CheckpointError
 from accel.storage import stored_dtype
-from accel.tensors import is_dtensor, is_partial, local_part
+from accel.tensors import integers, is_dtensor, is_partial, local_part
 
 
 def held_box(tensor: torch.Tensor, path: str) -> Box | None:
@@ -133,7 +133,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         kinds.setdefault(each.device, []).append(at)
     found = [0] * len(sums)
     for places in kinds.values():
-        values = cast("list[int]", torch.stack([sums[at] for at in places]).tolist())  # pyright: ignore[reportUnknownMemberType]
+        values = integers(torch.stack([sums[at] for at in places]))
         for at, value in zip(places, values, strict=True):
             found[at] = value
     return dict(zip(tensors, found, strict=True))

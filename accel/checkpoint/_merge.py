@@ -8,11 +8,11 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from accel.checkpoint._directory import manifest_of
+from accel.checkpoint._encoded import is_object
 from accel.checkpoint._manifest import RANKS, Manifest
 from accel.checkpoint._read import Saved, open_checkpoint
 from accel.checkpoint._survey import all_tensors
@@ -140,8 +140,7 @@ def _names(manifest: Manifest, item: str, path: Place) -> dict[str, str]:
             where=str(path),
             fix=did_you_mean(item, modules) if modules else "Save the module as an item.",
         )
-    value: object = found.value
-    extras = sorted(cast("dict[str, object]", value)) if isinstance(value, dict) else []
+    extras = sorted(found.value) if is_object(found.value) else []
     if extras:
         logging.getLogger("accel.checkpoint").warning("left out, as extra state is no tensor: %s", ", ".join(extras))
     names = dict[str, str]()

@@ -48,7 +48,7 @@ def read_tensors(ctx: DistContext, tree: object) -> TreeTensors:
         TreeError: a leaf that is no tensor, other than None; or a tensor that cannot be sent; by its path.
     """
     found, structure = trees.flatten(tree, ctx.containers)
-    tensors = cast("list[torch.Tensor]", [leaf for leaf in found if leaf is not None])
+    tensors = [leaf for leaf in found if leaf is not None]
     classes: set[type[object]] = set(map(type, tensors))
     if classes != {torch.Tensor}:
         if any(not issubclass(kind, torch.Tensor) or _is_wrapper(kind) for kind in classes):

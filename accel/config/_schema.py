@@ -129,7 +129,7 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
     described: Any = inspect.type_info(info.type)
     types: tuple[inspect.Type, ...] = getattr(described.type, "types", (described.type,))
     kinds = tuple(kind for kind in types if not isinstance(kind, inspect.StructType))
-    schema = cast(dict[str, Any], described.extra_json_schema)
+    schema = described.extra_json_schema
     extra = cast(dict[str, Any], described.extra or {})
     return Field(
         name=info.name,

@@ -61,7 +61,7 @@ def _choose_xla(device: torch.device, env: LaunchEnv, where: str) -> torch.devic
             where=where,
             fix="Run `accel launch --device xla train.py` on every host.",
         )
-    own = torch.device("xla", cast(int | None, device.index) or 0)
+    own = torch.device("xla", device.index or 0)
     return own if env.world_size > 1 else _check_present(own, where)
 
 

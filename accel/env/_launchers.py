@@ -215,7 +215,7 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
     if "SM_HOSTS" not in environ or "SM_CURRENT_HOST" not in environ:
         return None
     try:
-        hosts = cast(object, json.loads(environ["SM_HOSTS"]))
+        hosts = json.loads(environ["SM_HOSTS"])
     except ValueError:
         hosts = None
     if not isinstance(hosts, list) or environ["SM_CURRENT_HOST"] not in hosts:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 
-from accel.checkpoint import Box, held_box
+from accel.checkpoint import Box, held_box, is_list, is_object
 from accel.errors import CheckpointError, ConfigError
 from accel.items._source import Facts, Problems, facts
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import integers, is_dtensor, local_part
 
 BASE = "$base"  # the key in a module's value; "$" keeps it apart from any name
 _RUN = 1 << 24  # words at a time, so that a digest takes little memory
@@ -74,7 +74,7 @@ def compare_base(
         CheckpointError: not a stored digest.
     """
     shown = repr(stored)[:80]
-    digests: dict[str, Any] = cast("dict[str, Any]", stored) if isinstance(stored, dict) else {"": None}
+    digests: dict[str, Any] = stored if is_object(stored) else {"": None}
     if not all(isinstance(each, str) for each in digests.values()):
         raise CheckpointError("not digests of a base", got=shown, where=f"item {name}")
     known = parameters.keys() & digests.keys()
@@ -91,8 +91,8 @@ def compare_base(
 
 def has_sums(value: object) -> bool:
     """Return whether an encoded item holds sums, which ranks must join."""
-    held = cast("dict[str, Any]", value).get(BASE) if isinstance(value, dict) else None
-    return isinstance(held, dict) and any(isinstance(each, list) for each in cast("dict[str, object]", held).values())
+    held = value.get(BASE) if is_object(value) else None
+    return is_object(held) and any(map(is_list, held.values()))
 
 
 def differing_bases(stored: Mapping[str, str], ranks: Sequence[Mapping[str, Sums]]) -> Problems:
@@ -150,7 +150,7 @@ def _piece(
         aligned = data if data.data_ptr() % _WORD == 0 else data.clone()
         return _sums(aligned.view(torch.int64).view(len(starts), -1), (starts // _WORD).to(data.device)), {}
     found, loose = [(0, 0)], dict[int, int]()
-    for segment, start in zip(segments, cast("list[int]", starts.tolist()), strict=True):  # pyright: ignore[reportUnknownMemberType]
+    for segment, start in zip(segments, integers(starts), strict=True):
         bits, ends = _segment(segment, start, end)
         found.append(bits)
         for place, word in ends.items():

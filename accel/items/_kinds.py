@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 import torch
@@ -192,7 +192,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     if not is_zero(optimizer):
         return optimizer
-    if cast(Any, optimizer)._overlap_with_ddp:
+    if optimizer._overlap_with_ddp:
         raise CheckpointError(
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be saved or loaded",
             fix="Build it without overlap_with_ddp, or shard the model by fully_shard.",

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint import Item, Kept, has_records, memory_id, tensors_in
+from accel.checkpoint import Item, Kept, has_records, is_object, memory_id, tensors_in
 from accel.errors import CheckpointError
 from accel.items import _zero
 from accel.items._kinds import is_zero, local_optimizer, type_name
@@ -216,14 +216,14 @@ def _loadable_in_place(
     for owner, parameter in parameters.items():
         state = stored[owner]
         for key, slot in optimizer.state.get(parameter, {}).items():
-            if isinstance(state, dict) and _lies_like(slot, parameter) and memory[_address(slot)] == 1:
-                value = cast("dict[str, Any]", state).get(key)
+            if is_object(state) and _lies_like(slot, parameter) and memory[_address(slot)] == 1:
+                value = state.get(key)
                 found |= {name: slot for name in tensors_in(value) if value == {"$tensor": name}}
     return found
 
 
 def _keeps_what_it_is_given(optimizer: torch.optim.Optimizer) -> bool:
-    kind = cast("Any", type(optimizer))
+    kind = type(optimizer)
     hooks = [getattr(optimizer, name, None) for name in _HOOKS]
     loading = (kind.load_state_dict.__module__, kind.__setstate__.__module__)
     return all(module.startswith("torch.optim.") for module in loading) and hooks == [{}, {}]

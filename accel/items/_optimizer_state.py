@@ -162,7 +162,7 @@ def decode_optimizer(
             state[index] = decode(stored.state[name], where, tensors, f"{item}.state.{name}", making)
             if not isinstance(state[index], dict):
                 raise CheckpointError("not a state of a parameter", got=repr(state[index]), where=f"{where}, {name}")
-    live = cast("list[dict[str, Any]]", state_dict(optimizer)["param_groups"])
+    live = state_dict(optimizer)["param_groups"]
     groups: list[dict[str, Any]] = []
     for i, (group, mine) in enumerate(zip(stored.groups, live, strict=True)):
         options: dict[str, Any] = {}

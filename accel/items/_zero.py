@@ -49,5 +49,5 @@ def _places(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _indexed(groups: list[dict[str, Any]], place: dict[int, int]) -> list[dict[str, Any]]:
-    params = [cast("list[torch.Tensor]", group["params"]) for group in groups]
+    params = [group["params"] for group in groups]
     return [group | {"params": [place[id(each)] for each in of]} for group, of in zip(groups, params, strict=True)]

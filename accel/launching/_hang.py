@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
@@ -188,7 +188,7 @@ def _is_waiting(heard: RankAnswer) -> bool:
     """Whether a rank is in a collective, by its flight record, or else by its stack."""
     if heard.calls:
         return heard.calls[0].waiting
-    files = [file for file, _, _ in cast("list[tuple[str, str, str]]", _FRAME.findall(heard.stack))]
+    files = [file for file, _, _ in _FRAME.findall(heard.stack)]
     called = itertools.takewhile(lambda file: not is_users(file), files)
     return any(sign in file for file in called for sign in _COLLECTIVE)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -66,7 +65,7 @@ def is_dropped(parameter: torch.Tensor) -> bool:
 
 def heir_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter that the model has in the place of this one; None if it still has this one."""
-    heir = cast("torch.Tensor | None", getattr(parameter, _HEIR, None))
+    heir = getattr(parameter, _HEIR, None)
     while heir is not None and (later := getattr(heir, _HEIR, None)) is not None:
         heir = later
     return heir
@@ -139,4 +138,4 @@ def _check_spread(rank: int, parameter: torch.Tensor) -> None:
 
 
 def _label_of(parameter: torch.Tensor) -> tuple[str, bool, bool] | None:
-    return cast("tuple[str, bool, bool] | None", getattr(parameter, _LABEL, None))
+    return getattr(parameter, _LABEL, None)

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.parallel._stage_modules import stage_modules
 from accel.parallel._unsharded import drop_unsharded, shards_of
-from accel.tensors import local_part
+from accel.tensors import integers, local_part
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
 _WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
@@ -69,7 +69,7 @@ def note_gradients(models: Iterable[nn.Module]) -> None:
 
 def found_gradient(parameter: torch.Tensor) -> bool | None:
     """Return whether a parameter's gradient held more than zeros when the window began; None if there was none."""
-    return cast("bool | None", getattr(parameter, _FOUND, None))
+    return getattr(parameter, _FOUND, None)
 
 
 class _FoundGradient(NamedTuple):
@@ -89,7 +89,7 @@ class _FoundGradient(NamedTuple):
 
 def _note(found: list[_FoundGradient]) -> None:
     counts = [_nonzero(each.grad) for each in found]
-    read = cast("list[int]", cast(Any, torch.stack([count.to(counts[0].device) for count in counts])).tolist())
+    read = integers(torch.stack([count.to(counts[0].device) for count in counts]))
     for (parameter, reached, _), count in zip(found, read, strict=True):
         setattr(parameter, _FOUND, bool(found_gradient(parameter)) or count > 0)
         if count and reached is not None and reached.requires_grad:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ class InFp32(KeepsFormat, nn.Module):
         """Run the module's own forward on fp32 inputs, without autocast."""
         with torch.autocast(self._accel_device_type, enabled=False):
             args, kwargs = _cast((args, kwargs), torch.float32, self._accel_containers)
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
 
 
 class WithOutputs(Mixin, nn.Module):
@@ -45,7 +45,7 @@ class WithOutputs(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward and convert its outputs."""
-        return _cast(cast(Any, super()).forward(*args, **kwargs), self._accel_outputs, self._accel_containers)
+        return _cast(super().forward(*args, **kwargs), self._accel_outputs, self._accel_containers)
 
 
 @context_first

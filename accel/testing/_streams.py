@@ -7,7 +7,7 @@ import ctypes
 import random
 import sys
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,7 +125,7 @@ class _PythonStream(_Watched):
 
     def __init__(self) -> None:
         super().__init__()
-        self._generator: Any = cast(Any, random.random).__self__
+        self._generator: Any = random.random.__self__
         base: type = next(kind for kind in type(self._generator).__mro__ if kind.__module__ == "_random")
         self._start = id(self._generator) + object.__basicsize__
         self._bytes = base.__basicsize__ - object.__basicsize__

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch.optim import Optimizer
@@ -61,7 +60,7 @@ def _names(optimizers: list[Optimizer]) -> Iterator[str]:
     """Yield the parameters' names, from the optimizer or from `prepare_model`; else their positions."""
     for which, optimizer in enumerate(optimizers):
         for group_at, group in enumerate(optimizer.param_groups):
-            known = cast("list[str] | None", group.get("param_names"))
+            known = group.get("param_names")
             for at, parameter in enumerate(group["params"]):
                 name = known[at] if known else name_of(parameter)
                 place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""

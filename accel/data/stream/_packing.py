@@ -198,7 +198,7 @@ def _find(where: str) -> type[Any]:
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    return cast("type[Any]", found)
+    return found
 
 
 def _dtypes(spec: Spec) -> Iterator[torch.dtype]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from accel.checkpoint import is_list, is_object
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
@@ -159,9 +160,9 @@ def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: P
     state = read_saved(path)
     live = bare_optimizer(passed)
     groups = state.get("param_groups")
-    if not isinstance(groups, list) or not isinstance(state.get("state"), dict):
+    if not is_list(groups) or not isinstance(state.get("state"), dict):
         raise CheckpointError("not an optimizer's state", where=str(path))
-    stored = [len(group["params"]) for group in cast("list[dict[str, Any]]", groups)]
+    stored = [len(group["params"]) for group in groups]
     mine = [len(group["params"]) for group in live.param_groups]
     if stored != mine:
         problems.wrong_type(f"{name}: groups of parameters", f"groups of {mine}", f"groups of {stored}")
@@ -201,9 +202,9 @@ def read_saved(path: Path) -> dict[str, Any]:
             where=str(path),
             fix="Leave that object out of the items, and build it anew.",
         ) from error
-    if not isinstance(state, dict):
+    if not is_object(state):
         raise CheckpointError(f"{path.name}: not a state", expected="a dict", got=type(state).__name__, where=str(path))
-    return cast("dict[str, Any]", state)
+    return state
 
 
 def _missing(source: Path, name: str, present: list[str]) -> CheckpointError:

@@ -22,6 +22,7 @@ from accel.checkpoint import (
     check_tensor,
     decode,
     encode,
+    is_object,
     open_checkpoint,
     save,
     tensors_in,
@@ -137,7 +138,7 @@ def _kind(value: object) -> ItemKind:
 
 def _parameters(value: Any, modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str] | None:
     """Return the full names of an optimizer's parameters, by their names in a state dict; None for another dict."""
-    if not isinstance(value, dict) or {"state", "param_groups"} - cast("dict[str, Any]", value).keys():
+    if not is_object(value) or {"state", "param_groups"} - value.keys():
         return None
     names: dict[str, str] = {}
     for group in cast("list[dict[str, list[str]]]", value["param_groups"]):
@@ -191,7 +192,7 @@ def _exported(saved: Saved, name: str, item: Item) -> Any:
     if item.kind == "module":
         inside = tensors_in(item.value)
         own = [key for key in saved.entries if key.startswith(f"{name}.") and key not in inside and key != RANKS]
-        extras = {key: plain(value) for key, value in cast("dict[str, Any]", item.value).items()}
+        extras = {key: plain(value) for key, value in item.value.items()}
         return {key.removeprefix(f"{name}."): saved.read(key) for key in own} | extras
     return plain(item.value)
 

@@ -60,7 +60,7 @@ def read_dcp(path: Path) -> dict[str, Any]:
             raise
         problem = f"{METADATA}: not what torch.distributed.checkpoint writes: {type(error).__name__}: {error}"
         raise CheckpointError(problem, where=str(path)) from error
-    return cast("dict[str, Any]", _with_lists(state))
+    return _with_lists(state)
 
 
 def _value(
@@ -111,7 +111,7 @@ def _load(folder: OpenDirectory, files: dict[str, memoryview], name: str, stored
 def _state(described: object, name: str) -> dict[str, Any]:
     if not isinstance(described, Described) or described.name != _PLACE + name:
         raise TypeError(f"{name} is missing")
-    return cast("dict[str, Any]", described.state)
+    return described.state
 
 
 def _key(index: object) -> tuple[str, tuple[int, ...] | None]:
@@ -133,10 +133,10 @@ def _stored(info: object) -> _StoredBytes:
 def _size(described: object) -> tuple[int, ...]:
     if not isinstance(described, Described) or described.name != "torch.Size" or not described.args:
         raise TypeError("torch.Size is missing")
-    sizes = cast("tuple[object, ...]", described.args[0])
+    sizes: tuple[Any, ...] = described.args[0]
     if any(type(size) is not int or size < 0 for size in sizes):
         raise ValueError("not a size")
-    return cast("tuple[int, ...]", sizes)
+    return sizes
 
 
 def _dtype(properties: object) -> torch.dtype:

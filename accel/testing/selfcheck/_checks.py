@@ -173,7 +173,7 @@ class _Run:
         return live | {"cursor": self.cursor, "accum": self.accum, "scaler": self.scaler}
 
     def load(self, path: Any) -> None:
-        loaded = cast(dict[str, Any], load_state(self.ctx, path, self.items()))
+        loaded = load_state(self.ctx, path, self.items())
         self.cursor, self.accum, self.scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
 
     def train(self, steps: int) -> None:
@@ -261,4 +261,4 @@ def _device_name(device: torch.device) -> str:
 
 
 def _list(tensor: torch.Tensor) -> list[Any]:
-    return cast("list[Any]", cast(Any, tensor).tolist())
+    return cast(Any, tensor).tolist()

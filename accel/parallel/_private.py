@@ -6,9 +6,13 @@ A test looks for each of them in the torch that is installed, and in the package
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # By what has them. Those of `fully_shard` are used in `_unsharded.py` alone; kernels of attention are called in
 # `context/_kernels.py` alone.
@@ -18,6 +22,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets",),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
+    "torch": ("_disable_dynamo",),  # torch.compiler.disable, without importing the compiler at once
     "torch.nn.Module": ("_parameters", "_modules", "_buffers"),
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
@@ -34,6 +39,11 @@ PRIVATE = {
         "_scaled_dot_product_cudnn_attention",
     ),
 }
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that torch.compile does not trace, but breaks its graph at."""
+    return cast(Any, torch)._disable_dynamo(function)
 
 
 def rebuild_buckets(replica: object) -> None:

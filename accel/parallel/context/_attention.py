@@ -12,6 +12,7 @@ from torch import Tensor
 from accel.comm import peer_error
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, check_choice
+from accel.parallel._private import untraced
 from accel.parallel.context._gather import gather_attention
 from accel.parallel.context._heads import heads_attention
 from accel.parallel.context._notes import note_attention, planned_method
@@ -77,16 +78,21 @@ def context_attention(
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     if method is not None:
         check_choice(method, get_args(ContextMethod), "unknown method of context parallelism", where="method=")
-    group = group_of(ctx, "cp")
-    if group is None:
+    if size == 1:
         pair = None if documents is None else (documents, documents)
         return attend(q, k, v, causal=causal, scale=factor, documents=pair)
     chosen = planned_method(ctx) if method is None else method
     if chosen == "heads":
         _check_heads(q, size)
+    return _across(ctx, _METHODS[chosen], q, k, v, causal=causal, scale=factor, documents=documents)
+
+
+@untraced
+def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Tensor:
+    """Run a method. torch.compile breaks its graph here, and compiles what lies before and after."""
     note_attention(ctx)
     try:
-        return _METHODS[chosen](q, k, v, group, causal=causal, scale=factor, documents=documents)
+        return function(q, k, v, group_of(ctx, "cp"), **facts)
     except RuntimeError as error:
         if (lost := peer_error(error, "context_attention")) is not None:
             raise lost from error

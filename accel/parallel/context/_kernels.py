@@ -31,21 +31,40 @@ class Masked(NamedTuple):
     mask: Tensor | None = None
 
 
+class Attended(NamedTuple):
+    """Output of attention over some keys.
+
+    Attributes:
+        out: weighted values, [batch, heads, queries, head dim].
+        lse: log-sum-exp of the scores, [batch, heads, queries].
+        seeds: random state of the kernel's dropout, which is 0; its backward takes it back.
+    """
+
+    out: Tensor
+    lse: Tensor
+    seeds: tuple[Tensor, ...] = ()
+
+
 class Kernel(NamedTuple):
     """A way to compute a block and its gradients.
 
     Attributes:
-        forward: of (q, k, v, masked, scale) gives the output and the log-sum-exp [batch, heads, queries].
-        backward: of (gradient, q, k, v, out, log-sum-exp, masked, scale) gives the gradients of q, k and v. Output and
-            log-sum-exp are those over all blocks, so the gradients are this block's share.
+        forward: of (q, k, v, masked, scale) gives the block's attention.
+        backward: of (gradient, q, k, v, attended, masked, scale) gives the gradients of q, k and v. The attention is
+            that over all blocks, so the gradients are this block's share.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Masked, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Masked, float], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Masked, float], Attended]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Attended, Masked, float], tuple[Tensor, Tensor, Tensor]]
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: Masked) -> Kernel:
-    """Return the kernel for tensors of their device, dtype and head dims; all have as many heads."""
+    """Return the kernel for all blocks of an attention.
+
+    Args:
+        q, k, v: of one block, with as many heads each.
+        masked: mask of that block; if it has one of its own, all blocks have.
+    """
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         return _CPU
     if q.device.type != "cuda" or masked.mask is not None:
@@ -66,68 +85,73 @@ def _scores(q: Tensor, k: Tensor, masked: Masked, scale: float) -> Tensor:
     return scores if mask is None else scores.masked_fill(~mask, _hidden(scores.dtype))
 
 
-def _written_out_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
+def _written_out_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
     scores = _scores(q, k, masked, scale)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+    return Attended((scores - lse[..., None]).exp().to(v.dtype) @ v, lse)
 
 
 def _written_out_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    lse = attended.lse
     chances = (_scores(q, k, masked, scale) - lse[..., None]).exp()
-    shared = (grad * out).to(lse.dtype).sum(-1, keepdim=True)
+    shared = (grad * attended.out).to(lse.dtype).sum(-1, keepdim=True)
     of_scores = (chances * ((grad @ v.transpose(-1, -2)).to(lse.dtype) - shared) * scale).to(q.dtype)
     return of_scores @ k, of_scores.transpose(-1, -2) @ q, chances.to(grad.dtype).transpose(-1, -2) @ grad
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
     bias = _bias(masked.mask, q.dtype)
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, masked.causal, attn_mask=bias, scale=scale)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, masked.causal, attn_mask=bias, scale=scale
+    )
+    return Attended(out, lse)
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = _bias(masked.mask, q.dtype)
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, masked.causal, attn_mask=bias, scale=scale
+        grad, q, k, v, attended.out, attended.lse, 0.0, masked.causal, attn_mask=bias, scale=scale
     )
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, masked.causal, scale=scale)
-    return out, lse
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
+    out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, masked.causal, scale=scale
+    )
+    return Attended(out, lse, (seed, offset))
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    unused = _no_random_state(q)
+    out, lse, seeds = attended
+    lengths = q.shape[2], k.shape[2]
     return _aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, masked.causal, unused, unused, scale=scale
+        grad, q, k, v, out, lse, None, None, *lengths, 0.0, masked.causal, *seeds, scale=scale
     )
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, masked.causal, scale=scale)
-    return out, lse[..., : q.shape[2]]
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
+    out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, masked.causal, scale=scale
+    )
+    return Attended(out, lse[..., : q.shape[2]], (seed, offset))
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masked: Masked, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    unused = _no_random_state(q)
+    out, lse, seeds = attended
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=float("inf"))
+    wanted = [True, True, True, False]
     grads = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, padded, unused, unused, 0.0, [True, True, True, False], masked.causal, scale=scale
+        grad, q, k, v, None, out, padded, *seeds, 0.0, wanted, masked.causal, scale=scale
     )
     return grads[0], grads[1], grads[2]
-
-
-def _no_random_state(q: Tensor) -> Tensor:
-    """Return the state of the kernels' dropout, which is 0."""
-    return torch.zeros((), dtype=torch.int64, device=q.device)
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accel.comm import gathered, start_shift
-from accel.parallel.context._kernels import Masked, accumulation_dtype, kernel_of
+from accel.parallel.context._kernels import Attended, Kernel, Masked, accumulation_dtype, kernel_of
 from accel.parallel.context._sdpa import document_mask, repeated
 from accel.parallel.context._zigzag import Halves, ring_block
 
@@ -65,56 +65,60 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
-        out, lse = _forward(q, k, v, ring)
-        ctx.save_for_backward(q, k, v, out, lse)
+        attended, kernel = _forward(q, k, v, ring)
+        ctx.save_for_backward(q, k, v, attended.out, attended.lse, *attended.seeds)
+        ctx.kernel = kernel
         ctx.ring = ring
-        return out
+        return attended.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
-        grads = _backward(grad_outputs[0], ctx.saved_tensors, ctx.ring)
+        q, k, v, out, lse, *seeds = ctx.saved_tensors
+        grads = _backward(grad_outputs[0], q, k, v, Attended(out, lse, tuple(seeds)), ctx.kernel, ctx.ring)
         return *grads, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp [batch, heads, own] over all keys."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> tuple[Attended, Kernel]:
+    """Return the attention to all keys, and the kernel that computed it."""
     size = ring.group.size()
     wide = accumulation_dtype(q)
     held = [k, v]
-    out = lse = None
+    kernel: Kernel | None = None
+    total: Attended | None = None
     for step in range(size):
         arriving = start_shift(held, 1, ring.group) if step < size - 1 else None
         rows, columns, masked = _step(ring, (ring.group.rank() - step) % size, q.shape[2])
         queries = q[:, :, rows]
         keys = repeated(held[0][:, :, columns], q.shape[1])
         values = repeated(held[1][:, :, columns], q.shape[1])
-        kernel = kernel_of(queries, keys, values, masked)
-        block, block_lse = kernel.forward(queries, keys, values, masked, ring.scale)
-        if out is None or lse is None:  # the own keys: every query sees one of them
-            out = block.to(wide)
-            lse = block_lse.to(wide).contiguous()
+        kernel = kernel or kernel_of(queries, keys, values, masked)
+        block = kernel.forward(queries, keys, values, masked, ring.scale)
+        if total is None:  # the own keys: every query sees one of them
+            total = Attended(block.out.to(wide), block.lse.to(wide).contiguous(), block.seeds)
         else:
-            merged = _merged(out[:, :, rows], lse[:, :, rows], block.to(wide), block_lse.to(wide))
-            out[:, :, rows], lse[:, :, rows] = merged
+            _merge_(total.out[:, :, rows], total.lse[:, :, rows], block)
         held = held if arriving is None else arriving()
-    assert out is not None
-    assert lse is not None
-    return out.to(q.dtype), lse
+    assert total is not None
+    assert kernel is not None
+    return Attended(total.out.to(q.dtype), total.lse, total.seeds), kernel
 
 
-def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp over the keys of both."""
-    both = torch.logaddexp(lse, more_lse)
-    return out * (lse - both).exp()[..., None] + more * (more_lse - both).exp()[..., None], both
+def _merge_(out: Tensor, lse: Tensor, block: Attended) -> None:
+    """Add a block to the output and the log-sum-exp over the keys before it. Mutates both."""
+    more = block.lse.to(lse.dtype)
+    both = torch.logaddexp(lse, more)
+    _ = out.mul_((lse - both).exp()[..., None]).add_(block.out.to(out.dtype) * (more - both).exp()[..., None])
+    _ = lse.copy_(both)
 
 
-def _backward(grad: Tensor, saved: tuple[Tensor, ...], ring: _Ring) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, from them, the output and its log-sum-exp.
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, kernel: Kernel, ring: _Ring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values.
 
     The gradients of a rank's keys follow them, one step behind: each rank adds its share and sends them on.
     """
-    q, k, v, out, lse = saved
     size = ring.group.size()
     grad = grad.contiguous()
     grad_q = torch.zeros_like(q, dtype=accumulation_dtype(q))
@@ -123,7 +127,10 @@ def _backward(grad: Tensor, saved: tuple[Tensor, ...], ring: _Ring) -> tuple[Ten
     for step in range(size):
         arriving = start_shift(held, 1, ring.group) if step < size - 1 else None
         own = _step(ring, (ring.group.rank() - step) % size, q.shape[2])
-        grads = _block_gradients(grad, q, held, out, lse, own, ring.scale)
+        part = Attended(attended.out[:, :, own.rows], attended.lse[:, :, own.rows].contiguous(), attended.seeds)
+        queries = q[:, :, own.rows]
+        columns = [each[:, :, own.columns] for each in held]
+        grads = _block_gradients(kernel, grad[:, :, own.rows], queries, columns, part, own.masked, ring.scale)
         grad_q[:, :, own.rows] += grads[0]
         sums = [torch.zeros_like(each, dtype=grad_q.dtype) for each in held] if returning is None else returning()
         for each, share in zip(sums, grads[1:], strict=True):
@@ -136,21 +143,13 @@ def _backward(grad: Tensor, saved: tuple[Tensor, ...], ring: _Ring) -> tuple[Ten
 
 
 def _block_gradients(
-    grad: Tensor, q: Tensor, held: list[Tensor], out: Tensor, lse: Tensor, step: _Step, scale: float
+    kernel: Kernel, grad: Tensor, q: Tensor, held: list[Tensor], part: Attended, masked: Masked, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's share of the gradients of its queries, and of its keys and values before heads are repeated."""
-    rows, columns, masked = step
-    heads = q.shape[1]
+    keys, values = (repeated(each, q.shape[1]) for each in held)
+    grads = kernel.backward(grad, q, keys, values, part, masked, scale)
     key_heads = held[0].shape[1]
-    queries = q[:, :, rows]
-    keys = repeated(held[0][:, :, columns], heads)
-    values = repeated(held[1][:, :, columns], heads)
-    kernel = kernel_of(queries, keys, values, masked)
-    block_lse = lse[:, :, rows].contiguous()
-    grads = kernel.backward(grad[:, :, rows], queries, keys, values, out[:, :, rows], block_lse, masked, scale)
-    grad_k = _summed_heads(grads[1], key_heads)
-    grad_v = _summed_heads(grads[2], key_heads)
-    return grads[0], grad_k, grad_v
+    return grads[0], _summed_heads(grads[1], key_heads), _summed_heads(grads[2], key_heads)
 
 
 def _summed_heads(x: Tensor, heads: int) -> Tensor:

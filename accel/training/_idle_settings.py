@@ -57,7 +57,8 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
 
 
 def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
-    others = {*SHARED_DIMS, *AXIS_NAMES["expert"]} - {*AXIS_NAMES["context"]}  # `check_context_used` asks for these
+    # `check_context_used` asks for those of a sequence, and `prepare` cuts every model along those of a pipeline
+    others = {*SHARED_DIMS, *AXIS_NAMES["expert"]} - {*AXIS_NAMES["context"], *AXIS_NAMES["pipeline"]}
     asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in others}
     if not asked:
         return

@@ -55,6 +55,11 @@ def placements_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tuple(tensor.placements) if is_dtensor(tensor) else ()
 
 
+def is_offloaded(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a DTensor lies on the CPU while its ranks compute on devices of another type."""
+    return is_dtensor(tensor) and tensor.device.type == "cpu" and tensor.device_mesh.device_type == device.type
+
+
 def split_dims(tensor: DTensor) -> tuple[int, ...]:
     """Return the dimensions of the mesh along which ranks hold different elements or summands."""
     mesh = tensor.device_mesh

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
+from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._autocast_seen import watch_autocast
 from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._composition import check_axes, composition, unspread
@@ -18,6 +19,7 @@ from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._move import move_model
+from accel.parallel._refusals import check_all
 from accel.parallel._sharded import check_sharded
 from accel.parallel._spread import Spread, SpreadOptions
 from accel.parallel._stage_modules import note_micro_batches
@@ -137,20 +139,14 @@ def check_model(
     waiting = unspread(ctx, model)
     if waiting:
         check_axes(ctx)
-    refusals: list[AccelError] = []
-    for each in waiting:
-        try:
-            each.check(ctx, model, own_options(each, plan, keywords))
-        except AccelError as error:
-            refusals.append(error)
-    if len(refusals) == 1:
-        raise refusals[0]
-    if refusals:
-        raise PrepareError(
-            "several axes of the mesh refuse the model",
-            got="".join(f"\n- {error}" for error in refusals),
-            where="prepare_model",
-        )
+    checks = [partial(_check_spread, each, ctx, model, plan, keywords) for each in waiting]
+    check_all(checks, "several axes of the mesh refuse the model", "prepare_model")
+
+
+def _check_spread(
+    spread: Spread, ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions | None
+) -> None:
+    spread.check(ctx, model, own_options(spread, plan, keywords))
 
 
 def _check_bare(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from accel.parallel import (
     unwrap_model,
 )
 from accel.precision import apply_precision
+from accel.tensors import is_offloaded
 from accel.topology import Plan
 from accel.training._optimizer_parameters import check_state, current_parameter, drop_others
 
@@ -161,7 +162,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
         group["params"][:] = [current_parameter(each) for each in group["params"]]
     for group_at, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
-            if parameter.device != ctx.device:
+            if parameter.device != ctx.device and not is_offloaded(parameter, ctx.device):
                 raise DeviceError(
                     "the optimizer's parameters are not on this rank's device",
                     expected=str(ctx.device),

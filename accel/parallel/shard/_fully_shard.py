@@ -7,7 +7,7 @@ torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
-from itertools import filterfalse
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,46 +19,26 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._move import move_model
-from accel.parallel._replicas import follow_first_, stage_comm
+from accel.parallel._refusals import check_all
+from accel.parallel._replicas import stage_comm
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
-from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel._spread import Spread, compare_models
 from accel.parallel._stage_modules import is_pipelined, stage_modules
 from accel.parallel._unwrap import unwrap_model
 from accel.parallel.experts import exchange_mesh, expert_modules, shard_experts
+from accel.parallel.shard._chosen import ignored_ids, ignored_parameters, units_in
 from accel.parallel.shard._first_values import begin_alike
 from accel.parallel.shard._formats import check_formats, compute_in, wide_parameters, wire_format
+from accel.parallel.shard._hooks import follow_first, gather_outside_of_inference, prefetch, reshard_after_evaluation
 from accel.parallel.shard._mesh import check_mesh, open_shard_mesh
+from accel.parallel.shard._options import ShardOptions, reshard_setting
 from accel.parallel.shard._units import plan_units
 from accel.tensors import is_dtensor
-from accel.topology import WireDtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _WHERE = "prepare_model, strategy fsdp"
-
-
-class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
-    """Options of sharding."""
-
-    find_unused_parameters: bool = False
-    broadcast_buffers: bool = True
-    gather_dtype: WireDtype = "auto"
-    reduce_dtype: WireDtype = "auto"
-
-    def check(self) -> None:
-        """Raise `ConfigError` for what this torch does not have."""
-        if not self.find_unused_parameters:
-            return
-        from torch.distributed.fsdp import FSDPModule
-
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ConfigError(
-                "fully_shard of this torch cannot leave out parameters",
-                got=f"torch {torch.__version__}",
-                where=f"{_WHERE}, find_unused_parameters=",
-                fix="Update torch, or use the strategy ddp.",
-            )
 
 
 def _is_done(ctx: DistContext, model: nn.Module) -> bool:
@@ -69,12 +49,22 @@ def _is_done(ctx: DistContext, model: nn.Module) -> bool:
 
 
 def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
+    inner = unwrap_model(model)
+    checks = (
+        lambda: _check_device(ctx),
+        lambda: check_formats(options.gather_dtype, ctx.precision),
+        lambda: ignored_parameters(inner, options.ignored),
+        lambda: plan_units(
+            inner, units=options.units, wide=wide_parameters(inner), ignored=ignored_ids(inner, options.ignored)
+        ),
+        lambda: check_mesh(ctx, inner, options.reshard_after_forward),
+    )
+    check_all(checks, "the plan does not fit the model or the mesh", _WHERE)
+
+
+def _check_device(ctx: DistContext) -> None:
     if ctx.device.type == "xla":
         raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Take the strategy ddp.")
-    check_formats(options.gather_dtype, ctx.precision)
-    inner = unwrap_model(model)
-    _ = plan_units(inner, wide=wide_parameters(inner))
-    check_mesh(ctx, inner)
     if ctx.device.type == "cpu":
         return
     current = torch.get_device_module(ctx.device).current_device()
@@ -98,100 +88,99 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
         move_model(inner, ctx.device)
         label_parameters(inner)
         return model
-    for root in stage_modules(inner):
-        _shard(ctx, root, mesh, stage, options, stays=is_pipelined(inner))
+    below = ignored_ids(inner, options.ignored)
+    ignored = [each for each in inner.parameters() if id(each) in below]
+    units = [_shard(ctx, inner, root, mesh, stage, options) for root in stage_modules(inner)]
+    _move(ignored, ctx.device)
+    begin_alike(ctx, stage, mesh, ignored)
     for name, after in inner.named_parameters():
-        replace_parameter(name, before[name], after)
+        if after is not before[name]:
+            replace_parameter(name, before[name], after)
     label_parameters(inner, needed=not options.find_unused_parameters)
     if options.find_unused_parameters:
         for root in stage_modules(inner):
             cast(Any, root).set_reduce_scatter_unused_params(True)
     begin_alike(ctx, stage, mesh, inner.buffers())
-    for root in stage_modules(inner):
-        _reshard_after_evaluation(root)
-        if options.broadcast_buffers and any(True for _ in root.buffers()):
-            _follow_first(stage, root)
+    for each in units:
+        if options.prefetch is not None:
+            prefetch(each, options.prefetch)
+        reshard_after_evaluation(each)
+        if options.broadcast_buffers and any(True for _ in each[-1].buffers()):
+            follow_first(stage, each[-1])
     return model
 
 
 def _shard(
-    ctx: DistContext, model: nn.Module, mesh: DeviceMesh, stage: Comm, options: ShardOptions, *, stays: bool
-) -> None:
-    """Shard one unit after another, so that the device needs room for one whole one at a time.
+    ctx: DistContext, model: nn.Module, root: nn.Module, mesh: DeviceMesh, stage: Comm, options: ShardOptions
+) -> Sequence[nn.Module]:
+    """Shard one unit after another, so that the device needs room for one whole one at a time, and return them.
 
     Parameters of a pipeline's stages stay whole between micro-batches: schedules with split backward passes need them.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # its import takes most of a second
 
-    waiting = {id(each) for each in model.parameters()}
-    experts = expert_modules(model)
+    Args:
+        ctx, mesh, stage, options: as of `_spread`.
+        model: the whole one, by whose names the options choose modules.
+        root: the model, or one of its stages.
+    """
+    from torch.distributed.fsdp import (  # its import takes most of a second
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    below = ignored_ids(model, options.ignored)
+    ignored = {each for each in root.parameters() if id(each) in below}
+    waiting = {id(each) for each in root.parameters()} - below
+    experts = expert_modules(root)
     same_experts = exchange_mesh(ctx) if experts else mesh
-    wide = wide_parameters(model)
-    for name in plan_units(model, experts, wide):
-        unit = model.get_submodule(name)
-        unit.to(ctx.device)
+    wide = wide_parameters(root)
+    names = plan_units(root, experts, units=units_in(root, model, options.units), wide=wide, ignored=below)
+    # memory is pinned where it is copied to a device
+    offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if options.offload else OffloadPolicy()
+    for name in names:
+        unit = root.get_submodule(name)
         own = [each for each in unit.parameters() if id(each) in waiting]
+        _move([*own, *unit.buffers()], ctx.device)
         along = same_experts if name in experts else mesh
         begin_alike(ctx, stage, along, own)
         travels = wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
         if travels.gather is not None:
             compute_in(travels.gather, unit, ctx.device.type)
-        policy = MixedPrecisionPolicy(travels.gather, travels.reduce, cast_forward_inputs=False)
+        stays = is_pipelined(model) and name not in experts
+        reshard = False if stays else reshard_setting(options.reshard_after_forward, along.size(along.ndim - 1))
+        how: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(travels.gather, travels.reduce, cast_forward_inputs=False),
+            "offload_policy": offload,
+            "reshard_after_forward": reshard,
+            "ignored_params": ignored or None,
+        }
         try:
             if name in experts:
-                shard_experts(ctx, unit, along, mp_policy=policy)
+                shard_experts(ctx, unit, along, **how)
             else:
-                whole: Any = {"reshard_after_forward": False} if stays else {}
-                fully_shard(unit, mesh=along, mp_policy=policy, **whole)
+                fully_shard(unit, mesh=along, **how)
         except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
-            where = f"{_WHERE}, {name or type(model).__name__}"
+            where = f"{_WHERE}, {name or type(root).__name__}"
             raise PrepareError("torch cannot shard this", got=str(error), where=where) from error
-        _gather_outside_of_inference(unit)
+        gather_outside_of_inference(unit)
         waiting -= {id(each) for each in own}
         for each in own:
             _release(each)
+    return [root.get_submodule(name) for name in names]
+
+
+def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move tensors in place; not those that inner units have sharded, which may have been offloaded."""
+    for each in tensors:
+        if each.device != device:
+            each.data = each.data.to(device)
 
 
 def _release(parameter: nn.Parameter) -> None:
     """Free the memory of a parameter that was sharded, though an optimizer may hold it still."""
     if not is_dtensor(parameter):
         parameter.data = parameter.data.new_empty(0)
-
-
-def _gather_outside_of_inference(unit: nn.Module) -> None:
-    """Make whole parameters ordinary tensors, also where the first forward is in torch.inference_mode.
-
-    `fully_shard` makes them once, and training cannot use tensors made in that mode.
-    """
-
-    def gather(module: nn.Module, _inputs: Any) -> None:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                cast(Any, module).unshard()
-
-    _ = unit.register_forward_pre_hook(cast(Any, torch.compiler).disable(gather), prepend=True)
-
-
-def _reshard_after_evaluation(model: nn.Module) -> None:
-    """Shard the model again after a forward without backward.
-
-    `fully_shard` would leave the outermost module's parameters whole, and changes of those are lost.
-    """
-
-    def reshard(module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            cast(Any, module).reshard()
-
-    _ = model.register_forward_hook(cast(Any, torch.compiler).disable(reshard))
-
-
-def _follow_first(stage: Comm, model: nn.Module) -> None:
-    """Replace buffers by those of the stage's first rank before each forward, as DDP does."""
-
-    def follow(module: nn.Module, _inputs: Any) -> None:
-        follow_first_(stage, filterfalse(is_dtensor, module.buffers()))
-
-    _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))
 
 
 SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)

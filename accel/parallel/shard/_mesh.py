@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from accel.context import DistContext
 from accel.errors import DeviceError, PrepareError
 from accel.parallel.experts import is_expert_parameter
 from accel.parallel.shard._axes import shard_axes
+from accel.parallel.shard._options import check_reshard
 from accel.tensors import is_dtensor
 from accel.topology import dimension_of
 
@@ -26,15 +28,24 @@ _WORLD = ((0,),)  # of a mesh of one dimension
 Parts = Sequence[Sequence[int]]
 
 
-def check_mesh(ctx: DistContext, model: nn.Module) -> None:
+def check_mesh(ctx: DistContext, model: nn.Module, reshard: bool | int | None = None) -> None:
     """Raise for a mesh that `fully_shard` cannot take, now or after tensor parallelism. No communication.
 
+    Args:
+        ctx: the context.
+        model: as it is now.
+        reshard: `Plan.reshard_after_forward`.
+
     Raises:
-        DeviceError, PrepareError: as `open_mesh`.
+        ConfigError: as `check_reshard`.
+        DeviceError, PrepareError: as `open_shard_mesh`.
     """
-    _ = _parts(ctx, model, _taken(model))
+    parts = _parts(ctx, model, _taken(model))
     if ctx.mesh is not None and (names := ctx.mesh.mesh_dim_names):
-        _ = _parts(ctx, model, [name for name in names if dimension_of(name) == "tensor"])
+        parts = _parts(ctx, model, [name for name in names if dimension_of(name) == "tensor"])
+    sizes = (ctx.world_size,) if ctx.mesh is None else ctx.mesh.shape
+    counts = [math.prod(sizes[dim] for dim in part) for part in parts]
+    check_reshard(reshard, counts[-1] if counts else 1, math.prod(counts), ctx.world_size)
 
 
 def open_shard_mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh | None:

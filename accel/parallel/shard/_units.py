@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,34 +15,67 @@ from accel.errors import PrepareError
 from accel.parallel._labels import heir_of
 from accel.parallel._private import has_hooks
 from accel.parallel._select import repeated
+from accel.parallel.shard._chosen import units_named, units_of_size
 
 _WHERE = "prepare_model, strategy fsdp"
 
 
-def plan_units(model: nn.Module, apart: Sequence[str] = (), wide: frozenset[int] = frozenset()) -> tuple[str, ...]:
+def plan_units(
+    model: nn.Module,
+    apart: Sequence[str] = (),
+    *,
+    units: Literal["auto"] | Sequence[str] | int = "auto",
+    wide: frozenset[int] = frozenset(),
+    ignored: frozenset[int] = frozenset(),
+) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
-    They are the blocks that the model, or one of its modules, names in `_no_split_modules`, as those of Hugging Face
-    do; elsewhere the outermost blocks that a ModuleList or Sequential holds at least two of, of one class. A block
-    whose parameters are used outside of it too stays with the model. Gradients of one unit travel together, so modules
-    whose parameters have another dtype than most around them are units of their own.
+    By themselves they are the blocks that the model, or one of its modules, names in `_no_split_modules`, as those of
+    Hugging Face do; elsewhere the outermost blocks that a ModuleList or Sequential holds at least two of, of one class.
+    A block whose parameters are used outside of it too stays with the model. Gradients of one unit travel together, so
+    modules whose parameters have another dtype than most around them are units of their own.
 
     Args:
         model: without wrappers, not sharded.
         apart: names of modules that are units of their own in any case, such as experts.
+        units: as of `Plan`.
         wide: the `id` of each parameter that travels in its own format, beside others in a narrower one. Their modules
             are units of their own too, where they can be.
+        ignored: the `id` of each parameter that is not sharded.
 
     Raises:
-        PrepareError: a parameter, or the model, that cannot be sharded; named.
+        PrepareError: a parameter, or the model, that cannot be sharded, or modules that cannot be units; named.
     """
-    _check_model(model)
+    _check_model(model, ignored)
     paths = _paths(model, wide)
-    declared = {name for module in model.modules() for name in _declared(module)}
-    blocks = [name for name, module in _blocks(model, declared, repeated(model)) if _is_closed(module, paths)]
+    blocks = [name for name in _chosen(model, units, paths) if _parameter_ids(model, name) - ignored]
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
-    units = {*inner, *blocks, *apart} - {""}
-    return (*sorted(units, key=lambda name: (-name.count("."), name)), "")
+    chosen = {*inner, *blocks, *apart} - {""}
+    return (*sorted(chosen, key=lambda name: (-name.count("."), name)), "")
+
+
+def _parameter_ids(model: nn.Module, name: str) -> set[int]:
+    return {id(each) for each in model.get_submodule(name).parameters()}
+
+
+def _chosen(model: nn.Module, units: Literal["auto"] | Sequence[str] | int, paths: _Paths) -> list[str]:
+    """Return the names of the blocks to shard one by one."""
+    if isinstance(units, int):
+        return units_of_size(model, units, lambda module: _is_called(module) and _is_closed(module, paths))
+    if units != "auto":
+        return units_named(model, units, lambda module: _unit_problem(module, paths))
+    declared = {name for module in model.modules() for name in _declared(module)}
+    found = _blocks(model, declared, repeated(model))
+    return [name for name, module in found if _is_closed(module, paths)]
+
+
+def _unit_problem(module: nn.Module, paths: _Paths) -> str:
+    """Return the reason that keeps a module from being a unit; empty if there is none."""
+    if not _is_called(module):
+        return f"a {type(module).__name__} has no forward"
+    if not any(True for _ in module.parameters()):
+        return "without parameters"
+    return "" if _is_closed(module, paths) else "its parameters are used outside of it too"
 
 
 class _Paths(NamedTuple):
@@ -145,7 +178,7 @@ def _trained(module: nn.Module, taken: set[int]) -> Iterator[nn.Parameter]:
     return (each for each in module.parameters() if each.requires_grad and id(each) not in taken)
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, ignored: frozenset[int]) -> None:
     if not _is_called(model):
         raise PrepareError(
             "a container without a forward cannot be sharded as a whole",
@@ -155,7 +188,7 @@ def _check_model(model: nn.Module) -> None:
             fix="Prepare the modules in it one by one.",
         )
     for name, parameter in model.named_parameters():
-        problem, fix = _problem(parameter)
+        problem, fix = ("", "") if id(parameter) in ignored else _problem(parameter)
         if problem:
             raise PrepareError("a parameter cannot be sharded", got=problem, where=f"{_WHERE}, {name}", fix=fix)
 

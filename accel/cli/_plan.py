@@ -25,7 +25,7 @@ No model is built and no GPU is needed. The exit status is 1 if nothing fits.
 CONFIG is a config.json of Hugging Face's transformers, or a folder with one."""
 NAMES: Mapping[str, tuple[str, ...]] = {"--precision": get_args(PrecisionName), "--optimizer": tuple(OPTIMIZERS)}
 _MOST_RANKS = 1 << 14
-_SEARCHED_RANKS = 1 << 10
+_SEARCHED_RANKS = 1 << 8
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):

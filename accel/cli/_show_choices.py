@@ -10,7 +10,6 @@ from accel.terminal import show_size, show_table
 
 _COLUMNS = 80
 _NEAREST = 3
-_EXAMPLES = 3
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
 
 
@@ -57,7 +56,7 @@ def options_of(choice: Choice) -> list[str]:
 
 def _table(choices: Sequence[Choice]) -> str:
     """Meshes with their figures; options stand behind, or below where the line has no room."""
-    rows = [("MESH", "MEMORY", "STEP", "BUSY", "BATCHES"), *map(_cells, choices)]
+    rows = [("MESH", "MEMORY", "STEP", "BUSY", "MICRO"), *map(_cells, choices)]
     first, *others = show_table(rows).split("\n")
     width = max(map(len, (first, *others)))
     lines = [f"{first:{width}}  WITH"]
@@ -129,9 +128,9 @@ def _too_large(choices: Sequence[Choice]) -> Iterator[str]:
     yield f"Too large: {len(choices)}. The nearest:"
     rows = [("MESH", "NEEDS", "MOST OF IT")]
     for each in choices[:_NEAREST]:
-        parts = sorted(_PARTS, key=lambda name: -getattr(each.memory, name))[:2]
-        largest = ", ".join(f"{name} {show_size(getattr(each.memory, name))}" for name in parts)
-        rows.append((str(each.axes) or "one rank", show_size(each.memory.total), largest))
+        largest = max(_PARTS, key=lambda name: getattr(each.memory, name))
+        part = f"{largest} {show_size(getattr(each.memory, largest))}"
+        rows.append((str(each.axes) or "one rank", show_size(each.memory.total), part))
     yield show_table(rows)
 
 
@@ -144,4 +143,6 @@ def _impossible(refused: Sequence[Refusal]) -> Iterator[str]:
     for each in refused:
         by_reason.setdefault(each.problem.problem, {})[str(each.axes)] = None
     for reason, meshes in sorted(by_reason.items(), key=lambda pair: -len(pair[1])):
-        yield f"  {reason}: {len(meshes)}, such as {next(iter(meshes))}"
+        line = f"  {reason}: {len(meshes)}"
+        example = f"{line}, such as {next(iter(meshes))}"
+        yield example if len(example) <= _COLUMNS else line

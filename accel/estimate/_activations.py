@@ -51,7 +51,7 @@ def kept_by_block(model: Transformer, axes: Axes, plan: Plan, step: Step, engine
     stream = size if engine == "fully_shard" or step.stored_bytes == 2 else _FP32
     entry = own * model.width * stream
     norms = _norm(model, own, tokens, stream, size, 3) + _norm(model, own, tokens, stream, size, 2)
-    attention = _attention(model, axes, tokens, size)
+    attention = _attention(model, axes, plan, tokens, size)
     block = norms + attention + _mlp(model, axes, tokens, size)
     vocabulary = model.vocabulary // (axes.tp if divides_logits(plan) else 1)
     return Kept(
@@ -71,10 +71,17 @@ def _norm(model: Transformer, own: int, tokens: int, stream: int, size: int, pro
     return own * model.width * between + tokens * model.width * size * casts
 
 
-def _attention(model: Transformer, axes: Axes, tokens: int, size: int) -> int:
+def _attention(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int) -> int:
+    """Bytes of queries, keys, values and outputs, and of the sums of the softmax."""
     heads = model.heads // axes.tp
     keys = max(1, model.kv_heads // axes.tp)
-    values = 2 * heads + 2 * keys  # queries and outputs, keys and values
+    values = 2 * heads + 2 * keys
+    if axes.cp > 1 and plan.context == "heads":
+        values = 4 * heads  # keys repeated for the heads that share them
+    if axes.cp > 1 and plan.context == "gather":
+        # each half of the queries keeps the keys up to its own end; together those of the sequence and half a part
+        seen = heads * (2 * axes.cp + 1) if keys < heads else 2 * keys * axes.cp
+        values = 2 * heads + seen
     return tokens * (values * model.head_width * size + heads * _FP32)
 
 

@@ -12,7 +12,7 @@ from accel.estimate._step import Copies, rank_stages, stage_layers
 from accel.estimate._transformer import Transformer, is_expert
 from accel.topology import Axes, Plan
 
-_COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+_COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
 _ROWWISE = ("o_proj.weight", "down_proj.weight")
 
 
@@ -81,8 +81,6 @@ def part_shape(parameter: Parameter, axes: Axes) -> list[int]:
     shape = list(parameter.shape)
     if is_expert(parameter):
         shape[0] //= axes.ep
-        if axes.ep == 1:
-            shape[1 if parameter.name.endswith("gate_up_proj") else 2] //= axes.tp
         return shape
     if parameter.name.split(".")[-2] in _COLWISE and shape[0] % axes.tp == 0:
         shape[0] //= axes.tp

@@ -94,7 +94,7 @@ def copies_of(axes: Axes, strategy: StrategyName) -> Copies:
     repeated = [name for name in names if whole or name == "dp_replicate"]
     shared = [name for name in names if name not in repeated]
     parts = axes.pp * axes.tp * axes.ep > 1
-    engine: Engine = "none" if not names else "fully_shard" if shared or parts or axes.dp_replicate > 1 else "ddp"
+    engine: Engine = "none" if not names else "fully_shard" if shared or parts else "ddp"
     shards = replicas = 1
     for name in shared:
         shards *= getattr(axes, name)

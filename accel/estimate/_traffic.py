@@ -125,16 +125,32 @@ def _along_tp(model: Transformer, held: Held, axes: Axes, step: Step, plan: Plan
     else:
         forward = (2 + again) * size  # what computes again stops before the last sum, of which nothing is kept
         yield _message("tp", axes.tp, "all-reduce", (4 + again) * calls, whole * layers * (forward + 2 * stream))
-    if held.is_first and plan.sequence:
-        yield _message("tp", axes.tp, "all-gather", step.micro_batches, whole * stream)
-    if held.is_last and plan.sequence:
-        yield _message("tp", axes.tp, "all-gather", step.micro_batches, whole * stream)
-    if held.is_last and not model.tied:
-        yield _message("tp", axes.tp, "all-reduce", step.micro_batches, whole * stream)
+    if model.kv_heads % axes.tp:  # each rank takes the rows of its head from those that store them
+        size_of_row = model.width * (wire_bytes(step, plan)[0] if copies.engine == "fully_shard" else step.stored_bytes)
+        rounds = 2 * (2 + again) * calls
+        yield _message("tp", axes.tp, "all-to-all", rounds, rounds * model.head_width * size_of_row)
+    yield from _along_tp_at_ends(model, held, axes, step, plan, stream)
+
+
+def _along_tp_at_ends(
+    model: Transformer, held: Held, axes: Axes, step: Step, plan: Plan, stream: int
+) -> Iterator[Traffic]:
+    """Yield messages of the embedding, of the head, and where tokens are shared before and after the blocks."""
+    tokens = step.rows * step.tokens // axes.cp * step.micro_batches
+    whole = tokens * model.width * stream
+    calls = step.micro_batches
+    if held.is_first and model.divided_ends:
+        yield _message("tp", axes.tp, "all-reduce", calls, whole)
+    if plan.sequence:
+        yield _message(
+            "tp", axes.tp, "all-gather", (held.is_first + held.is_last) * calls, whole * (held.is_first + held.is_last)
+        )
+    if held.is_last and model.divided_ends:
+        yield _message("tp", axes.tp, "all-reduce", calls, whole)
         if divides_logits(plan):
-            yield _message("tp", axes.tp, "all-reduce", 2 * step.micro_batches, 3 * tokens * 4)
+            yield _message("tp", axes.tp, "all-reduce", 2 * calls, 3 * tokens * 4)
         else:
-            yield _message("tp", axes.tp, "all-gather", step.micro_batches, tokens * model.vocabulary * size)
+            yield _message("tp", axes.tp, "all-gather", calls, tokens * model.vocabulary * step.compute_bytes)
 
 
 def _along_cp(model: Transformer, held: Held, axes: Axes, step: Step, plan: Plan) -> Iterator[Traffic]:
@@ -147,6 +163,8 @@ def _along_cp(model: Transformer, held: Held, axes: Axes, step: Step, plan: Plan
     keys = max(1, model.kv_heads // axes.tp)
     pair = 2 * tokens * keys * model.head_width
     again = 1 if step.recompute else 0
+    places = step.rows * step.tokens * _INDEX_BYTES  # of which ranks learn where documents begin
+    yield _message("cp", axes.cp, "all-gather", step.micro_batches, step.micro_batches * places)
     if plan.context == "gather":
         yield _message("cp", axes.cp, "all-gather", calls * (1 + again), calls * (1 + again) * axes.cp * pair * size)
         yield _message("cp", axes.cp, "reduce-scatter", calls, calls * axes.cp * pair * size)

@@ -32,7 +32,7 @@ _KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
         | {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "inner": "moe_intermediate_size"},
         {"head_norms": True},
     ),
-    "gpt2": (_GPT2, {"gated": False, "qkv_bias": True, "biases": True}),
+    "gpt2": (_GPT2, {"gated": False, "qkv_bias": True, "biases": True, "divided_ends": False}),
 }
 _TIED = ("gpt2",)  # unless the configuration says otherwise
 
@@ -56,6 +56,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         experts: number of experts in each block; 0 for an MLP.
         experts_per_token: number of experts that a token goes to.
         tied: whether the head's weight is that of the embedding.
+        divided_ends: whether the tensor-parallel plan of the model divides embedding and head.
     """
 
     layers: int
@@ -73,6 +74,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     experts: int = 0
     experts_per_token: int = 0
     tied: bool = False
+    divided_ends: bool = True
 
     @property
     def count(self) -> int:
@@ -92,7 +94,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     def embedding(self) -> tuple[Parameter, ...]:
         """Parameters before the blocks."""
-        tokens = Parameter(name="embed_tokens.weight", shape=(self.vocabulary, self.width))
+        name = "embed_tokens.weight" if self.divided_ends else "wte.weight"
+        tokens = Parameter(name=name, shape=(self.vocabulary, self.width))
         if not self.positions:
             return (tokens,)
         return (tokens, Parameter(name="embed_positions.weight", shape=(self.positions, self.width)))

@@ -39,14 +39,14 @@ def test_the_fastest_mesh_comes_first_and_says_how_to_take_it(folder: Path, caps
     lines = text.splitlines()
     assert lines[0] == "config.json: 8.03 billion parameters, 32 blocks"
     assert lines[1] == "A step of 8 x 4096 tokens in bf16 with adamw on 8 ranks of 77.0 GB:"
-    assert lines[3].split() == ["MESH", "MEMORY", "STEP", "BUSY", "BATCHES", "WITH"]
+    assert lines[3].split() == ["MESH", "MEMORY", "STEP", "BUSY", "MICRO", "WITH"]
     assert lines[4].split()[0] == "dp=8"
     assert "The first: accel launch --mesh dp=8 --strategy fsdp train.py" in lines
     assert "Too large" in text
     assert all(len(line) <= 80 for line in lines)
 
 
-@pytest.mark.parametrize("ranks", ["8", "64", "96"])
+@pytest.mark.parametrize("ranks", ["8", "96"])
 def test_lines_are_as_wide_as_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str], ranks: str) -> None:
     _, text = asked(capsys, ".", "--ranks", ranks, "--memory", "40GB", "--top", "1000", "--tokens", "8192")
     assert max(map(len, text.splitlines())) <= 80
@@ -71,7 +71,7 @@ def test_where_nothing_fits_it_says_what_would(folder: Path, capsys: pytest.Capt
     assert status == 1
     assert "No mesh of 2 ranks fits." in text
     assert "It fits on 4 ranks: " in text or "It fits on 8 ranks: " in text
-    status, text = asked(capsys, ".", "--ranks", "2", "--memory", "4GB")
+    status, text = asked(capsys, ".", "--ranks", "128", "--memory", "3001MB")
     assert status == 1
     assert "The smallest need is" in text
 

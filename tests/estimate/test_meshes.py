@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -13,9 +14,8 @@ from accel.errors import ConfigError
 from accel.estimate import Transformer, list_meshes, mesh_problem
 from accel.topology import Axes, Plan, coordinates
 
-LLAMA = Transformer(
-    layers=6, width=48, heads=12, kv_heads=4, head_width=4, inner=36, vocabulary=100, experts=6, experts_per_token=2
-)
+LLAMA = Transformer(layers=6, width=48, heads=12, kv_heads=4, head_width=4, inner=36, vocabulary=144)
+MIXTRAL = msgspec.structs.replace(LLAMA, experts=6, experts_per_token=2)
 plans = st.builds(
     Plan,
     sequence=st.booleans(),
@@ -51,16 +51,18 @@ def test_a_prime_number_of_ranks_has_one_axis(ranks: int) -> None:
     assert {str(axes) for axes in list_meshes(ranks)} == {f"{name}={ranks}" for name in ("pp", "dp", "cp", "tp")}
 
 
-@given(st.integers(1, 64), plans, st.sampled_from([24, 64, 100]))
-def test_a_mesh_without_a_problem_divides_the_model(ranks: int, plan: Plan, tokens: int) -> None:
-    for axes in list_meshes(ranks, experts=LLAMA.experts):
-        if mesh_problem(axes, LLAMA, plan, tokens=tokens) is not None:
+@given(st.integers(1, 64), plans, st.sampled_from([24, 64, 100]), st.sampled_from([LLAMA, MIXTRAL]))
+def test_a_mesh_without_a_problem_divides_the_model(ranks: int, plan: Plan, tokens: int, model: Transformer) -> None:
+    for axes in list_meshes(ranks, experts=MIXTRAL.experts):
+        if mesh_problem(axes, model, plan, tokens=tokens) is not None:
             continue
-        assert LLAMA.heads % axes.tp == LLAMA.inner % axes.tp == 0
-        assert LLAMA.layers >= axes.pp * plan.stages_per_rank
-        assert LLAMA.experts % axes.ep == 0
+        assert model.heads % axes.tp == model.inner % axes.tp == model.vocabulary % axes.tp == 0
+        assert model.layers >= axes.pp * plan.stages_per_rank
+        assert model.experts % axes.ep == 0
+        assert axes.ep == 1 or model.experts
+        assert axes.tp == 1 or not model.experts
         assert axes.cp == 1 or tokens % (2 * axes.cp) == 0
-        assert axes.cp == 1 or plan.context != "heads" or LLAMA.heads % (axes.cp * axes.tp) == 0
+        assert axes.cp == 1 or plan.context != "heads" or model.heads % (axes.cp * axes.tp) == 0
         assert not plan.sequence or tokens // axes.cp % axes.tp == 0
 
 
@@ -73,12 +75,27 @@ def test_a_mesh_without_a_problem_divides_the_model(ranks: int, plan: Plan, toke
         (Axes(cp=8), Plan(), "the tokens of a sequence cannot be divided along cp: expected a multiple of 16"),
         (Axes(cp=4), Plan(context="heads"), None),
         (Axes(cp=3), Plan(context="heads"), "heads of keys cannot be divided along cp"),
-        (Axes(dp=4, ep=4), Plan(), "experts cannot be divided along ep: expected ep that divides 6, got ep=4"),
+        (Axes(dp=2, ep=2), Plan(), "the model has no experts"),
         (Axes(dp=2, cp=3, tp=4, pp=6), Plan(), None),
     ],
 )
 def test_what_a_model_demands_is_named(axes: Axes, plan: Plan, expected: str | None) -> None:
     problem = mesh_problem(axes, LLAMA, plan, tokens=24)
+    assert (problem is None) == (expected is None)
+    assert expected is None or expected in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("axes", "plan", "expected"),
+    [
+        (Axes(dp=4, ep=4), Plan(), "experts cannot be divided along ep: expected ep that divides 6, got ep=4"),
+        (Axes(dp=3, tp=2, ep=6), Plan(), "no tensor-parallel plan is known for mixtures of experts"),
+        (Axes(dp=3, tp=2, ep=6), Plan(tensor={"layers.*.self_attn.q_proj": "colwise"}), None),
+        (Axes(dp=6, ep=6), Plan(), None),
+    ],
+)
+def test_what_a_mixture_demands_is_named(axes: Axes, plan: Plan, expected: str | None) -> None:
+    problem = mesh_problem(axes, MIXTRAL, plan, tokens=24)
     assert (problem is None) == (expected is None)
     assert expected is None or expected in str(problem)
 

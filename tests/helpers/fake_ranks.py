@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import accel
+from accel.topology import Axes, rank_rows
 
 OPERATIONS = {
     "_allgather_base": "all-gather",
@@ -27,13 +30,46 @@ OPERATIONS = {
 
 
 @contextmanager
-def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
-    """Open a mesh of fake ranks, of which this process is one."""
-    dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes.values()), store=FakeStore())
+def fake_rank(
+    monkeypatch: pytest.MonkeyPatch, axes: Axes, rank: int = 0, **settings: Any
+) -> Iterator[accel.DistContext]:
+    """Open the context of one rank of a mesh, of which no other rank exists.
+
+    Agreements find that all ranks have said what this one says. Modules stay where they are: tensors without memory can
+    be moved in their mode alone, in which torch's meshes cannot be made.
+    """
+    for module in ("_agree", "_exchange", "_combine"):
+        monkeypatch.setattr(f"accel.comm.{module}.start", _agree)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_args, **_named: self)
+    dist.init_process_group("fake", rank=rank, world_size=axes.world_size, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        ctx = accel.from_group(dist.group.WORLD, precision="bf16")
+        yield accel.replace(ctx, mesh=str(axes), **settings)
     finally:
         dist.destroy_process_group()
+
+
+def _agree(
+    comm: Any, call: Any, message: bytearray | None = None, payload_bytes: int = 0, *_: Any, **_named: Any
+) -> Any:
+    from accel.comm._answers import Answers
+    from accel.comm._message import blank
+
+    sent = blank(comm) if message is None else message
+    return lambda: Answers(True, payload_bytes, [payload_bytes] * comm.size, sent * comm.size)
+
+
+def axes_by_ranks(axes: Axes, rank: int) -> dict[tuple[int, ...], str]:
+    """Names of axes, and of several joined by "+", by the ranks along them that a rank is among."""
+    names = [*axes.sizes]
+    found: dict[tuple[int, ...], str] = {}
+    for count in range(1, len(names) + 1):
+        for some in itertools.combinations(names, count):
+            found[next(row for row in rank_rows(axes, *some) if rank in row)] = "+".join(some)
+    if axes.ep > 1:
+        for name in ("ep", "efsdp"):
+            found.setdefault(next(row for row in rank_rows(axes, name) if rank in row), name)
+    return found
 
 
 def _group_of(args: tuple[Any, ...]) -> Any:
@@ -44,11 +80,11 @@ def _group_of(args: tuple[Any, ...]) -> Any:
 
 
 class Counted(TorchDispatchMode):
-    """Counts bytes of the larger side of each collective, by group and operation; none of a group of one rank."""
+    """Counts bytes of the larger side of each collective, by axis and operation; none of a group of one rank."""
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    def __init__(self, axes: Axes, rank: int = 0) -> None:
         super().__init__()
-        self._names = {group.group_name: name for name, group in groups.items()}
+        self._names = axes_by_ranks(axes, rank)
         self.bytes = Counter[tuple[str, str]]()
         self.calls = Counter[tuple[str, str]]()
 
@@ -56,7 +92,7 @@ class Counted(TorchDispatchMode):
         space, _, name = func._schema.name.partition("::")
         operation = OPERATIONS.get(name.rstrip("_"))
         if space == "c10d" and operation and (group := _group_of(args)).size() > 1:
-            key = (self._names.get(group.group_name, group.group_name), operation)
+            key = (self._names[tuple(dist.get_process_group_ranks(group))], operation)
             sizes = [each.numel() * each.element_size() for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
             self.bytes[key] += max(sizes)
             self.calls[key] += 1

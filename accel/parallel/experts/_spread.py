@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _WHERE = "prepare_model, ep of ctx.mesh"
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 class ExpertOptions(SpreadOptions, frozen=True, kw_only=True):
     """Options of expert parallelism; see `Plan`."""
 
     experts: Mapping[str, str] | Literal["model"] = "model"
+    schedule: str = "1F1B"
 
 
 def _is_done(ctx: DistContext, model: nn.Module) -> bool:
@@ -46,6 +48,13 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
             got=f"dimensions {', '.join(names)}",
             where=_WHERE,
             fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
+        )
+    if ctx.axes.pp > 1 and options.schedule in _SPLIT_BACKWARD:
+        raise PrepareError(
+            "gradients of experts would be lost in a backward that computes those of weights later",
+            expected="a schedule with one backward, such as 1F1B or Interleaved1F1B, beside ep",
+            got=options.schedule,
+            where="prepare_model, Plan.schedule",
         )
     styles = resolve_experts(unwrap_model(model), options.experts, ctx.axes.ep)
     alone = [path for path, style in styles.items() if style == "local"]

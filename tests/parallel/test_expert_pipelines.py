@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in the stages of a pipeline: ranks of a stage share them, and train as one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pipelines import WIDTH, Words, by_hand, differences, train
+from torch import Tensor, nn
+
+import accel
+from accel.testing import simulate
+
+EXPERTS = 4
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 2)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        every = torch.einsum("eij,nj->nei", self.weight, tokens).tanh()
+        chosen = torch.zeros(len(tokens), len(self.weight), dtype=tokens.dtype)
+        return (every * chosen.scatter_add(1, indices, weights)[..., None]).sum(1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), Experts()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        routing = accel.route_tokens(self.router(tokens), 2)
+        return hidden + self.experts(tokens, routing.indices, routing.weights).view_as(hidden)
+
+
+def mixture() -> Words:
+    """Experts in the last two of four blocks, so that a first stage has none."""
+    model = Words(4)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for at in (2, 3):
+            model.blocks[at] = Block().double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "schedule", "per"),
+    [
+        (4, "pp=2,dp=2,ep=2", "1F1B", 1),
+        pytest.param(4, "pp=2,dp=2,ep=2", "Interleaved1F1B", 2, marks=pytest.mark.slow),
+        pytest.param(8, "pp=2,dp=4,ep=2", "GPipe", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_with_experts_train_as_one_process(ranks: int, mesh: str, schedule: Any, per: int) -> None:
+    plan = accel.Plan(schedule=schedule, stages_per_rank=per, experts={"blocks.*.experts": "dispatch"})
+    found = simulate(partial(train, make=mixture, plan=plan, mesh=mesh), ranks, default_group=True)
+    expected = by_hand(mixture)
+    norms = expected.figures[1::2]  # ranks have losses of their own rows
+    parameters, figures = differences(found, expected._replace(figures=norms))
+    assert parameters < 1e-10
+    assert figures < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_a_backward_in_two_parts_is_refused(schedule: Any) -> None:
+    def run(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="pp=2,dp=2,ep=2")
+        plan = accel.Plan(schedule=schedule, stages_per_rank=2, experts={"blocks.*.experts": "dispatch"})
+        with pytest.raises(accel.PrepareError, match=f"got {schedule} - at prepare_model, Plan.schedule"):
+            _ = accel.prepare_model(ctx, mixture(), plan=plan)
+
+    _ = simulate(run, 4, default_group=True)

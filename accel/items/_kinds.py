@@ -15,7 +15,7 @@ from torch import nn
 
 from accel.checkpoint import ItemKind, Kept, is_record
 from accel.errors import CheckpointError, ConfigError
-from accel.parallel import unwrap_model
+from accel.parallel import is_divided, unwrap_model
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -163,9 +163,27 @@ def without_wrappers(items: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def divided_names(items: Mapping[str, object]) -> frozenset[str]:
-    """Return the names of items that ranks divide: `Part`s, and optimizers that shard their state themselves."""
-    return frozenset(name for name, item in items.items() if isinstance(item, Part) or is_zero(item))
+def divided_names(items: Mapping[str, object], *, staged: bool) -> frozenset[str]:
+    """Return the names of items that are divided among ranks: by their kind, by a pipeline, or as a `Part`.
+
+    Args:
+        items: by name.
+        staged: whether the mesh has a pipeline, whose ranks have optimizers of different parameters.
+    """
+    return frozenset(
+        name
+        for name, item in items.items()
+        if isinstance(item, Part) or is_zero(item) or is_staged(item, staged=staged)
+    )
+
+
+def is_staged(item: object, *, staged: bool) -> bool:
+    """Return whether a pipeline divides an item among ranks."""
+    if isinstance(item, TrainableOnly):
+        item = item.model
+    if isinstance(item, torch.optim.Optimizer):
+        return staged
+    return isinstance(item, nn.Module) and is_divided(item)
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

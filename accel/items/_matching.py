@@ -15,7 +15,16 @@ from accel.context import DistContext
 from accel.data import Cursor, Mean, Sum
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
-from accel.items._kinds import Part, Stateful, are_numbers, kind_of, type_name, without_parts, without_wrappers
+from accel.items._kinds import (
+    Part,
+    Stateful,
+    are_numbers,
+    is_staged,
+    kind_of,
+    type_name,
+    without_parts,
+    without_wrappers,
+)
 from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
 from accel.items._optimizer import OptimizerLoad
 from accel.items._rng import apply_rng, compare_row, read_row, rehearse_rng
@@ -125,13 +134,14 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         items = engine_items(ctx, items)
     live = without_wrappers(without_parts(items))
     modules = module_states(live)
+    staged = ctx.axis("pp").size > 1
     source = CheckpointSource(
         ctx=ctx,
         saved=saved,
         options=options,
         file_names=_file_names(saved, options),
         parameters=parameter_names(modules),
-        parts={name for name, item in items.items() if isinstance(item, Part)},
+        parts={name for name, item in items.items() if isinstance(item, Part) or is_staged(item, staged=staged)},
         types=[*_OWN_RECORDS, *map(type, live.values())],
     )
     matching = Matching(source, passed)

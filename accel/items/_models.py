@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from accel.checkpoint import check_tensor, checksum, tied
 from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
+from accel.items._stages import StagedTensors, staged_tensors
 from accel.items._whole import facts, live_tensors
 from accel.storage import (
     encode_index,
@@ -44,6 +46,7 @@ class _Weights:
     shards: tuple[tuple[str, ...], ...]
     aliases: Mapping[str, str]
     local: int
+    whole: Callable[[str], torch.Tensor]
 
 
 @context_first
@@ -80,7 +83,11 @@ def save_model(
     site = call_site()
     size = f"max_shard_size={max_shard_size}"
     with shared_failure(ctx.comm, Call("save_model", size, site)):
-        weights = _plan(ctx, model, parse_size(max_shard_size, "save_model, max_shard_size="))
+        limit = parse_size(max_shard_size, "save_model, max_shard_size=")
+        live = live_tensors(model)
+    stages = staged_tensors(ctx, model, live)
+    with shared_failure(ctx.comm, Call("save_model", size, site)):
+        weights = _plan(ctx, live, stages, limit)
     call = Call("save_model", "\n".join([size, *facts(weights.tensors)]), site)
     most, inverted = reduce_ints(ctx.comm, call, [weights.local, ~weights.local], "max")
     alone = most != ~inverted
@@ -128,13 +135,13 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
     return target
 
 
-def _plan(ctx: DistContext, model: nn.Module, limit: int) -> _Weights:
+def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTensors | None, limit: int) -> _Weights:
     """List what is written of a model, and in which files.
 
     Raises:
         CheckpointError: a tensor cannot be stored.
     """
-    live = live_tensors(model)
+    live = own if stages is None else stages.facts
     if not live:
         raise CheckpointError("a model without tensors", where="save_model")
     for name, tensor in live.items():
@@ -144,7 +151,8 @@ def _plan(ctx: DistContext, model: nn.Module, limit: int) -> _Weights:
     kept: dict[str, torch.Tensor] = {}
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
-    groups = tied({name: tensor for name, tensor in live.items() if not is_dtensor(tensor)})
+    plain = {name: tensor for name, tensor in live.items() if not is_dtensor(tensor)}
+    groups = tied(plain) if stages is None else stages.aliases
     for name, tensor in live.items():
         group = id(tensor) if is_dtensor(tensor) else groups.get(name, name)
         if (known := first.setdefault(group, name)) == name:
@@ -152,8 +160,10 @@ def _plan(ctx: DistContext, model: nn.Module, limit: int) -> _Weights:
         else:
             aliases[name] = known
     shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
+    if stages is not None:
+        return _Weights(kept, shards, aliases, 0, partial(stages.whole, own=own))
     compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_dtensor(tensor)}
-    return _Weights(kept, shards, aliases, checksum(compared))
+    return _Weights(kept, shards, aliases, checksum(compared), lambda name: full_tensor(kept[name]))
 
 
 def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) -> Exception | None:
@@ -165,9 +175,10 @@ def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) ->
         mine: dict[str, torch.Tensor] = {}
         for at in range(start, min(start + writers, len(files))):
             for name in weights.shards[at]:
-                tensor = full_tensor(weights.tensors[name])
+                tensor = weights.whole(name)
                 if at - start == ctx.rank and error is None:
-                    mine[name] = tensor.cpu() if is_dtensor(weights.tensors[name]) else tensor
+                    live = weights.tensors[name]
+                    mine[name] = tensor.cpu() if is_dtensor(live) or live.is_meta else tensor
         if mine and error is None:
             try:
                 write_tensors(stage, files[start + ctx.rank], mine, metadata)

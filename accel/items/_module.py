@@ -25,7 +25,8 @@ from accel.items._kinds import type_name
 from accel.items._overlaps import overlap_change
 from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
 from accel.items._transforms import SaveTransform, transformed_tensors
-from accel.parallel import wrapped_name
+from accel.parallel import unwrap_model, wrapped_name
+from accel.parallel.pipeline import pipeline_of
 from accel.tensors import is_dtensor, local_part
 
 _OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
@@ -41,12 +42,14 @@ class ModuleState:
         parameters, buffers: the live tensors by name; tied ones under every name.
         extras: values of get_extra_state(), by name.
         owners: the submodule of each extra state.
+        twins: of each parameter that several stages of a pipeline have, its first name in the whole model.
     """
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     extras: Mapping[str, Any]
     owners: Mapping[str, nn.Module]
+    twins: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:
@@ -83,7 +86,9 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
                 fix="Let get_extra_state() and set_extra_state() carry it.",
             )
         (parameters if isinstance(value, nn.Parameter) else buffers)[name] = value
-    return ModuleState(parameters, buffers, extras, owners)
+    pipeline = pipeline_of(unwrap_model(module))
+    ties = () if pipeline is None else pipeline.names
+    return ModuleState(parameters, buffers, extras, owners, {name: min(names) for names in ties for name in names})
 
 
 def parameter_names(modules: Mapping[str, ModuleState]) -> dict[int, str]:
@@ -91,7 +96,7 @@ def parameter_names(modules: Mapping[str, ModuleState]) -> dict[int, str]:
     names: dict[int, str] = {}
     for item, state in sorted(modules.items()):
         for name, parameter in sorted(state.parameters.items()):
-            names.setdefault(id(parameter), f"{item}.{name}")
+            names.setdefault(id(parameter), f"{item}.{state.twins.get(name, name)}")
     return names
 
 

@@ -15,6 +15,7 @@ from accel.collectives import check_rank
 from accel.comm import Call, barrier, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.items._module import clean_name
+from accel.items._stages import StagedTensors, staged_tensors
 from accel.storage import dtype_name
 from accel.tensors import full_tensor, is_dtensor
 
@@ -54,6 +55,9 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
     with shared_failure(ctx.comm, Call("get_state_dict", f"dst={dst}", site)):
         check_rank(ctx, dst, "get_state_dict, dst=")
         tensors = live_tensors(model)
+    if (stages := staged_tensors(ctx, model, tensors)) is not None:
+        barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(stages.facts)]), site))
+        return _whole_stages(stages, tensors, keeps=dst in (None, ctx.rank))
     barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), site))
     if dst not in (None, ctx.rank):
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
@@ -64,6 +68,22 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
         if id(tensor) not in found:
             found[id(tensor)] = full_tensor(tensor).cpu()
     return {name: found[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _whole_stages(
+    stages: StagedTensors, own: dict[str, torch.Tensor], *, keeps: bool
+) -> dict[str, torch.Tensor] | None:
+    """Gather the tensors of a pipelined model; tied ones stay one object."""
+    found: dict[str, torch.Tensor] = {}
+    for name in stages.facts:
+        if (first := stages.aliases.get(name)) in stages.facts:
+            if keeps:
+                found[name] = found[first]
+            continue
+        whole = stages.whole(name, own)
+        if keeps:
+            found[name] = whole.cpu()
+    return found if keeps else None
 
 
 def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -38,7 +38,12 @@ from accel.parallel._prepare_model import (
     replaces_parameters as replaces_parameters,
 )
 from accel.parallel._replicas import average_ as average_
-from accel.parallel._stage_modules import is_pipelined as is_pipelined, micro_batches_of as micro_batches_of
+from accel.parallel._stage_modules import (
+    follow_stages as follow_stages,
+    is_divided as is_divided,
+    is_pipelined as is_pipelined,
+    micro_batches_of as micro_batches_of,
+)
 from accel.parallel._sync import (
     check_prepared as check_prepared,
     exchanging as exchanging,

@@ -11,6 +11,7 @@ from torch import nn
 from accel.parallel._unwrap import wrapped_name
 
 STAGES = "accel_stages"  # attribute of a pipelined model
+_DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
 _MICRO_BATCHES = "accel_micro_batches"
 
 
@@ -22,6 +23,19 @@ def stage_modules(model: nn.Module) -> Sequence[nn.Module]:
 def is_pipelined(model: nn.Module) -> bool:
     """Return whether a model is cut into the stages of a pipeline."""
     return STAGES in vars(model)
+
+
+def follow_stages(module: nn.Module, model: nn.Module) -> None:
+    """Let a module that copies a model's parameters be divided among ranks as the model is. Mutates it."""
+    if is_divided(model):
+        vars(module)[_DIVIDED] = True
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Return whether ranks along a pipeline hold different parts of a module, under the names of the whole one."""
+    while (name := wrapped_name(module)) is not None:
+        module = getattr(module, name)
+    return is_pipelined(module) or _DIVIDED in vars(module)
 
 
 def note_micro_batches(model: nn.Module, count: int) -> None:

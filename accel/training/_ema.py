@@ -15,6 +15,8 @@ from torch import nn
 
 from accel.errors import ConfigError, PrepareError, check_choice
 from accel.items import clean_name, reshard
+from accel.parallel import follow_stages, is_pipelined, unwrap_model
+from accel.parallel.pipeline import pipeline_of
 from accel.tensors import mesh_of, placements_of
 
 _torch = cast(Any, torch)  # the operations on lists have no public names
@@ -67,6 +69,7 @@ class Ema(nn.Module):
             _ = _child(self.weights, clean_name(model, name))  # in the model's order, which that of tensors follows
         for name, live in _named(model, buffers=self.averages_buffers):
             _add_copy(self.weights, name, live)
+        follow_stages(self, model)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device="cpu"))  # read without a wait
 
     def update_(self, model: nn.Module, step: Stepped | None = None) -> None:
@@ -117,6 +120,8 @@ class Ema(nn.Module):
 
     def _live(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the model's tensors with an average."""
+        if is_pipelined(unwrap_model(model)):
+            return [each for _, each in _named(model, buffers=self.averages_buffers)]
         reshard(model)
         return [*model.parameters(), *(model.buffers() if self.averages_buffers else ())]
 
@@ -154,12 +159,23 @@ def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
 
 
 def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
-    """Return the model's tensors by name, without wrappers."""
+    """Return the model's tensors by name, without wrappers; of a tied one the first name in the whole model."""
     reshard(model)
-    named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+    named: list[tuple[str, torch.Tensor]] = _renamed(model, model.named_parameters())
     if buffers:
-        named += model.named_buffers()
-    return [(clean_name(model, name), each) for name, each in named]
+        named += _renamed(model, model.named_buffers())
+    return named
+
+
+def _renamed(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    found = [(clean_name(model, name), each) for name, each in named]
+    pipeline = pipeline_of(unwrap_model(model))
+    if pipeline is None:
+        return found
+    first = {name: names[0] for names in pipeline.names for name in names}
+    places = {name: at for at, name in enumerate(pipeline.order)}
+    renamed = [(first.get(name, name), each) for name, each in found]
+    return sorted(renamed, key=lambda pair: places.get(pair[0], len(places)))
 
 
 def _add_copy(root: nn.Module, name: str, live: torch.Tensor) -> None:

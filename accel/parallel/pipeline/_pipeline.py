@@ -37,17 +37,25 @@ class Pipeline:
         group: their process group.
         layout: schedule and numbers.
         names: of each tied parameter in the whole model.
+        order: names of the whole model's parameters and persistent buffers.
         ties: parameters of which other ranks have a copy too.
         holding: whether gradients wait for the window's end.
     """
 
     def __init__(
-        self, comm: Comm, group: dist.ProcessGroup, layout: Layout, names: Sequence[Sequence[str]], ties: Sequence[Tie]
+        self,
+        comm: Comm,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        names: Sequence[Sequence[str]],
+        order: Sequence[str],
+        ties: Sequence[Tie],
     ) -> None:
         self.comm = comm
         self.group = group
         self.layout = layout
         self.names = tuple(map(tuple, names))
+        self.order = tuple(order)
         self.ties = tuple(ties)
         self.holding = False
         self._known: dict[object, tuple[Boundary, ...]] = {}

@@ -114,6 +114,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions) -> nn.Mod
     compare_models(ctx, options, dict(model.named_parameters()))
     begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
     names = tied_names(model)
+    order = tuple(model.state_dict(keep_vars=True))
     mine = own_stages(layout, ctx.axis("pp").rank)
     elsewhere = [path for at, paths in enumerate(stages) if at not in mine for path in paths]
     for each in remove_modules(model, elsewhere):
@@ -125,7 +126,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions) -> nn.Mod
     assert group is not None  # this is the answer for more than one rank
     ties = open_ties(ctx, model, names, stages, layout)
     add_mixin([model], Pipelined)
-    attach(model, Pipeline(adopt(group, ctx.device), group, layout, names, ties), modules)
+    attach(model, Pipeline(adopt(group, ctx.device), group, layout, names, order, ties), modules)
     return model
 
 

@@ -46,7 +46,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and digests of a written file, which it must have when it is read.
+    """Size and digests of a written file, checked when it is read.
 
     Attributes:
         size: bytes.
@@ -62,7 +62,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return isinstance(self.sha256, str) or len(self.sha256) == -(-self.size // SPAN_BYTES)
 
     def spans(self) -> list[Span]:
-        """Return the parts of the file that have a digest each; the entry must be complete."""
+        """Return the parts of the file with a digest each; the entry must be complete."""
         if isinstance(self.sha256, str):
             return [Span(0, self.size, self.sha256)]
         starts = range(0, self.size, SPAN_BYTES)
@@ -86,7 +86,7 @@ def disk_errors(path: object) -> Generator[None]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name can be a file of a checkpoint: letters, digits, "_", "." and "-", not starting with "." or "-"."""
+    """Return whether a name fits a file: letters, digits, "_", "." and "-", not starting with "." or "-"."""
     return len(name) <= _LONGEST_NAME and _NAME.fullmatch(name) is not None
 
 
@@ -146,9 +146,9 @@ def unlock(file: int) -> None:
 
 @contextlib.contextmanager
 def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]:
-    """Hash chunks on threads while the block writes them; gives what waits for the entry of a file that holds them.
+    """Hash chunks on threads while the block writes them; yields a function that waits and returns the file's entry.
 
-    The threads are no pool's: that would refuse to start while the interpreter waits for the last save.
+    The threads are not a pool's: a pool would not start while the interpreter waits for the last save.
     """
     waiting = deque(enumerate(cut(chunks)))
     found = dict[int, str]()
@@ -184,7 +184,7 @@ def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]
 
 
 def cut(chunks: Sequence[Bytes]) -> Iterator[list[memoryview]]:
-    """Cut chunks, as if they were one, into the parts that get a digest each."""
+    """Cut the concatenated chunks into the parts with a digest each."""
     parts, room = list[memoryview](), SPAN_BYTES
     for chunk in chunks:
         left = memoryview(chunk)
@@ -199,7 +199,7 @@ def cut(chunks: Sequence[Bytes]) -> Iterator[list[memoryview]]:
 
 
 def _coalesce(chunks: Sequence[Bytes]) -> Iterator[Bytes]:
-    """Join small chunks, so that a file of a thousand scalars is not a thousand writes."""
+    """Join small chunks: a file of a thousand scalars takes few writes."""
     waiting = bytearray()
     for chunk in chunks:
         if len(chunk) >= _COALESCE_BYTES:
@@ -217,7 +217,7 @@ def _coalesce(chunks: Sequence[Bytes]) -> Iterator[Bytes]:
 
 
 def _write_all(file: int, chunks: Iterable[Bytes]) -> None:
-    """Write chunks in order, and let the disk begin with each part while the next is written."""
+    """Write chunks in order; the disk flushes each part while the next is written."""
     begun = written = 0
     for chunk in chunks:
         left = memoryview(chunk)
@@ -230,7 +230,7 @@ def _write_all(file: int, chunks: Iterable[Bytes]) -> None:
 
 
 def _begin_flush(file: int, start: int, size: int) -> None:
-    """Have the system write out a part of a file without waiting; what it has not yet written stays in memory."""
+    """Let the system flush a part of a file without waiting."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # it is advice
             os.posix_fadvise(file, start, size, os.POSIX_FADV_DONTNEED)

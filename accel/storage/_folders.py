@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of a file system, which appear by one rename: a stage is filled beside its target, then takes its name.
 
-Names state the purpose of a folder, so that a crash at any moment leaves something that the next writer understands:
+Names state the purpose of a folder, so the next writer understands what a crash has left:
 `<target>.tmp-<host>-<pid>-<hex>` is being written or deleted, `<target>.old-<host>-<pid>-<hex>` was moved aside by a
 writer that was about to take its name.
 """
@@ -119,7 +119,7 @@ def commit(stage: Path, target: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder to what the next writer deletes should this process end before it has.
+    """Rename a folder for deletion; if this process ends before, the next writer deletes it.
 
     Raises:
         CheckpointError: the disk failed, or forbids it.
@@ -131,7 +131,7 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_flat(folder: Path) -> None:
-    """Delete a folder of files; one that holds folders is not ours and stays.
+    """Delete a folder of files; a folder with folders inside is not ours and stays.
 
     Raises:
         CheckpointError: the disk failed, forbids it, or there is a folder inside.

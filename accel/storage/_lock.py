@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One writer at a time in a folder: a file that names who holds it, and that the system unlocks when that process ends.
+"""One writer at a time in a folder: a file that names its holder, unlocked by the system when the holder ends.
 
-The file is made exclusively. Its holder also locks it by `flock`, which no death outlives: so whoever finds the file on
-the same host can tell a living holder from one that is gone, whatever process has its number now. Where the file
-system has no `flock`, the process's number and its start tell the same. Of a holder on another host nothing is known.
+The file is made exclusively. Its holder also locks it by `flock`, which ends with the process. So another process of
+the same host can tell a living holder from a dead one, even if the pid was reused. Without `flock`, pid and start time
+of the process tell the same. The state of a holder on another host is unknown.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class FolderLock:
-    """A lock that is held until `release`; by the process, whichever of its threads calls."""
+    """A lock held by the process until `release`, from any of its threads."""
 
     __slots__ = ("_file", "_path")
 
@@ -55,10 +55,10 @@ class FolderLock:
         self._path = path
 
     def check(self) -> None:
-        """Do nothing: nobody takes the lock from a holder that lives."""
+        """Do nothing: no writer takes the lock from a living holder."""
 
     def release(self) -> None:
-        """Let the next writer in. Never raises: a file that cannot be removed is seen to be nobody's."""
+        """Release the lock. Never raises: a file that cannot be removed is recognized as stale."""
         if self._file < 0:
             return
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ class FolderLock:
 
 
 def take_lock(folder: Path) -> FolderLock:
-    """Take the folder's lock, from a holder that is gone if need be; wait less than a second.
+    """Take the folder's lock, if need be from a dead holder; wait less than a second.
 
     Args:
         folder: an existing folder.
@@ -138,11 +138,11 @@ def _make(path: Path) -> FolderLock | None:
 
 
 def _clear(path: Path, *, late: bool) -> Holder | None:
-    """Remove a file whose holder is gone; return a holder that is not.
+    """Remove the file of a dead holder; return a living one.
 
     Args:
         path: the file.
-        late: whether a file that names nobody has had the time to be filled.
+        late: whether an empty file has had the time to be filled.
     """
     try:
         file = os.open(path, _OPEN)
@@ -186,7 +186,7 @@ def _started(pid: int) -> str:
 
 
 def host_name() -> str:
-    """Return this host's name, as names of files hold it."""
+    """Return this host's name, for use in names of files."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", os.uname().nodename)[:100] or "host"
 
 

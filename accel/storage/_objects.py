@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects of a store that fsspec reaches: uploaded in parts, listed with their sizes, fetched, and deleted.
 
-A store has neither renames nor folders nor flushes. What it promises, and all that is asked of it here: an object
-appears whole or not at all, and whoever asks after that finds it.
+A store has neither renames nor folders nor flushes. All that is needed here: an object appears whole or not at all, and
+every later request finds it.
 Reference: https://filesystem-spec.readthedocs.io, "API Reference".
 """
 
@@ -30,7 +30,7 @@ class RemotePath(msgspec.Struct, frozen=True):
     """A place in a store that fsspec reaches, such as `s3://bucket/run`; used like a path, but it is no path.
 
     Attributes:
-        url: the store's scheme and the place in it, without "/" at the end.
+        url: scheme of the store and place in it, without "/" at the end.
         options: arguments of the store in fsspec, such as `{"endpoint_url": ...}`; never shown.
 
     Raises:
@@ -53,7 +53,7 @@ class RemotePath(msgspec.Struct, frozen=True):
 
     @property
     def parent(self) -> RemotePath:
-        """The place that this one lies in, unless it is the first in its store."""
+        """The place above this one; itself for the first in its store."""
         return RemotePath(self.url.rpartition("/")[0], self.options)
 
     def __truediv__(self, name: str) -> RemotePath:
@@ -97,7 +97,7 @@ def connect(place: RemotePath) -> tuple[Any, str]:
     """Return fsspec's file system for a place, and the place's name in it.
 
     Raises:
-        MissingExtraError: fsspec, or what it needs for this store, is not installed.
+        MissingExtraError: fsspec, or its package for this store, is not installed.
         CheckpointError: there is no such kind of store, or it refuses the options.
     """
     scheme = place.url.partition("://")[0]
@@ -116,7 +116,7 @@ def connect(place: RemotePath) -> tuple[Any, str]:
 
 
 def list_objects(folder: RemotePath) -> list[StoredObject]:
-    """List what is in a folder of a store, sorted by name; nothing if there is none.
+    """List the objects in a folder of a store, sorted by name; nothing for no folder.
 
     Raises:
         CheckpointError: the store failed.
@@ -139,7 +139,7 @@ def list_objects(folder: RemotePath) -> list[StoredObject]:
 
 
 def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
-    """Write a new object in parts, each in memory for itself; it appears when all are there.
+    """Write a new object in parts, one in memory at a time; it appears after the last.
 
     Args:
         folder: the folder.
@@ -196,7 +196,7 @@ def get_object(place: RemotePath, start: int, stop: int) -> bytes | None:
 
 
 def remove_objects(folder: RemotePath, names: Iterable[str]) -> None:
-    """Delete objects of a folder; those that are gone already do not count.
+    """Delete objects of a folder; missing ones are ignored.
 
     Raises:
         CheckpointError: the store failed.

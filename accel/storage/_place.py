@@ -26,12 +26,12 @@ class Lock(Protocol):
         """Raise unless the lock is still held.
 
         Raises:
-            CheckpointError: another writer took it for abandoned; or the store failed.
+            CheckpointError: another writer has taken it as abandoned; or the store failed.
         """
         ...
 
     def release(self) -> None:
-        """Let the next writer in. Never raises."""
+        """Release the lock. Never raises."""
         ...
 
 
@@ -40,7 +40,7 @@ class Place(Protocol):
 
     Attributes:
         path: the user's name for it.
-        pause_s: time between two looks for what others write, in seconds.
+        pause_s: time between two looks for files of other writers, in seconds.
     """
 
     pause_s: ClassVar[float]
@@ -61,11 +61,11 @@ class Place(Protocol):
         ...
 
     def identity(self) -> tuple[int, int]:
-        """Return numbers that another folder of the same name does not have; zeros where a store has none."""
+        """Return numbers that differ for another folder of the same name; zeros where a store has none."""
         ...
 
     def names(self) -> list[str]:
-        """List what is in the folder; nothing where a store has no such folder."""
+        """List the names in the folder; nothing where a store has no such folder."""
         ...
 
     def tree(self) -> dict[str, list[str]]:
@@ -109,11 +109,11 @@ class Place(Protocol):
         ...
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete files; those that are gone already do not count."""
+        """Delete files; missing ones are ignored."""
         ...
 
     def beating(self, name: str) -> AbstractContextManager[object]:
-        """Renew a file during the block where others cannot see an upload grow."""
+        """Renew a file during the block, where an upload is invisible to others."""
         ...
 
     def new_mark(self) -> str:
@@ -121,7 +121,7 @@ class Place(Protocol):
         ...
 
     def make_stage(self) -> Place:
-        """Return the folder in which this one is written anew: a new one beside it; in a store, this one."""
+        """Return the folder to write a new version in: a new one beside it; in a store, this one."""
         ...
 
     def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> Place | None:
@@ -143,7 +143,7 @@ class Place(Protocol):
         ...
 
     def delete(self, last: str) -> bool:
-        """Delete the folder, so that no reader ever finds half of it; return False if one holds it open.
+        """Delete the folder, so that no reader ever finds half of it; return False if a reader holds it open.
 
         Args:
             last: the file without which the folder counts for nothing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting new weights in place of old ones in a folder that holds other files too: at any moment either is whole."""
+"""New weights in place of old ones, in a folder with other files: at any moment either set is whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LARGEST_INDEX = 256 * 2**20
 
 
 def stage_files(target: Path) -> Path:
-    """Make a folder beside a target, in which its files are written; remove what writers that are gone left there.
+    """Make a folder beside a target to write its files in; remove those of dead writers.
 
     Raises:
         CheckpointError: the disk failed, or forbids it.
@@ -47,7 +47,7 @@ def publish_file(stage: Path, name: str, target: Path) -> None:
 def publish_weights(stage: Path, files: Sequence[str], index: bytes | None) -> None:
     """Move new weights out of their stage and delete those that they replace.
 
-    Readers follow either `model.safetensors` or the index, and each appears by one rename, after all that it needs.
+    Readers follow either `model.safetensors` or the index; each appears by one rename, after the files it refers to.
     Older files are deleted only where their names are of this format and the old index lists them.
 
     Args:
@@ -86,7 +86,7 @@ def _read_index(folder: Path) -> tuple[list[str], Index | None]:
 
 
 def _make_way(stage: Path, index: Index | None, names: Set[str]) -> set[str]:
-    """Give old files whose names are needed other names too, have the old index lead there, and return those names."""
+    """Give old files in the way a second name, point the old index there, and return those names."""
     if index is None or not names:
         return set()
     folder, mark = stage.parent, secrets.token_hex(4)

@@ -23,7 +23,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pi
 
 
 class OpenDirectory:
-    """A folder held open, so that all its files are of one moment even if it is renamed meanwhile."""
+    """A folder held open: its files stay those of one moment, even if it is renamed meanwhile."""
 
     __slots__ = ("_file", "path")
 
@@ -32,7 +32,7 @@ class OpenDirectory:
         self.path = path
 
     def check_size(self, name: str, size: int) -> None:
-        """Look whether a file is there and has as many bytes as it should.
+        """Check that a file exists with the expected size.
 
         Raises:
             CheckpointError: it is missing, a link, no regular file, or of another size.
@@ -45,8 +45,8 @@ class OpenDirectory:
 
         Args:
             name: a file of this folder.
-            size: bytes that it must have; None for any.
-            limit: bytes that it may have at most; None for any.
+            size: expected bytes; None for any.
+            limit: largest number of bytes; None for any.
 
         Raises:
             CheckpointError: it is missing, a link, no regular file, or of another size.
@@ -69,7 +69,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def descriptor(self, name: str) -> Generator[str]:
-        """Give a path by which another library opens a file of this folder during the block; no link is followed.
+        """Yield a path by which another library opens a file of this folder during the block; no link is followed.
 
         Raises:
             CheckpointError: it is missing, a link, or no regular file.
@@ -81,7 +81,7 @@ class OpenDirectory:
         """Compare a part of a file with its digest.
 
         Raises:
-            CheckpointError: it is damaged; or as for `read_into`.
+            CheckpointError: the part is damaged; or as for `read_into`.
         """
         digest = hashlib.sha256()
         memory = memoryview(bytearray(min(_HASH_BYTES, span.stop - span.start)))
@@ -96,11 +96,11 @@ class OpenDirectory:
         """Compare parts of files with their digests, several at once.
 
         Args:
-            spans: names of files, and which part of each.
-            advance: called with numbers of bytes that have been read.
+            spans: parts of files, each with the file's name.
+            advance: called with numbers of bytes read.
 
         Raises:
-            CheckpointError: as for `check`, of the first that is not as it should be.
+            CheckpointError: as for `check`, for the first bad part.
         """
         listed = list(spans)
         with ThreadPoolExecutor(_HASHERS) as pool:
@@ -110,14 +110,14 @@ class OpenDirectory:
                     advance(span.stop - span.start)
 
     def names(self) -> list[str]:
-        """List what is in the folder, sorted."""
+        """List the names in the folder, sorted."""
         return sorted(os.listdir(self._file))
 
     @contextlib.contextmanager
     def kept(self) -> Generator[bool]:
         """Keep retention from deleting the folder during the block, among the processes of one host.
 
-        Gives False if the folder has been deleted or has lost its name already.
+        Yields False if the folder has been deleted or renamed.
 
         Raises:
             CheckpointError: the disk failed.
@@ -132,7 +132,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def unread(self) -> Generator[bool]:
-        """Keep readers out of the folder during the block; gives False if one holds it by `kept`.
+        """Keep readers out of the folder during the block; yields False if a reader holds it by `kept`.
 
         Raises:
             CheckpointError: the disk failed.
@@ -153,7 +153,7 @@ class OpenDirectory:
             return False
 
     def refusal(self, name: str, problem: str, *, expected: str = "", got: str = "") -> CheckpointError:
-        """Make the error that blames one file."""
+        """Make the error for one file."""
         fix = "Load an older checkpoint; `latest_checkpoint` skips folders whose files are missing or cut."
         return CheckpointError(f"{name}: {problem}", expected=expected, got=got, where=str(self.path / name), fix=fix)
 

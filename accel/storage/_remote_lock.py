@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One writer at a time in a folder of a store: an object that names who holds it, renewed for as long as it does.
+"""One writer at a time in a folder of a store: an object that names its holder, which renews it.
 
-Few stores can tell which of two writers was first, and none unlocks for a process that died. So whoever writes the
-object reads it again, a holder says every quarter of a minute that it lives, and one that has not for a minute is gone;
-of a holder on the same host, its process tells. Two writers that meet all the same do no more than refuse each other's
-commit: objects of a save have names of its own.
+Few stores can tell which of two writers was first, and none unlocks for a dead process. So a writer reads the object
+again after writing it, a holder renews it every 15 s, and one without a renewal for a minute is dead; on the same host,
+the process itself is checked. Two writers at once only refuse each other's commit: each save has objects of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Lease(msgspec.Struct, frozen=True):
 
     Attributes:
         holder: the process.
-        token: of this lock alone.
-        renewed: when the holder last said that it lives, in seconds since 1970.
+        token: token of this lock alone.
+        renewed: time of the last renewal, in seconds since 1970.
     """
 
     holder: Holder
@@ -42,7 +41,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Beat:
-    """Calls a function every quarter of a minute on a thread, until it is stopped; what the function raises is lost."""
+    """Calls a function every 15 s on a thread, until it is stopped; errors of the function are ignored."""
 
     __slots__ = ("_ended", "_thread")
 
@@ -63,7 +62,7 @@ class Beat:
 
 
 class RemoteLock:
-    """A lock that is held until `release`."""
+    """A lock held until `release`."""
 
     __slots__ = ("_beat", "_lease", "_path")
 
@@ -75,7 +74,7 @@ class RemoteLock:
         """Raise unless the lock is still held.
 
         Raises:
-            CheckpointError: another writer took it for abandoned, or somebody deleted it; or the store failed.
+            CheckpointError: another writer has taken it as abandoned, or it was deleted; or the store failed.
         """
         if not self._is_mine():
             raise CheckpointError(
@@ -86,7 +85,7 @@ class RemoteLock:
             )
 
     def release(self) -> None:
-        """Let the next writer in. Never raises: an object that cannot be removed is seen to be nobody's in a minute."""
+        """Release the lock. Never raises: an object that cannot be removed counts as abandoned after a minute."""
         if self._beat is None:
             return
         self._beat.stop()
@@ -105,7 +104,7 @@ class RemoteLock:
 
 
 def take_remote_lock(folder: RemotePath) -> RemoteLock:
-    """Take the lock of a folder of a store, from a holder that is gone if need be.
+    """Take the lock of a folder of a store, if need be from a dead holder.
 
     Raises:
         CheckpointError: another writer holds it, named by host and process; or the store failed.

@@ -63,7 +63,7 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: by name, in the order of their bytes.
-        metadata: texts that the writer put beside them.
+        metadata: texts of the writer.
         end: first byte after the header in the file.
     """
 
@@ -73,22 +73,22 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def encode_header(tensors: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes that stand before those of the tensors; a multiple of eight."""
+    """Return the bytes before those of the tensors; a multiple of eight."""
     text = msgspec.json.encode(({_METADATA: metadata} if metadata else {}) | dict(tensors))
     text += b" " * (-len(text) % _WORD)
     return len(text).to_bytes(_WORD, "little") + text
 
 
 def read_header(data: memoryview, where: str, names: Collection[str] | None = None) -> Header:
-    """Read a header and check it; little time and memory for any bytes.
+    """Read a header and check it; fast and in little memory for any bytes.
 
     Args:
         data: the whole file; only the header's bytes are touched.
         where: the file's path, for errors.
-        names: of the tensors that a manifest lists for this file; None for a file without a manifest.
+        names: tensors that a manifest lists for this file; None for a file without a manifest.
 
     Raises:
-        CheckpointError: the header contradicts itself or the file's length, or has more in it than its tensors need.
+        CheckpointError: the header contradicts itself or the file's length, or is larger than its tensors need.
     """
     length = int.from_bytes(data[:_WORD], "little")
     if len(data) < _WORD or length > min(_LARGEST, len(data) - _WORD):
@@ -174,7 +174,7 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
     """Return the bytes of a safetensors file: the header, and the memory of the tensors, which is not copied.
 
     Args:
-        tensors: by name; of any device, stride and shape, of a dtype that `stored_dtype` knows.
+        tensors: tensors by name, of any device, stride and shape, and of a dtype that `stored_dtype` accepts.
         metadata: texts for the header.
     """
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
@@ -201,10 +201,10 @@ def write_tensors(
 
 
 def view_tensors(data: memoryview, header: Header) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file as views on its bytes; copies of those that are unaligned, or truth values.
+    """Return the tensors of a file as views of its bytes; copies of unaligned and bool ones.
 
     Raises:
-        CheckpointError: a tensor is of a dtype that is never written here; see `read_reference`.
+        CheckpointError: a tensor has a dtype that is never written here; see `read_reference`.
     """
     payload, dtypes = data[header.end :], _dtypes()
     for name, entry in header.tensors.items():
@@ -217,7 +217,7 @@ def view_tensors(data: memoryview, header: Header) -> dict[str, torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's own bytes, which can be written to."""
+    """Return a contiguous CPU tensor's own bytes, writable."""
     if not tensor.nbytes:
         return memoryview(bytearray())
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())

@@ -37,7 +37,7 @@ _THREADS = 4
 
 
 class RemoteDirectory(OpenDirectory):
-    """A folder of a store as it was when it was listed; objects are fetched once, to memory or a temporary file."""
+    """A folder of a store at the time of its listing; objects are fetched once, to memory or a temporary file."""
 
     __slots__ = ("_fetched", "_found", "_url")
 
@@ -51,7 +51,7 @@ class RemoteDirectory(OpenDirectory):
 
     @override
     def check_size(self, name: str, size: int) -> None:
-        """Look whether an object is there and has as many bytes as it should.
+        """Check that an object exists with the expected size.
 
         Raises:
             CheckpointError: it is missing, no object, or of another size.
@@ -64,8 +64,8 @@ class RemoteDirectory(OpenDirectory):
 
         Args:
             name: an object of this folder.
-            size: bytes that it must have; None for any.
-            limit: bytes that it may have at most; None for any.
+            size: expected bytes; None for any.
+            limit: largest number of bytes; None for any.
 
         Raises:
             CheckpointError: it is missing, of another size, or the store or the temporary file failed.
@@ -93,10 +93,10 @@ class RemoteDirectory(OpenDirectory):
 
     @override
     def check(self, name: str, span: Span) -> None:
-        """Compare a part of an object with its digest; of one that was read, the bytes that were.
+        """Compare a part of an object with its digest; for a fetched object, its fetched bytes.
 
         Raises:
-            CheckpointError: it is damaged; or as for `read_into`.
+            CheckpointError: the part is damaged; or as for `read_into`.
         """
         digest = hashlib.sha256()
         step = min(_BLOCK, span.stop - span.start)
@@ -109,18 +109,18 @@ class RemoteDirectory(OpenDirectory):
 
     @override
     def names(self) -> list[str]:
-        """List what is in the folder, sorted."""
+        """List the names in the folder, sorted."""
         return sorted(self._found)
 
     @override
     @contextlib.contextmanager
     def kept(self) -> Generator[bool]:
-        """Give True: a store has no locks, and readers notice what is deleted meanwhile."""
+        """Yield True: a store has no locks, and readers notice deleted objects."""
         yield True
 
     @override
     def is_in_place(self) -> bool:
-        """Return whether the objects that were listed are still there, as large and as old; False if nobody knows."""
+        """Return whether the listed objects still exist, with the same size and time; False if unknown."""
         try:
             return list_objects(self._url) == list(self._found.values())
         except CheckpointError:
@@ -230,7 +230,7 @@ class RemotePlace:
         put_object(self.path / last, data)
 
     def remove_stage(self) -> None:
-        """Do nothing: the stage is the folder of the former checkpoint, too."""
+        """Do nothing: the stage is also the folder of the former checkpoint."""
 
     def delete(self, last: str) -> bool:
         names = self.names()

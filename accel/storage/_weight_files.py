@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's weights as other libraries look for them: names of files, which tensor goes where, and the index.
+"""A model's weights in the layout of other libraries: names of files, the file of each tensor, and the index.
 
 `model.safetensors`, or `model-00001-of-00003.safetensors` and so on beside `model.safetensors.index.json`.
 Reference: https://huggingface.co/docs/transformers/main/en/big_models, "Sharded checkpoints".
@@ -29,7 +29,7 @@ class Index(msgspec.Struct, frozen=True):
     """The contents of an index.
 
     Attributes:
-        metadata: `total_size` in bytes, and what else its writer put there.
+        metadata: `total_size` in bytes, and other entries of the writer.
         weight_map: the file of each tensor.
     """
 
@@ -46,7 +46,7 @@ def parse_size(size: int | str, where: str) -> int:
     """Return a number of bytes, rounded down: "1.5GB" is 15 * 10**8, "5GiB" is 5 * 2**30.
 
     Raises:
-        ConfigError: it is neither an integer nor such a text, or below 1.
+        ConfigError: neither an integer nor such a text, or below 1.
     """
     match = _SIZE.fullmatch(size.strip().upper()) if isinstance(size, str) else None
     if match is not None:
@@ -64,8 +64,8 @@ def plan_shards(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], 
 
     Args:
         sizes: bytes by name.
-        limit: bytes that a file holds at most; a larger tensor has a file for itself. A file holds no more tensors than
-            readers take.
+        limit: largest number of bytes in a file; a larger tensor has a file of its own. The number of tensors in a file
+            is limited too, as readers do.
 
     Returns:
         The names in each file, at least one file.
@@ -89,14 +89,14 @@ def file_names(count: int) -> list[str]:
 
 
 def aside_name(name: str, mark: str) -> str:
-    """Return the other name under which an older file stays until a new index has replaced its own."""
+    """Return the second name of an older file, until a new index replaces its own."""
     return f"{name.split('.', 1)[0]}.old-{mark}.safetensors"
 
 
 def replaceable(names: Iterable[str], index: Index | None) -> set[str]:
-    """Return which files of a folder a new save may delete: those of a sharded save, where its index lists them.
+    """Return the files of a folder that a new save may delete: those of a sharded save that its index lists.
 
-    Other names, as `aside_name` gives them, are nobody else's, listed or not.
+    Names of `aside_name` may always be deleted.
     """
     listed = index.weight_map.values() if index is not None else ()
     found = {name: match for name in names if (match := _SHARD.fullmatch(name)) is not None}
@@ -111,7 +111,7 @@ def encode_index(shards: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> b
 
 
 def decode_index(data: bytes | memoryview) -> Index | None:
-    """Read an index; None if it is none, or leads out of its folder."""
+    """Read an index; None for something else, or for one that leads out of its folder."""
     try:
         index = msgspec.json.decode(data, type=Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

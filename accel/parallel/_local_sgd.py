@@ -72,14 +72,15 @@ def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
 
     Raises:
         DeviceError: a parameter or buffer on another device; named.
-        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged; or a mesh with a pipeline or
-            expert dimension.
+        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged; or a mesh with a pipeline,
+            expert or context dimension.
     """
     ctx.comm.check_open()
     _check_local(model, "prepare_local_model")
     check_devices(ctx, model)
     if ctx.world_size > 1:
         check_axes(ctx, spreads=False)
+        _check_whole_sequences(ctx)
     move_model(model, ctx.device)
     label_parameters(model)
     if ctx.world_size > 1:
@@ -140,6 +141,19 @@ def _average(ctx: DistContext, tensors: list[torch.Tensor]) -> None:
     wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors]
     for tensor, mean in zip(tensors, reduce(ctx, wide, "mean"), strict=True):
         _ = tensor.copy_(mean)
+
+
+def _check_whole_sequences(ctx: DistContext) -> None:
+    """Raise for ranks that hold parts of sequences, each with a part of every gradient."""
+    if ctx.axis("cp").size == 1:
+        return
+    raise PrepareError(
+        "ranks that share sequences exchange gradients at every step",
+        expected="a mesh without cp",
+        got=f"cp={ctx.axis('cp').size}",
+        where="prepare_local_model, ctx.mesh",
+        fix="Take cp out of the mesh, or prepare the model by accel.prepare.",
+    )
 
 
 def _check_local(model: nn.Module, where: str) -> None:

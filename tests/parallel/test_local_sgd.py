@@ -239,3 +239,13 @@ def test_a_model_that_ddp_keeps_equal_is_refused(ranks: Simulator) -> None:
         assert accel.local_sgd_step(ctx, accel.prepare_local_model(ctx, plain), accel.LocalSgd(1)).averages == 1
 
     ranks.run(rank, 2)
+
+
+def test_ranks_that_share_sequences_are_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = nn.Linear(2, 2)
+        with pytest.raises(PrepareError, match="cp out of the mesh"):
+            accel.prepare_local_model(accel.replace(ctx, mesh="dp=1,cp=2"), model)
+        assert accel.prepare_local_model(accel.replace(ctx, mesh="dp=2,cp=1"), model) is model
+
+    ranks.run(rank, 2, default_group=True)

@@ -303,6 +303,14 @@ def test_devices_without_a_fused_kernel_write_scores_out(device: str) -> None:
     assert kernel_of(q, q, q, Masked(causal=True)) is _kernels.WRITTEN_OUT
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_rank_takes_keys_from_a_cache(causal: bool) -> None:
+    inputs = make_inputs(Case(causal=causal))
+    whole = alone(Case(causal=causal), inputs)["out"]
+    last = accel.context_attention(accel.single(), inputs["q"][:, :, -3:], inputs["k"], inputs["v"], causal=causal)
+    assert (last - whole[:, :, -3:]).abs().max().item() < 1e-12
+
+
 def test_a_module_that_holds_a_context_can_be_copied(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> bool:
         ctx = accel.replace(ctx, mesh="cp=2")

@@ -48,7 +48,7 @@ def context_attention(
         ctx: the context.
         q: queries of the own positions, shape [batch, heads, own, head dim].
         k, v: keys and values of the own positions, [batch, key heads, own, head dim]; the number of key heads divides
-            that of the heads (GQA).
+            that of the heads (GQA). On one rank there may be more, as from a cache; the last query then sees all.
         causal: whether a position sees itself and earlier ones alone.
         documents: numbers of the documents packed into the sequence, integers of shape [batch, own]; a position sees
             its own document alone. None for one document.
@@ -113,7 +113,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, size: int)
     fit = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]
     if not fit or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise _misfit("[batch, heads, own, head dim], with key heads that divide the heads", q, k, v)
-    if q.shape[2] != k.shape[2]:
+    if q.shape[2] != k.shape[2] and (size > 1 or documents is not None):
         raise ConfigError(
             "queries and keys of other positions",
             expected="as many keys as queries, of the same positions",

@@ -20,6 +20,7 @@ from accel.items._bases import Sums
 from accel.items._kinds import check_items
 from accel.items._matching import Matching, apply_changes, match_items, undo_changes
 from accel.items._parts import check_taken
+from accel.items._readers import agree_on_readers
 from accel.items._source import Change, LoadOptions
 from accel.items._transforms import LoadTransform
 from accel.storage import RemotePath, Span, as_place
@@ -151,7 +152,7 @@ class _Wish(msgspec.Struct, frozen=True):
     """A rank's intention.
 
     Attributes:
-        bytes_of_files: bytes to read of each file.
+        bytes_of_files: bytes to read of each file; empty in a large group, where they would be most of the message.
         left: entries of `Part`s that this rank does not load.
         bases: sums of sharded frozen parameters, by name.
         damage: reason why this rank cannot read a replaceable checkpoint; "" for none.
@@ -174,6 +175,7 @@ class _Loading:
         self._site = site
         self._verb = verb
         self._wishes: list[_Wish] = []
+        self._bytes_of_files: list[int] = []
         self._matching: Matching | None = None
 
     def compare(self, items_for: Callable[[Manifest], Mapping[str, object]]) -> str:
@@ -203,9 +205,9 @@ class _Loading:
             except CheckpointError as failure:
                 return _Wish(damage=self._damage(failure))
             source = self._matching.source
-            return _Wish(
-                saved.bytes_of_files(wanted), source.left, {key: sums for key, (_, sums) in source.bases.items()}
-            )
+            self._bytes_of_files = saved.bytes_of_files(wanted)
+            shown = [] if self._ctx.comm.is_large else self._bytes_of_files
+            return _Wish(shown, source.left, {key: sums for key, (_, sums) in source.bases.items()})
 
         self._wishes = agreed_values(self._ctx.comm, self._call("comparing"), match, _Wish)
         damage = self._of_all([wish.damage for wish in self._wishes])
@@ -222,17 +224,20 @@ class _Loading:
             CheckpointError: there is damage.
         """
 
+        if not self._verify:
+            return ""
+        saved = self._held.opened
+        assert isinstance(saved, Saved)  # `compare` reported otherwise
+        shown = [wish.bytes_of_files for wish in self._wishes]
+        readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files, shown)
+
         def verify() -> str:
-            saved = self._held.opened
-            assert isinstance(saved, Saved)  # `compare` reported otherwise
             try:
-                saved.verify(self._spans(saved))
+                saved.verify(self._spans(saved, readers))
             except CheckpointError as failure:
                 return self._damage(failure)
             return ""
 
-        if not self._verify:
-            return ""
         return self._of_all(agreed_values(self._ctx.comm, self._call("checking"), verify, str))
 
     def apply(self) -> Loaded:
@@ -272,15 +277,11 @@ class _Loading:
         several = self._ctx.world_size > 1
         return "; ".join(f"rank {rank}: {text}" if several else text for rank, text in enumerate(damages) if text)
 
-    def _spans(self, saved: Saved) -> list[tuple[str, Span]]:
+    def _spans(self, saved: Saved, readers: list[list[int]]) -> list[tuple[str, Span]]:
         """Divide the files to read among the ranks, each file among those that read most of it."""
-        spans = dict[str, list[Span]]()
-        readers = dict[str, list[int]]()
-        for at, name in enumerate(sorted(saved.manifest.files)):
-            if most := max(wish.bytes_of_files[at] for wish in self._wishes):
-                spans[name] = saved.manifest.files[name].spans()
-                readers[name] = [rank for rank, wish in enumerate(self._wishes) if 2 * wish.bytes_of_files[at] >= most]
-        mine = plan_checks({name: len(parts) for name, parts in spans.items()}, readers, self._ctx.rank)
+        read = {name: ranks for name, ranks in zip(sorted(saved.manifest.files), readers, strict=True) if ranks}
+        spans = {name: saved.manifest.files[name].spans() for name in read}
+        mine = plan_checks({name: len(parts) for name, parts in spans.items()}, read, self._ctx.rank)
         return [(name, span) for name, share in mine.items() for span in spans[name][share.start : share.stop]]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from accel.cli._estimate_mesh import CONTEXT_METHODS, add_mesh_flags, check_without_mesh, run_mesh
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
 from accel.estimate import OPTIMIZERS, STRATEGIES, Memory, Model, fewest_ranks, has_weights, plan_memory
@@ -23,7 +24,7 @@ from accel.terminal import show_size, show_table
 if TYPE_CHECKING:
     from accel.estimate._build import Input
 
-_USAGE = "accel estimate SOURCE [--input SHAPE] [--nproc N] [--memory SIZE] [flags]"
+_USAGE = "accel estimate SOURCE [--input SHAPE] [--nproc N] [--mesh TEXT] [--memory SIZE] [flags]"
 _ABOUT = """Estimate the memory of a training step on each rank; no weights are read.
 
 SOURCE is one of
@@ -36,6 +37,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "--precision": get_args(PrecisionName),
     "--strategy": tuple(STRATEGIES),
     "--optimizer": tuple(OPTIMIZERS),
+    "--context": CONTEXT_METHODS,
 }
 _ALONE = ("ddp",)  # one rank divides nothing
 _INPUT = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::([a-z]+[0-9]*))?")
@@ -53,6 +55,9 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     if known.nproc < 1:
         raise ConfigError("no rank would train", expected="1 or above", got=str(known.nproc), where="--nproc")
     limit = None if known.memory is None else _limit(known.memory, known.reserve)
+    if known.mesh is not None:
+        return run_mesh(known, limit)
+    check_without_mesh(known)
     model = _read(known.source, known.input or ())
     shown = STRATEGIES if known.nproc > 1 or limit is not None else _ALONE
     rows = [
@@ -92,6 +97,7 @@ def parser() -> Parser:
     _ = add("--precision", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(_PRECISIONS)})")
     _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
     _ = add("--json", action="store_true", help="for programs")
+    add_mesh_flags(built)
     return built
 
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel estimate --mesh`: kinds of memory and messages by axis, for people and for programs; refused words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from processes import patience
+
+from accel.cli import main
+from accel.estimate import Step, rank_memory, read_transformer, step_traffic
+from accel.topology import Axes, Plan
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def test_programs_read_what_the_formulas_give(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--mesh dp_replicate=2,dp_shard=4,cp=2,tp=4 --input 2x512 --context ring --sequence --recompute"
+    assert main(["estimate", "config.json", *flags.split(), "--micro-batches", "3", "--json"]) == 0
+    found = msgspec.json.decode(capsys.readouterr().out)
+    model = read_transformer(folder)
+    axes = Axes(dp_replicate=2, dp_shard=4, cp=2, tp=4)
+    step = Step(tokens=512, rows=2, micro_batches=3, recompute=True)
+    plan = Plan(context="ring", sequence=True)
+    assert (found["mesh"], found["ranks"], found["parameters"]) == (str(axes), 64, model.count)
+    assert found["memory"] == msgspec.to_builtins(rank_memory(model, axes, step, plan))
+    assert found["total"] == rank_memory(model, axes, step, plan).total
+    assert found["traffic"] == list(msgspec.to_builtins(step_traffic(model, axes, step, plan)))
+    assert found["fits"] is None
+
+
+def test_the_text_has_each_kind_and_axis_and_is_as_wide_as_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", ".", "--mesh", "pp=2,dp=-1,tp=2", "--nproc", "16", "--memory", "2GB"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    for kind in ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "total"):
+        assert any(line.startswith(f"{kind} ") for line in lines)
+    assert "within 1.0 GB" in text
+    assert {line.split()[0] for line in lines[lines.index("") + 1 :] if "all-" in line} == {"dp", "tp"}
+    assert any(line.split()[:3] == ["pp", "2", "send"] for line in lines)
+    assert all(len(line) <= 80 for line in lines)
+    assert main(["estimate", ".", "--mesh", "dp=2", "--memory", "1.01GB", "--input", "4x4096"]) == 1
+    assert "more than 10.0 MB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--mesh", "dp=3,tp=3"], "heads cannot be divided along tp: expected tp that divides 8, got tp=3"),
+        (["--mesh", "pp=8"], "a stage would have no layer"),
+        (["--mesh", "dp=2,ep=2"], "the model has no experts"),
+        (["--mesh", "dp=2", "--nproc", "3"], "the mesh does not fit the ranks"),
+        (["--mesh", "dq=2"], "unknown axis of a mesh"),
+        (["--mesh", "dp"], "not a mesh"),
+        (["--mesh", "dp=2", "--input", "512"], "not the input of a step on a mesh"),
+        (["--mesh", "dp=2", "--input", "1x512", "--input", "1x512"], "not the input of a step on a mesh"),
+        (["--mesh", "cp=4", "--input", "1x500"], "the tokens of a sequence cannot be divided along cp"),
+        (["--mesh", "cp=2", "--context", "rings"], "Did you mean `ring`?"),
+        (["--mesh", "dp=2", "--strategy", "ddp-zero"], "not a strategy of a mesh"),
+        (["--mesh", "dp=2", "--precision", "bf16", "--precision", "fp32"], "one answer for a mesh"),
+        (["--mesh", "dp=2", "--micro-batches", "0"], "nothing would be computed"),
+        (["--recompute"], "have no effect without one"),
+        (["--context", "ring"], "have no effect without one"),
+    ],
+)
+def test_bad_words_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert main(["estimate", "config.json", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_other_sources_have_no_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in ("nets:net", "nosuch", "model.safetensors"):
+        assert main(["estimate", source, "--mesh", "dp=2"]) == 2
+        assert "a mesh needs the sizes of a model" in capsys.readouterr().err
+
+
+def test_no_torch_is_needed(folder: Path) -> None:
+    words = "['estimate', '.', '--mesh', 'dp=4,tp=2']"
+    code = f"import sys; from accel.cli import main; main({words}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60), stdout=subprocess.DEVNULL)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint import ItemKind, Kept, is_record
+from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.parallel import is_divided, unwrap_model
 from accel.tensors import is_dtensor
@@ -163,26 +164,19 @@ def without_wrappers(items: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def divided_names(items: Mapping[str, object], *, staged: bool) -> frozenset[str]:
-    """Return the names of items that are divided among ranks: by their kind, by a pipeline, or as a `Part`.
-
-    Args:
-        items: by name.
-        staged: whether the mesh has a pipeline, whose ranks have optimizers of different parameters.
-    """
+def divided_names(ctx: DistContext, items: Mapping[str, object]) -> frozenset[str]:
+    """Return the names of items that are divided among ranks: by their kind, by a pipeline, or as a `Part`."""
     return frozenset(
-        name
-        for name, item in items.items()
-        if isinstance(item, Part) or is_zero(item) or is_staged(item, staged=staged)
+        name for name, item in items.items() if isinstance(item, Part) or is_zero(item) or is_staged(ctx, item)
     )
 
 
-def is_staged(item: object, *, staged: bool) -> bool:
-    """Return whether a pipeline divides an item among ranks."""
+def is_staged(ctx: DistContext, item: object) -> bool:
+    """Return whether a pipeline divides an item among ranks; all optimizers of a mesh with a pipeline are divided."""
     if isinstance(item, TrainableOnly):
         item = item.model
     if isinstance(item, torch.optim.Optimizer):
-        return staged
+        return ctx.axis("pp").size > 1
     return isinstance(item, nn.Module) and is_divided(item)
 
 

@@ -134,14 +134,13 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         items = engine_items(ctx, items)
     live = without_wrappers(without_parts(items))
     modules = module_states(live)
-    staged = ctx.axis("pp").size > 1
     source = CheckpointSource(
         ctx=ctx,
         saved=saved,
         options=options,
         file_names=_file_names(saved, options),
         parameters=parameter_names(modules),
-        parts={name for name, item in items.items() if isinstance(item, Part) or is_staged(item, staged=staged)},
+        parts={name for name, item in items.items() if isinstance(item, Part) or is_staged(ctx, item)},
         types=[*_OWN_RECORDS, *map(type, live.values())],
     )
     matching = Matching(source, passed)

@@ -25,7 +25,7 @@ from accel.items._kinds import type_name
 from accel.items._overlaps import overlap_change
 from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
 from accel.items._transforms import SaveTransform, transformed_tensors
-from accel.parallel import unwrap_model, wrapped_name
+from accel.parallel import is_pipelined, unwrap_model, wrapped_name
 from accel.parallel.pipeline import pipeline_of
 from accel.tensors import is_dtensor, local_part
 
@@ -86,9 +86,10 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
                 fix="Let get_extra_state() and set_extra_state() carry it.",
             )
         (parameters if isinstance(value, nn.Parameter) else buffers)[name] = value
-    pipeline = pipeline_of(unwrap_model(module))
-    ties = () if pipeline is None else pipeline.names
-    return ModuleState(parameters, buffers, extras, owners, {name: min(names) for names in ties for name in names})
+    twins: dict[str, str] = {}
+    if is_pipelined(inner := unwrap_model(module)) and (pipeline := pipeline_of(inner)) is not None:
+        twins = {name: min(names) for names in pipeline.names for name in names}
+    return ModuleState(parameters, buffers, extras, owners, twins)
 
 
 def parameter_names(modules: Mapping[str, ModuleState]) -> dict[int, str]:

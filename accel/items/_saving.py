@@ -170,9 +170,7 @@ def save_state(
         if mode == "sync" and not allow_non_finite:
             check_finite(content)
         trainable = [name for name, item in items.items() if isinstance(item, TrainableOnly)]
-        divided = divided_names(items, staged=ctx.axis("pp").size > 1) | {
-            name for name in trainable if has_sums(content.items[name].value)
-        }
+        divided = divided_names(ctx, items) | {name for name in trainable if has_sums(content.items[name].value)}
         own = own_values(content, divided) if divided else b""
         content = dataclasses.replace(content, divided=own, join=join_values)
     if mode == "sync":
@@ -192,7 +190,7 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
     main: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     loose: dict[str, torch.Tensor] = {}
-    divided = divided_names(items, staged=ctx.axis("pp").size > 1)
+    divided = divided_names(ctx, items)
     live = without_wrappers(without_parts(items))
     modules = module_states(live)
     bases = dict[str, dict[str, str | Sums]]()

@@ -31,6 +31,7 @@ from accel.parallel._local_sgd import (
     local_sgd_step as local_sgd_step,
     prepare_local_model as prepare_local_model,
 )
+from accel.parallel._micro_batches import micro_batches_of as micro_batches_of
 from accel.parallel._prepare_model import (
     check_model as check_model,
     prepare_model as prepare_model,
@@ -38,12 +39,6 @@ from accel.parallel._prepare_model import (
     replaces_parameters as replaces_parameters,
 )
 from accel.parallel._replicas import average_ as average_
-from accel.parallel._stage_modules import (
-    follow_stages as follow_stages,
-    is_divided as is_divided,
-    is_pipelined as is_pipelined,
-    micro_batches_of as micro_batches_of,
-)
 from accel.parallel._sync import (
     check_prepared as check_prepared,
     exchanging as exchanging,
@@ -51,7 +46,13 @@ from accel.parallel._sync import (
     raise_lost_peer as raise_lost_peer,
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
-from accel.parallel._unwrap import unwrap_model as unwrap_model, wrapped_name as wrapped_name
+from accel.parallel._unwrap import (
+    follow_stages as follow_stages,
+    is_divided as is_divided,
+    is_pipelined as is_pipelined,
+    unwrap_model as unwrap_model,
+    wrapped_name as wrapped_name,
+)
 from accel.parallel.context import (
     check_context_used as check_context_used,
     context_attention as context_attention,

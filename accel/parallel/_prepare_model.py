@@ -18,11 +18,11 @@ from accel.parallel._composition import check_axes, composition, unspread
 from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import label_parameters, name_of
+from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
 from accel.parallel._refusals import check_all
 from accel.parallel._sharded import check_sharded
 from accel.parallel._spread import Spread, SpreadOptions
-from accel.parallel._stage_modules import note_micro_batches
 from accel.topology import Plan
 
 # by name: of torch, Apex, FairScale, DeepSpeed and others, which are not imported for it

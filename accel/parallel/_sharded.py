@@ -11,7 +11,7 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._stage_modules import is_pipelined, stage_modules
+from accel.parallel._unwrap import is_pipelined, stage_modules
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
 

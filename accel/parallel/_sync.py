@@ -22,7 +22,7 @@ from accel.parallel._engines import engine_of
 from accel.parallel._labels import unused_parameters
 from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots, stage_size
-from accel.parallel._stage_modules import is_pipelined
+from accel.parallel._unwrap import is_pipelined
 
 Exchanger = DistributedDataParallel | Sharded
 

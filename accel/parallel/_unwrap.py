@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`unwrap_model`: what the user built, without what was put around it."""
+"""Modules inside a prepared model: the user's own, without wrappers, and the stages of a pipeline."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+STAGES = "accel_stages"  # attribute of a pipelined model
+_DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -32,3 +38,25 @@ def wrapped_name(module: nn.Module) -> str | None:
         return "module"
     compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
     return "_orig_mod" if compiled else None
+
+
+def stage_modules(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the modules that run this rank's stages of a model; the model itself where it has no pipeline."""
+    return cast("Sequence[nn.Module] | None", vars(model).get(STAGES)) or (model,)
+
+
+def is_pipelined(model: nn.Module) -> bool:
+    """Return whether a model is cut into the stages of a pipeline."""
+    return STAGES in vars(model)
+
+
+def follow_stages(module: nn.Module, model: nn.Module) -> None:
+    """Let a module that copies a model's parameters be divided among ranks as the model is. Mutates it."""
+    if is_divided(model):
+        vars(module)[_DIVIDED] = True
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Return whether ranks along a pipeline hold different parts of a module, under the names of the whole one."""
+    inner = unwrap_model(module)
+    return is_pipelined(inner) or _DIVIDED in vars(inner)

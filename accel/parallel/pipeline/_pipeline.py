@@ -14,7 +14,7 @@ from accel.comm import Comm, all_reduce_flat
 from accel.context import DistContext
 from accel.errors import StageError
 from accel.mixins import Mixin
-from accel.parallel._stage_modules import STAGES, stage_modules
+from accel.parallel._unwrap import STAGES, stage_modules
 from accel.parallel.pipeline._boundaries import Boundary, boundary_of, find_boundaries, working
 from accel.parallel.pipeline._placement import Layout
 from accel.parallel.pipeline._split import MicroBatch

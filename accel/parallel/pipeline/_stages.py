@@ -15,8 +15,7 @@ from accel.parallel._labels import drop_parameter, label_parameters
 from accel.parallel._move import move_model
 from accel.parallel._replicas import begin_with_rank_0_
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
-from accel.parallel._stage_modules import is_pipelined
-from accel.parallel._unwrap import unwrap_model, wrapped_name
+from accel.parallel._unwrap import is_pipelined, unwrap_model, wrapped_name
 from accel.parallel.pipeline._pipeline import Pipeline, Pipelined, attach
 from accel.parallel.pipeline._placement import Layout, make_layout, own_stages
 from accel.parallel.pipeline._skipped import remove_modules, stage_view

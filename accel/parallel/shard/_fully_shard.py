@@ -23,8 +23,7 @@ from accel.parallel._refusals import check_all
 from accel.parallel._replicas import stage_comm
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, compare_models
-from accel.parallel._stage_modules import is_pipelined, stage_modules
-from accel.parallel._unwrap import unwrap_model
+from accel.parallel._unwrap import is_pipelined, stage_modules, unwrap_model
 from accel.parallel.experts import exchange_mesh, expert_modules, shard_experts
 from accel.parallel.shard._chosen import ignored_ids, ignored_parameters, units_in
 from accel.parallel.shard._first_values import begin_alike

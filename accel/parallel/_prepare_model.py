@@ -74,9 +74,9 @@ def prepare_model(
     Raises:
         DeviceError: a parameter or buffer on another device; named. Or a GPU that is not the current one, for `fsdp`.
         PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
-            wrapped with, one with a wrapper inside, or a sharded one whose gradients would not reach every rank; a mesh
-            with a pipeline or expert dimension. Under `fsdp` also a parameter, module or mesh that `fully_shard` cannot
-            take.
+            wrapped with, one with a wrapper inside, or a sharded one whose gradients would not reach every rank; one
+            that the plan cannot spread along the mesh. Under `fsdp` also a parameter, module or mesh that `fully_shard`
+            cannot take.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.

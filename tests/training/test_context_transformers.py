@@ -58,20 +58,21 @@ def train(
     method: Any = "gather",
     strategy: Any = "ddp",
     packed: bool = False,
+    sequence: bool = False,
 ) -> dict[str, Tensor]:
     """Parameters after three clipped steps; one line of the script knows of the mesh."""
     ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
     model: nn.Module = MODELS[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     index, count = ctx.data_parallel
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(context=method))
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(context=method, sequence=sequence))
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
     for ids in IDS:
         rows = ids.chunk(count)[index]
         batch = {"ids": rows, "labels": rows}
         if packed:
             batch["position_ids"] = PACKED[: len(rows)]
-        part = accel.split_sequence(ctx, batch)
+        part = accel.split_sequence(ctx, batch, multiple_of=ctx.axis("tp").size)
         tokens = (part["labels"] != -100).sum()
         accum = accum.next()
         with accel.accumulate(ctx, accum, model):
@@ -84,7 +85,7 @@ def train(
 
 
 def largest_difference(ranks: Simulator, size: int, mesh: str, **options: Any) -> float:
-    alone = {name: each for name, each in options.items() if name not in ("method", "strategy")}
+    alone = {name: each for name, each in options.items() if name in ("kind", "packed")}
     expected = ranks.run(lambda ctx: train(ctx, "dp=1", **alone), 1, default_group=True)[0]
     found = ranks.run(lambda ctx: train(ctx, mesh, **options), size, default_group=True)
     return max((got[name] - each).abs().max().item() for got in found for name, each in expected.items())
@@ -97,8 +98,11 @@ def largest_difference(ranks: Simulator, size: int, mesh: str, **options: Any) -
         (4, "cp=4", {"method": "heads", "kind": "gpt2"}),
         (4, "dp=2,cp=2", {"strategy": "fsdp", "method": "ring"}),
         (2, "cp=2", {"packed": True}),
+        (4, "cp=2,tp=2", {"method": "ring", "sequence": True}),
         pytest.param(4, "dp=2,cp=2", {"packed": True, "method": "ring", "kind": "gpt2"}, marks=pytest.mark.slow),
         pytest.param(4, "dp=2,cp=2", {"strategy": "fsdp", "method": "heads", "kind": "gpt2"}, marks=pytest.mark.slow),
+        pytest.param(8, "dp=2,cp=2,tp=2", {"method": "heads", "kind": "gpt2"}, marks=pytest.mark.slow),
+        pytest.param(8, "dp=2,cp=2,tp=2", {"sequence": True, "strategy": "fsdp"}, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_one_process(ranks: Simulator, size: int, mesh: str, options: dict[str, Any]) -> None:

@@ -26,11 +26,10 @@ def make_llama(**changes: Any) -> Any:
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
-        **{"tie_word_embeddings": True, **changes},
+        **{"tie_word_embeddings": True, "num_hidden_layers": 2, **changes},
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -280,3 +279,48 @@ def test_a_mesh_of_the_users_keeps_the_models_own_attention(ranks: Simulator) ->
         return accel.unwrap_model(model)(IDS[0]).logits.shape
 
     assert ranks.run(rank, 2, default_group=True) == [(4, LENGTH, VOCABULARY)] * 2
+
+
+def train_stages(ctx: accel.DistContext, mesh: str, plan: accel.Plan) -> dict[str, Tensor]:
+    """Parameters after three steps of `forward_backward`, which runs stages where the mesh has some."""
+    ctx = accel.replace(ctx, mesh=mesh)
+    model = make_llama(tie_word_embeddings=False, num_hidden_layers=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    index, count = ctx.data_parallel
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
+    for ids in IDS:
+        rows = ids.chunk(count)[index]
+        part = accel.split_sequence(ctx, {"ids": rows, "labels": rows})
+        _, accum = accel.forward_backward(
+            ctx,
+            model,
+            scaler,
+            accum.next(),
+            {"input_ids": part["ids"], "position_ids": part["position_ids"], "use_cache": False},
+            loss_fn=lambda out, labels: cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum"),
+            targets=part["labels"],
+            weight=(part["labels"] != -100).sum(),
+        )
+        step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
+        scaler, accum = step.scaler, step.accum
+    return {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "plan"),
+    [
+        (4, "pp=2,cp=2", accel.Plan(context="ring", micro_batches=2)),
+        pytest.param(
+            4,
+            "pp=2,cp=2",
+            accel.Plan(context="heads", schedule="ZBVZeroBubble", stages_per_rank=2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(8, "pp=2,dp=2,cp=2", accel.Plan(micro_batches=2), marks=pytest.mark.slow),
+    ],
+)
+def test_stages_share_sequences(ranks: Simulator, size: int, mesh: str, plan: accel.Plan) -> None:
+    expected = ranks.run(lambda ctx: train_stages(ctx, "dp=1", accel.Plan()), 1, default_group=True)[0]
+    for got in ranks.run(lambda ctx: train_stages(ctx, mesh, plan), size, default_group=True):
+        assert max((got[name] - each).abs().max().item() for name, each in expected.items()) < 1e-10

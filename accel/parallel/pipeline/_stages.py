@@ -24,7 +24,7 @@ from accel.parallel.pipeline._stage_plan import Stages, check_stages, stage_plan
 from accel.parallel.pipeline._ties import open_ties, stage_of, tied_names
 from accel.topology import Dimension, dimension_of
 
-_BESIDE: tuple[Dimension, ...] = ("pipeline", "data", "replicate", "shard", "expert")
+_BESIDE: tuple[Dimension, ...] = ("pipeline", "data", "replicate", "shard", "context", "expert")
 _WHERE = "prepare_model, plan=, stages"
 
 

@@ -166,7 +166,8 @@ def _check_bare(model: nn.Module) -> None:
 def check_devices(ctx: DistContext, model: nn.Module) -> None:
     """Raise `DeviceError` for a model with a tensor that is neither on the CPU nor on the context's device."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu" and tensor.device != ctx.device:
+        filled = tensor.is_meta and ctx.world_size > 1 and composition(ctx)[-1].dimension == "shard"
+        if tensor.device.type != "cpu" and tensor.device != ctx.device and not filled:
             raise DeviceError(
                 "the model is on a device that is not this rank's",
                 expected=" or ".join(dict.fromkeys(("cpu", str(ctx.device)))),

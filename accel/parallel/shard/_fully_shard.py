@@ -26,6 +26,7 @@ from accel.parallel._spread import Spread, compare_models
 from accel.parallel._unwrap import is_pipelined, stage_modules, unwrap_model
 from accel.parallel.experts import exchange_mesh, expert_modules, shard_experts
 from accel.parallel.shard._chosen import ignored_ids, ignored_parameters, units_in
+from accel.parallel.shard._empty import allocate_shards, check_empty, expect_values, make_room, stays_empty
 from accel.parallel.shard._first_values import begin_alike
 from accel.parallel.shard._formats import check_formats, compute_in, wide_parameters, wire_format
 from accel.parallel.shard._hooks import follow_first, gather_outside_of_inference, prefetch, reshard_after_evaluation
@@ -51,6 +52,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
     inner = unwrap_model(model)
     checks = (
         lambda: _check_device(ctx),
+        lambda: check_empty(ctx, inner),
         lambda: check_formats(options.gather_dtype, ctx.precision),
         lambda: ignored_parameters(inner, options.ignored),
         lambda: plan_units(
@@ -89,9 +91,15 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
         return model
     below = ignored_ids(inner, options.ignored)
     ignored = [each for each in inner.parameters() if id(each) in below]
-    units = [_shard(ctx, inner, root, mesh, stage, options) for root in stage_modules(inner)]
-    _move(ignored, ctx.device)
-    begin_alike(ctx, stage, mesh, ignored)
+    is_empty = stays_empty(ctx, stage, inner)
+    units = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
+    if is_empty:
+        allocate_shards(inner, torch.device("cpu") if options.offload else ctx.device)
+        expect_values(stage, inner)
+    else:
+        make_room(ignored, ctx.device)
+        _move(ignored, ctx.device)
+        begin_alike(ctx, stage, mesh, ignored)
     for name, after in inner.named_parameters():
         if after is not before[name]:
             replace_parameter(name, before[name], after)
@@ -99,7 +107,8 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
     if options.find_unused_parameters:
         for root in stage_modules(inner):
             cast(Any, root).set_reduce_scatter_unused_params(True)
-    begin_alike(ctx, stage, mesh, inner.buffers())
+    if not is_empty:
+        begin_alike(ctx, stage, mesh, inner.buffers())
     for each in units:
         if options.prefetch is not None:
             prefetch(each, options.prefetch)
@@ -110,7 +119,14 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
 
 
 def _shard(
-    ctx: DistContext, model: nn.Module, root: nn.Module, mesh: DeviceMesh, stage: Comm, options: ShardOptions
+    ctx: DistContext,
+    model: nn.Module,
+    root: nn.Module,
+    mesh: DeviceMesh,
+    stage: Comm,
+    options: ShardOptions,
+    *,
+    is_empty: bool,
 ) -> Sequence[nn.Module]:
     """Shard one unit after another, so that the device needs room for one whole one at a time, and return them.
 
@@ -120,6 +136,7 @@ def _shard(
         ctx, mesh, stage, options: as of `_spread`.
         model: the whole one, by whose names the options choose modules.
         root: the model, or one of its stages.
+        is_empty: whether no rank has values yet.
     """
     from torch.distributed.fsdp import (  # its import takes most of a second
         CPUOffloadPolicy,
@@ -140,9 +157,11 @@ def _shard(
     for name in names:
         unit = root.get_submodule(name)
         own = [each for each in unit.parameters() if id(each) in waiting]
-        _move([*own, *unit.buffers()], ctx.device)
         along = same_experts if name in experts else mesh
-        begin_alike(ctx, stage, along, own)
+        if not is_empty:
+            make_room([*own, *unit.buffers()], ctx.device)
+            _move([*own, *unit.buffers()], ctx.device)
+            begin_alike(ctx, stage, along, own)
         travels = wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
         if travels.gather is not None:
             compute_in(travels.gather, unit, ctx.device.type)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models built on the meta device are filled from rank 0 or by a load, and compute nothing before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+import accel
+from accel import DeviceError, Plan, PrepareError
+from accel.testing import Simulator
+
+
+class Net(nn.Module):
+    """Blocks with a tied end, statistics and a buffer that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4)) for _ in range(2))
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return torch.tanh(self.last(hidden) * self.scale)
+
+
+def _net(*, empty: bool = False, seed: int = 1) -> Net:
+    with torch.random.fork_rng(), torch.device("meta" if empty else "cpu"):
+        torch.manual_seed(seed)
+        return Net()
+
+
+def _empty_with_buffers() -> Net:
+    model = _net(empty=True)
+    model.scale = torch.full((4,), 2.0)
+    return model
+
+
+def _step(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(ctx.rank))
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
+    with accel.accumulate(ctx, accum, model):
+        accum = accel.backward(ctx, model(rows).square().mean(), scaler, accum, weight=len(rows))
+    accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=1.0)
+    return [each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in model.parameters()]
+
+
+def _prepared(ctx: accel.DistContext, model: nn.Module, **fields: Any) -> tuple[accel.DistContext, nn.Module, Any]:
+    ctx = accel.replace(ctx, strategy="fsdp")
+    return ctx, *accel.prepare(ctx, model, AdamW(model.parameters(), lr=0.1), plan=Plan(**fields))
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload": True}, {"units": ("blocks.*",)}])
+def test_ranks_without_values_get_those_of_rank_0(ranks: Simulator, fields: dict[str, Any]) -> None:
+    def rank(ctx: accel.DistContext, *, empty: bool) -> Any:
+        return _step(*_prepared(ctx, _net(empty=empty and ctx.rank > 0), **fields))
+
+    expected = ranks.run(lambda ctx: rank(ctx, empty=False), 3, default_group=True)
+    got = ranks.run(lambda ctx: rank(ctx, empty=True), 3, default_group=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload": True}])
+def test_a_load_fills_the_shards(ranks: Simulator, tmp_path: Path, fields: dict[str, Any]) -> None:
+    def save(ctx: accel.DistContext) -> Any:
+        ctx, model, optimizer = _prepared(ctx, _net())
+        _step(ctx, model, optimizer)
+        accel.save_state(ctx, tmp_path, {"model": model, "optimizer": optimizer}, step=1)
+        return _step(ctx, model, optimizer)
+
+    def load(ctx: accel.DistContext) -> Any:
+        ctx, model, optimizer = _prepared(ctx, _empty_with_buffers(), **fields)
+        assert not any(each.is_meta for each in [*model.parameters(), *model.buffers()])
+        assert isinstance(model.first.weight, DTensor)
+        assert model.first.weight is model.last.weight
+        accel.load_state(ctx, tmp_path / "step-00000001", {"model": model, "optimizer": optimizer})
+        return _step(ctx, model, optimizer)
+
+    expected = ranks.run(save, 2, default_group=True)
+    torch.testing.assert_close(ranks.run(load, 2, default_group=True), expected, rtol=0, atol=0)
+
+
+def test_a_forward_before_the_values_came_is_refused_on_every_rank(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        _, model, _ = _prepared(ctx, _empty_with_buffers())
+        with pytest.raises(PrepareError, match="no values yet") as caught:
+            model(torch.ones(2, 4))
+        return str(caught.value)
+
+    said = ranks.run(rank, 8, default_group=True)  # more ranks than rows, so that some have no shard
+    assert all("first.weight" in each and "load_state" in each for each in said)
+
+
+def test_what_could_never_be_filled_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        sharded = accel.replace(ctx, strategy="fsdp")
+        with pytest.raises(PrepareError, match="the rank that others take their values from"):
+            accel.prepare_model(sharded, _net(empty=ctx.rank == 0))
+        with pytest.raises(PrepareError, match=r"no checkpoint holds.*scale on the meta device"):
+            accel.prepare_model(sharded, _net(empty=True))
+        with pytest.raises(DeviceError, match="got meta"):
+            accel.prepare_model(accel.replace(ctx, strategy="ddp"), _net(empty=True))
+        parts = accel.replace(ctx, strategy="fsdp", mesh="tp=2")
+        with pytest.raises(PrepareError, match=r"tp=2|no values"):
+            accel.prepare_model(parts, _net(empty=True), plan=Plan(tensor={"first": "colwise"}))
+
+    ranks.run(rank, 2, default_group=True)

@@ -25,7 +25,12 @@ from accel.checkpoint._manifest import (
     encode_manifest as encode_manifest,
     step_of as step_of,
 )
-from accel.checkpoint._plan import Box as Box, plan_checks as plan_checks, plan_writes as plan_writes
+from accel.checkpoint._plan import (
+    Box as Box,
+    main_readers as main_readers,
+    plan_checks as plan_checks,
+    plan_writes as plan_writes,
+)
 from accel.checkpoint._retention import Keep as Keep, check_keep as check_keep, check_metrics as check_metrics
 from accel.checkpoint._survey import (
     all_tensors as all_tensors,

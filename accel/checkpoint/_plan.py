@@ -167,6 +167,19 @@ def plan_writes(
     return tuple(tuple(sorted(parts)) for parts in found)
 
 
+def main_readers(wanted: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the ranks that read at least half as much of a file as any other, by file; none of an unread file.
+
+    Args:
+        wanted: bytes that each rank reads of each file.
+    """
+    most = [max(of_file) for of_file in zip(*wanted, strict=True)]
+    return [
+        [rank for rank, mine in enumerate(wanted) if 2 * mine[at] >= largest] if largest else []
+        for at, largest in enumerate(most)
+    ]
+
+
 def plan_checks(counts: Mapping[str, int], readers: Mapping[str, Sequence[int]], rank: int) -> dict[str, range]:
     """Divide the checking of files among the ranks that read them.
 

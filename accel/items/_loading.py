@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from accel.checkpoint import Held, Manifest, Saved, SkippedCheckpoints, hold_newest, plan_checks
+from accel.checkpoint import Held, Manifest, Saved, SkippedCheckpoints, hold_newest, main_readers, plan_checks
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
@@ -228,8 +228,10 @@ class _Loading:
             return ""
         saved = self._held.opened
         assert isinstance(saved, Saved)  # `compare` reported otherwise
-        shown = [wish.bytes_of_files for wish in self._wishes]
-        readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files, shown)
+        if self._ctx.comm.is_large:
+            readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files)
+        else:
+            readers = main_readers([wish.bytes_of_files for wish in self._wishes])
 
         def verify() -> str:
             try:

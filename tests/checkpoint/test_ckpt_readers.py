@@ -9,8 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 import accel
 from accel import CheckpointError
+from accel.checkpoint import main_readers
 from accel.comm import Call
-from accel.items._readers import agree_on_readers, main_readers
+from accel.items._readers import agree_on_readers
 
 
 @settings(max_examples=25)
@@ -21,7 +22,7 @@ def test_readers_are_the_same_on_both_sides_of_the_switch(ranks, size, files, da
 
     def rank(ctx):
         ctx.comm.most_gathered = 1
-        return agree_on_readers(ctx.comm, Call("dividing"), wanted[ctx.rank], [])
+        return agree_on_readers(ctx.comm, Call("dividing"), wanted[ctx.rank])
 
     assert ranks.run(rank, size) == [main_readers(wanted)] * size
     for at, readers in enumerate(main_readers(wanted)):

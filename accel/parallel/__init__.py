@@ -50,6 +50,7 @@ from accel.parallel._unwrap import (
     follow_stages as follow_stages,
     is_divided as is_divided,
     is_pipelined as is_pipelined,
+    stage_modules as stage_modules,
     unwrap_model as unwrap_model,
     wrapped_name as wrapped_name,
 )

@@ -10,6 +10,7 @@ from accel.training._clip import (
 )
 from accel.training._ema import Ema as Ema, ema_decay as ema_decay
 from accel.training._evaluating import evaluating as evaluating
+from accel.training._forward import forward as forward
 from accel.training._forward_backward import forward_backward as forward_backward
 from accel.training._fused import fused_step as fused_step
 from accel.training._prepare import (

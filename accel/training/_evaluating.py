@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.errors import ConfigError
+from accel.parallel import stage_modules
 
 
 @runtime_checkable
@@ -50,7 +51,9 @@ def evaluating(*objects: nn.Module | Optimizer) -> Generator[None]:
                 where=f"evaluating, argument {at + 1}",
             )
     models = [each for each in objects if isinstance(each, nn.Module)]
-    trained = [module for model in models for module in model.modules() if module.training]
+    # stages of a pipeline have copies of the modules around their own
+    roots = [root for model in models for root in (model, *stage_modules(model))]
+    trained = [module for root in roots for module in root.modules() if module.training]
     switched = [each for each in objects if isinstance(each, TwoModes) and _trains(each)]
     try:
         for model in models:

@@ -14,6 +14,7 @@ from torch import nn
 
 import accel
 from accel import PrepareError, StageError, StepError
+from accel.parallel import stage_modules
 from accel.testing import Simulator
 
 PARAMETERS, FIGURES = 1e-10, 1e-12
@@ -225,6 +226,56 @@ def test_models_that_are_no_chain_are_refused_on_every_rank(ranks: Simulator, ma
     for error in ranks.run(lambda ctx: caught(lambda: _forward_backward(ctx, make)), 2, default_group=True):
         assert isinstance(error, StageError)
         assert told in str(error)
+
+
+@pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
+def test_outputs_are_those_of_the_whole_model_on_every_rank(
+    ranks: Simulator, schedule: Any, per: int, micro: int
+) -> None:
+    ids, targets = batch_of(0, 6)
+
+    def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
+        model = accel.prepare_model(ctx, Words(), plan=plan)
+        before = accel.forward(ctx, model, {"ids": ids})
+        scaler = accel.loss_scale(ctx)
+        _ = accel.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1)
+        return [before, accel.forward(ctx, model, (ids[:5],), select=lambda output: output.argmax(-1))]
+
+    whole = Words()(ids).detach()
+    for before, chosen in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(before, whole, rtol=0, atol=1e-12)
+        assert torch.equal(chosen, whole[:5].argmax(-1))
+
+
+def test_a_mode_is_that_of_every_module_of_the_stages(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> list[set[bool]]:
+        plan = accel.Plan(schedule="Interleaved1F1B", stages_per_rank=2)
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2"), Words(), plan=plan)
+
+        def modes() -> set[bool]:
+            return {module.training for stage in stage_modules(model) for module in stage.modules()}
+
+        with accel.evaluating(model):
+            within = modes()
+        return [within, modes()]
+
+    assert ranks.run(rank, 2, default_group=True) == [[{False}, {True}]] * 2
+
+
+def test_outputs_without_a_pipeline_and_those_without_rows(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        model = accel.prepare_model(ctx, Words(), plan=accel.Plan(micro_batches=3))
+        ids, _ = batch_of(0, 4)
+        found = accel.forward(ctx, model, ids)
+        assert not found.requires_grad
+        return found, caught(lambda: accel.forward(ctx, model, ids, select=torch.sum))
+
+    found, error = ranks.run(rank, 1)[0]
+    torch.testing.assert_close(found, Words()(batch_of(0, 4)[0]).detach(), rtol=0, atol=1e-12)
+    assert isinstance(error, accel.ConfigError)
+    assert "a tensor of 2 rows, got shape []" in str(error)
 
 
 def test_an_error_names_stage_micro_batch_and_rank(ranks: Simulator) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from accel.comm import peer_error
-from accel.errors import AccelError, StageError
+from accel.errors import AccelError, PeerError, StageError
 from accel.parallel.pipeline._boundaries import Boundary
 from accel.parallel.pipeline._placement import Layout
 from accel.parallel.pipeline._stage_module import StageModule
@@ -31,6 +31,15 @@ class _Stage(PipelineStage):
         """Exchange gradients along data parallelism, unless they are held back."""
         if not self.holds():
             cast(Any, super()).perform_reduce_grad(grad_scale_factor)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradients for a stage on this rank; none in a run without backward, which V schedules ask too."""
+        return cast(Any, super()).get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients of a stage on this rank; nothing in a run without backward."""
+        if self.has_backward:
+            cast(Any, super()).set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are known, so nothing was run, and torch would drop gradients of earlier batches."""
@@ -61,8 +70,13 @@ class StageSchedule:
         holds: Callable[[], bool] | None,
     ) -> None:
         trains = holds is not None
+        self._trains = trains
         self._layout = layout
         self._rank = stages[0].rank
+        ranks = dist.get_process_group_ranks(group)
+        owners = layout.owners
+        around = {at for each in stages for at in (each.index - 1, each.index + 1)}
+        self._neighbours = sorted({ranks[owners[at]] for at in around if at in owners} - {self._rank})
         self._first = any(each.index == 0 for each in stages)
         self._last = any(each.is_last for each in stages)
         self._indices = torch.arange(layout.micro_batches)
@@ -99,7 +113,7 @@ class StageSchedule:
         """
         losses: list[torch.Tensor] = []
         inputs = (main,) if self._first else ()
-        target = {"target": self._indices, "losses": losses} if self._last else {}
+        target = {"target": self._indices, "losses": losses} if self._last and self._trains else {}
         try:
             self._schedule.step(*inputs, return_outputs=False, micro=self._indices, **target)
         except Exception as error:
@@ -113,7 +127,8 @@ class StageSchedule:
             if isinstance(cause, AccelError | torch.OutOfMemoryError):
                 return cause
             if (lost := peer_error(cause, "the pipeline's schedule")) is not None:
-                return lost
+                where = f"rank {self._rank}, which exchanges with rank {', '.join(map(str, self._neighbours))}"
+                return PeerError(lost.problem, expected=lost.expected, where=where, fix=lost.fix)
             cause = cause.__cause__
         return StageError(
             f"the pipeline's schedule failed: {type(error).__name__}: {str(error).strip()}",

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of two real processes: every schedule trains, and a stage that fails is told by both ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Words, by_hand, differences, train
+from processes import job, patience, run_ranks, script_ranks
+from test_pipelines import SCHEDULES
+
+import accel
+
+SCRIPT = """
+import os, time
+import torch, accel
+from torch import nn
+from pipelines import Words, batch_of, loss_sum
+
+class Failing(nn.Module):
+    def forward(self, hidden):
+        if torch.is_grad_enabled() and os.path.exists("fail"):
+            raise ValueError("no such thing")
+        return hidden
+
+torch.set_num_threads(1)
+with accel.session(device="cpu", mesh="pp=2", timeout_s=60) as ctx:
+    whole = Words()
+    whole.blocks[6] = Failing()
+    model = accel.prepare_model(ctx, whole, plan=accel.Plan(micro_batches=4))
+    ids, targets = batch_of(0, 8)
+    scaler = accel.loss_scale(ctx)
+    for step in range(4):
+        if step == 2 and ctx.rank == 1:
+            open("fail", "w").close()
+        try:
+            _ = accel.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=20)
+        except accel.AccelError as error:
+            print("told:", step, type(error).__name__, str(error).replace(chr(10), " "), flush=True)
+            os._exit(3)
+"""
+
+
+def _trains(rank: int, environs: list[dict[str, str]]) -> None:
+    torch.set_num_threads(1)
+    with accel.session(environs[rank], device="cpu") as ctx:
+        for tied in (False, True):
+            expected = by_hand(lambda tied=tied: Words(tied=tied))
+            for schedule, per, micro in SCHEDULES:
+                plan = accel.Plan(schedule=_schedule(schedule), stages_per_rank=per, micro_batches=micro)
+                found = train(ctx, lambda tied=tied: Words(tied=tied), plan, mesh="pp=2")
+                names = found.parameters.keys()
+                own = expected._replace(parameters={name: expected.parameters[name] for name in names})
+                parameters, figures = differences([found], own)
+                assert parameters < 1e-10
+                assert figures < 1e-12
+
+
+def _schedule(name: str) -> Any:
+    return name
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_schedule_trains_in_two_processes() -> None:
+    run_ranks(_trains, job(2))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_stage_that_fails_ends_both_ranks_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "fails.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})" + SCRIPT)
+    began = time.monotonic()
+    with script_ranks(script, job(2), folder=tmp_path) as ranks:
+        assert [rank.wait(60) for rank in ranks] == [3, 3], [rank.said() for rank in ranks]
+        first, second = (rank.said() for rank in ranks)
+    assert time.monotonic() - began < patience(40)
+    assert "told: 2 StageError a pipeline stage failed: ValueError: no such thing" in second
+    assert "stage 1 of 2, micro-batch 1 of 4, rank 1" in second
+    assert "told: 2 PeerError" in first
+    assert "which exchanges with rank 1" in first

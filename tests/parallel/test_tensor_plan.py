@@ -112,8 +112,13 @@ def test_a_module_with_parameters_that_see_the_whole_input_is_not_fused() -> Non
 
 
 def test_styles_that_are_unknown_here_are_named() -> None:
-    with pytest.raises(PrepareError, match=r"inner\.blocks\.\*\.mlp: moe_tp_experts; inner\.head: odd"):
-        accel.tensor_plan(Declared({"inner.blocks.*.mlp": "moe_tp_experts", "inner.head": "odd"}))
+    with pytest.raises(PrepareError, match=r"inner\.blocks\.\*\.mlp: strange; inner\.head: odd"):
+        accel.tensor_plan(Declared({"inner.blocks.*.mlp": "strange", "inner.head": "odd"}))
+
+
+def test_experts_and_their_parameters_are_left_out() -> None:
+    declared = {"inner.blocks.*.mlp": "moe_tp_experts", "inner.blocks.*.mlp.up": "packed_colwise"}
+    assert accel.tensor_plan(Declared(declared | {"inner.head": "colwise"})) == {"inner.head": "colwise"}
 
 
 def test_patterns_match_one_component_for_a_star() -> None:

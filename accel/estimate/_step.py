@@ -111,10 +111,8 @@ def wire_bytes(step: Step, plan: Plan) -> tuple[int, int]:
 
 
 def keeps_blocks(plan: Plan, axes: Axes) -> bool:
-    """Return whether blocks stay gathered from forward to backward; those of a pipeline do unless a plan says else."""
-    if plan.reshard_after_forward is None:
-        return axes.pp > 1
-    return plan.reshard_after_forward is False
+    """Return whether blocks stay gathered from forward to backward; those of a pipeline do for the whole step."""
+    return axes.pp > 1 or plan.reshard_after_forward is False
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:

@@ -93,8 +93,8 @@ def _of_parameters(held: Held, axes: Axes, step: Step, plan: Plan, copies: Copie
     root = 1 if held.root.tensors else 0
     if copies.shards > 1:
         again = 0 if keeps_blocks(plan, axes) else 1
-        rounds = 1 if axes.pp > 1 and not again else batches
-        roots = root * (1 + (plan.reshard_after_forward is True)) * rounds
+        rounds = 1 if axes.pp > 1 else batches
+        roots = root * (1 + (plan.reshard_after_forward is True and axes.pp == 1)) * rounds
         blocks = layers * (1 + again) * rounds
         size = copies.shards * (held.root.shards * roots + held.block.shards * blocks)
         yield _message(copies.shard_axes, copies.shards, "all-gather", roots + blocks, size * gathered)

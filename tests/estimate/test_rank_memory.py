@@ -105,8 +105,6 @@ def trained(
         if step.recompute:
             accel.checkpoint_activations(model)
         model = accel.prepare_model(ctx, model, plan=plan)
-        if plan.reshard_after_forward is not None:
-            model.set_reshard_after_forward(plan.reshard_after_forward)
         known = [local_part(each) for each in model.parameters()]
         with fake, Counted(axes) as counted, Live([*known, *model.buffers()]) as live:
             train(model, axes, step, live, counted)

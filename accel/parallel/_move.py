@@ -12,8 +12,11 @@ from torch import nn
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Move a model's parameters and buffers in place.
 
-    To XLA `Module.to` would put new parameters into the model, and leave the optimizer with those on the CPU.
+    To XLA `Module.to` would put new parameters into the model, and leave the optimizer with those on the CPU. DTensors
+    would lose their attributes by it, even where they do not move.
     """
+    if all(each.device == device for each in (*model.parameters(), *model.buffers())):
+        return
     if device.type != "xla":
         model.to(device)
         return

@@ -24,7 +24,7 @@ from accel.parallel.pipeline._stage_plan import Stages, check_stages, stage_plan
 from accel.parallel.pipeline._ties import open_ties, stage_of, tied_names
 from accel.topology import Dimension, dimension_of
 
-_BESIDE: tuple[Dimension, ...] = ("pipeline", "data", "replicate", "shard", "context", "expert")
+_BESIDE: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "data", "replicate", "shard")
 _WHERE = "prepare_model, plan=, stages"
 
 
@@ -56,7 +56,7 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
     if beside:
         raise PrepareError(
             "stages cannot be divided along these axes",
-            expected="axes for replicas and shards beside pp",
+            expected="axes for replicas, shards, experts and tensor parallelism beside pp",
             got=", ".join(f"{name}={ctx.axis(name).size}" for name in beside),
             where="prepare_model, ctx.mesh",
             fix="Leave them out of the mesh, or leave pp out.",

@@ -40,10 +40,10 @@ def _styles_in(module: nn.Module) -> Iterator[tuple[str, TensorStyle]]:
     elif isinstance(module, nn.Sequential) and _has_forward_of(module, nn.Sequential):
         yield from _pairs(module)
     elif type(module).__name__ == "GPT2Attention" and _are_transposed(module, "c_attn", "c_proj"):
-        packs = module.get_parameter("c_attn.weight").shape[1] // module.get_parameter("c_attn.weight").shape[0]
-        yield "c_attn", "packed_colwise_3" if packs == 3 else "packed_colwise_2"
+        crosses = "q_attn" in dict(module.named_children())
+        yield "c_attn", "packed_colwise_2" if crosses else "packed_colwise_3"
         yield "c_proj", "rowwise"
-        if packs == 2:
+        if crosses:
             yield "q_attn", "colwise"
     elif type(module).__name__ == "GPT2MLP" and _are_transposed(module, "c_fc", "c_proj"):
         yield "c_fc", "colwise"

@@ -34,19 +34,25 @@ _FAST_PATHS: Mapping[type[nn.Module], Mapping[str, int]] = {
 }
 
 
-def rules_of(model: nn.Module, plan: Mapping[str, TensorStyle], size: int) -> dict[str, Rule]:
+def rules_of(
+    model: nn.Module, plan: Mapping[str, TensorStyle], size: int, *, is_stage: bool = False
+) -> dict[str, Rule]:
     """Return the rule of each module that has parameters or that the plan names, by path.
 
     Args:
         model: without wrappers.
         plan: styles by pattern.
         size: number of ranks along tp, more than one.
+        is_stage: whether modules without parameters are those of other pipeline stages, which get no rule.
 
     Raises:
         PrepareError: a pattern that matches nothing, a module that two match, an unknown style, or a module that cannot
             be divided among so many ranks; all of them in one error.
     """
     styles, problems = match(plan, [path for path, _ in _modules(model)])
+    if is_stage:
+        full = (path for path in styles if any(True for _ in model.get_submodule(path).parameters()))
+        styles = {path: styles[path] for path in full}
     styles = with_lora(model, {**_attention_outputs(model, styles), **styles}, problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: "replicated" for path, module in _modules(model) if _holds(module)}, **known}

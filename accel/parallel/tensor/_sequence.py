@@ -109,4 +109,4 @@ def _is_norm(module: nn.Module) -> bool:
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
     own = [each.ndim for each in module.parameters()]
-    return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and own in ([1], [1, 1])
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and own in ([], [1], [1, 1])  # none in other stages

@@ -83,7 +83,8 @@ def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
 
 def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions) -> nn.Module:
     inner = unwrap_model(model)
-    rules = rules_of(inner, _styles(inner, options), _size(ctx))
+    is_stage = ctx.axis("pp").size > 1
+    rules = rules_of(inner, _styles(inner, options), _size(ctx), is_stage=is_stage)
     compare_models(ctx, options, dict(inner.named_parameters()))
     mesh = _mesh(ctx)
     stage = stage_comm(ctx)
@@ -98,9 +99,12 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions) -> nn.Mo
                 replace_parameter(f"{path}.{name}" if path else name, whole, made[id(whole)])
             module.register_parameter(name, made[id(whole)])
         _install(module, rule, mesh)
-    inner.to(ctx.device)  # what has buffers alone
-    for each in inner.buffers():
-        broadcast_flat(stage, each.detach(), source=0)
+    for module in inner.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            values = buffer.detach().to(ctx.device)
+            broadcast_flat(stage, values, source=0)
+            if values.device != buffer.device:
+                setattr(module, name, values)
     label_parameters(inner)
     return model
 

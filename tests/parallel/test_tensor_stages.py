@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline stages whose layers ranks along tp share train as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipelines import batch_of, by_hand, differences, train
+from tensor_models import made, plans
+
+import accel
+
+ENDS: Any = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
+MESHES = [
+    ("pp=2,tp=2", "ddp", "copies", "1F1B", 1),
+    ("pp=2,tp=2", "ddp", "sequence", "1F1B", 1),
+    ("pp=2,tp=2", "ddp", "copies", "GPipe", 1),
+    ("pp=2,dp=2,tp=2", "fsdp", "copies", "1F1B", 1),
+]
+
+
+def _make() -> torch.nn.Module:
+    """A model without buffers, which would be broadcast between the micro-batches of a schedule."""
+    model = made(heads_of_keys=2, tied=True)
+    del model.scale
+    model.scale = 1.0
+    return model
+
+
+def _even(step: int, rows: int) -> list[torch.Tensor]:
+    """Batches of a number of tokens that two ranks can share."""
+    return [each[:, :4] for each in batch_of(step, rows)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "name", "schedule", "per"),
+    [pytest.param(*each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(MESHES)],
+)
+def test_stages_share_their_layers(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, mesh: str, strategy: Any, name: str, schedule: Any, per: int
+) -> None:
+    monkeypatch.setattr("pipelines.batch_of", _even)
+    tensor = plans(fused=False)[name] | ENDS
+    plan = accel.Plan(tensor=tensor, schedule=schedule, stages_per_rank=per, micro_batches=4)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, strategy=strategy)
+        return train(ctx, _make, plan, mesh=mesh, accumulation=2)
+
+    found = ranks.run(rank, 8 if "dp" in mesh else 4, default_group=True)
+    expected = by_hand(_make, accumulation=2)
+    if "dp" in mesh:
+        expected = expected._replace(figures=expected.figures[2::3])
+    parameters, figures = differences(found, expected)
+    assert parameters < 1e-10
+    assert figures < 1e-10

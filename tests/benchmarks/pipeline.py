@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a pipelined training step against torch's schedule, written by hand.
+
+    accel launch --nproc-per-node 2 --mesh pp=2 tests/benchmarks/pipeline.py
+
+Both train the same blocks on the same batches, in turns within one run. Printed is the median time of a step, and the
+median over rounds of the ratio to the hand-written loop timed in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import accel
+
+Loop = Callable[[int], None]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+
+def make_blocks(width: int, depth: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth)))
+
+
+def loss_sum(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output - targets).square().sum()
+
+
+def by_hand(ctx: accel.DistContext, width: int, depth: int, micro: int, rows: int) -> Loop:
+    half = depth // 2
+    blocks = make_blocks(width, depth)
+    own = blocks[:half] if ctx.rank == 0 else blocks[half:]
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4)
+    stage = PipelineStage(own, ctx.rank, 2, ctx.device, group=accel.group_of(ctx, "pp"))
+    schedule = Schedule1F1B(stage, n_microbatches=micro, loss_fn=loss_sum, scale_grads=False)
+    inputs, targets = make_batch(width, rows)
+
+    def loop(count: int) -> None:
+        for _ in range(count):
+            losses: list[torch.Tensor] = []
+            if ctx.rank == 0:
+                schedule.step(inputs)
+            else:
+                schedule.step(target=targets, losses=losses)
+            grads = [each.grad for each in own.parameters() if each.grad is not None]
+            torch._foreach_mul_(grads, 1 / targets.numel())
+            power = torch.nn.utils.get_total_norm(grads).square().reshape(1)
+            torch.distributed.all_reduce(power, group=accel.group_of(ctx, "pp"))
+            assert power.isfinite()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def ours(ctx: accel.DistContext, width: int, depth: int, micro: int, rows: int) -> Loop:
+    blocks = make_blocks(width, depth)
+    plan = accel.Plan(micro_batches=micro)
+    model, optimizer = accel.prepare(ctx, blocks, torch.optim.AdamW(blocks.parameters(), lr=1e-4), plan=plan)
+    inputs, targets = make_batch(width, rows)
+
+    def loop(count: int) -> None:
+        scaler = accel.loss_scale(ctx)
+        for _ in range(count):
+            accum = accel.Accumulation().next()
+            weight = targets.numel()
+            _, accum = accel.forward_backward(
+                ctx, model, scaler, accum, inputs, targets=targets, loss_fn=loss_sum, weight=weight
+            )
+            _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
+
+    return loop
+
+
+def make_batch(width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, rows, 32, width, generator=generator)
+    return inputs, targets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, default in (("width", 128), ("depth", 8), ("micro", 8), ("rows", 32), ("rounds", 15), ("steps", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with accel.session(device="cpu") as ctx:
+        sizes = (options.width, options.depth, options.micro, options.rows)
+        loops = {"torch, by hand": by_hand(ctx, *sizes), "accel": ours(ctx, *sizes)}
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for loop in loops.values():
+            loop(2)
+        for _ in range(options.rounds):
+            for name, loop in loops.items():
+                accel.wait_for_everyone(ctx)
+                began = time.perf_counter()
+                loop(options.steps)
+                times[name].append((time.perf_counter() - began) / options.steps)
+        ratio = statistics.median(a / b for a, b in zip(times["accel"], times["torch, by hand"], strict=True))
+        for name, found in times.items():
+            accel.print(ctx, f"{name:16s} {statistics.median(found) * 1e3:8.2f} ms a step")
+        accel.print(ctx, f"accel / by hand  {ratio:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -121,7 +121,7 @@ def test_an_average_is_one_message_for_each_dtype(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, dtypes: int
 ) -> None:
     said: list[str] = []
-    originals = {name: getattr(calls, name) for name in ("start_all_reduce", "_start")}
+    originals = {name: getattr(calls, name) for name in ("start_all_reduce", "start_transfer")}
 
     def counting(name: str) -> Any:
         def count(*args: Any) -> Any:
@@ -146,7 +146,7 @@ def test_an_average_is_one_message_for_each_dtype(
     ranks.run(rank, 2)
     # Two ranks; two averages, each of a small checked message and what is too large for it; and the barrier.
     assert said.count("start_all_reduce") == 2 * 2 * dtypes
-    assert said.count("_start") <= 2 * (1 + 2 * (1 + dtypes))
+    assert said.count("start_transfer") <= 2 * (1 + 2 * (1 + dtypes))
 
 
 def test_a_rank_that_fails_says_nothing_to_the_others(ranks: Simulator) -> None:

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 import accel
 from accel import ConfigError, NonFiniteError
 from accel.formats import StrategyName
-from accel.parallel._composition import _DATA_PARALLEL
 from accel.parallel._engines import ENGINES, engine_of
+from accel.topology import STRATEGY_DIMENSION
 
 ROWS = torch.linspace(-1, 1, 22, dtype=torch.float64).view(11, 2)
 
@@ -173,7 +173,7 @@ def _own_names() -> Iterator[str]:
 
 
 def test_every_strategy_is_a_dimensions_or_an_engines_and_engines_exist():
-    assert {*_own_names(), *_DATA_PARALLEL} == set(get_args(StrategyName))
+    assert {*_own_names(), *STRATEGY_DIMENSION} == set(get_args(StrategyName))
     for name in _own_names():
         assert importlib.util.find_spec(ENGINES[name][0]) is not None
 

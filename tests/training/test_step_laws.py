@@ -218,7 +218,7 @@ def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, s
 def test_so_it_is_where_numbers_stay_on_the_device(ranks: Simulator, case: Case) -> None:
     """The way of accelerators, where norms and weights are tensors that are not read."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_step_effects", "_clip"):
+        for module in ("_pipeline_norm", "_clip"):
             patch.setattr(f"accel.training.{module}.total_norm", _on_device(total_norm))
         for module in ("_step", "_clip"):
             patch.setattr(f"accel.training.{module}.total_weight", _on_device(_window.total_weight))

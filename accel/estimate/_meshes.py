@@ -61,11 +61,9 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
     if stages > model.layers:
         expected = f"{model.layers} stages at most, one for each layer"
         return ConfigError("a stage would have no layer", expected=expected, got=f"pp={axes.pp}, {stages} stages")
-    if axes.tp > 1 and model.experts and plan.tensor == "model":
-        expected = "a mesh without tp, or styles of one's own"
-        return ConfigError(
-            "no tensor-parallel plan is known for mixtures of experts", expected=expected, got=f"tp={axes.tp}"
-        )
+    if axes.tp > 1 and model.experts:
+        expected = "a mesh without tp"
+        return ConfigError("estimates of mixtures of experts do not know tp", expected=expected, got=f"tp={axes.tp}")
     if axes.ep > 1 and not model.experts:
         return ConfigError("the model has no experts", expected="a mesh without ep", got=f"ep={axes.ep}")
     return None

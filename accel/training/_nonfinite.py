@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
-from accel.comm import all_reduce_flat
-from accel.context import DistContext
+from accel.comm import Call, adopt, all_reduce_flat, exchange_values
+from accel.context import DistContext, group_of
 from accel.errors import NonFiniteError
 from accel.optim import Accumulation, first_nonfinite, parameters_of
 from accel.parallel import name_of
@@ -51,9 +51,12 @@ def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
     at = first_nonfinite(parameters)
     if ctx.world_size > 1 and any(is_dtensor(each.grad) for each in parameters):
         at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.comm.control), "min").item())
-    if at == len(parameters):
-        return "the norm of all gradients, each finite by itself"
-    return f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
+    own = "" if at == len(parameters) else f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
+    group = group_of(ctx, "pp")
+    if group is not None:  # stages have parameters of their own
+        told = exchange_values(adopt(group, ctx.device), Call("optimizer_step", ordered=False), own, str)
+        own = next(filter(None, told), "")
+    return own or "the norm of all gradients, each finite by itself"
 
 
 def _names(optimizers: list[Optimizer]) -> Iterator[str]:

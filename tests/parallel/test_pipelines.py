@@ -278,6 +278,23 @@ def test_outputs_without_a_pipeline_and_those_without_rows(ranks: Simulator) -> 
     assert "a tensor of 2 rows, got shape []" in str(error)
 
 
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        model: Any = Words()
+        model, optimizer = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ids, targets = batch_of(0, 4)
+        scaler = accel.loss_scale(ctx)
+        _ = accel.forward_backward(ctx, model, scaler, None, ids, targets=targets, loss_fn=loss_sum, weight=1)
+        if ctx.rank == 1:
+            model.head.weight.grad[0, 0] = torch.nan
+        return caught(lambda: accel.optimizer_step(ctx, optimizer, scaler))
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, accel.NonFiniteError)
+        assert error.where.startswith("head.weight")
+
+
 def test_an_error_names_stage_micro_batch_and_rank(ranks: Simulator) -> None:
     with pytest.raises(StageError) as told:
         ranks.run(partial(_forward_backward, make=Failing), 2, default_group=True)

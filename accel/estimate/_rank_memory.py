@@ -105,8 +105,8 @@ def memory_by_moment(model: Transformer, axes: Axes, step: Step, plan: Plan, ran
     yield at("block", earlier, waiting + again, max(2, whole), inside)
     if layers > 1:
         beside = inside + _on_its_way(held, step, plan, copies)
-        yield at("next block", earlier, waiting - entry + again, max(2, whole - 1), beside)
-    yield at("reduction", earlier, waiting - entry, max(2, whole - 1), reduced)
+        yield at("next block", earlier, waiting - entry + again, min(layers - 1, max(2, whole - 1)), beside)
+    yield at("reduction", earlier, waiting - entry, min(layers - 1, max(2, whole - 1)), reduced)
     yield at("last reduction", gradients, waiting - layers * entry, 0, reduced)
     yield at("optimizer", parameters, 0, 0 if axes.pp == 1 else whole, parameters)
 

@@ -56,7 +56,7 @@ def without_base(
     trained = {key: each for key, each in parameters.items() if each.requires_grad}
     if not trained:
         fix = "Let some parameter have requires_grad=True before the save."
-        raise ConfigError("TrainableOnly of a model of which nothing trains", where=f"item {name}", fix=fix)
+        raise ConfigError("TrainableOnly of a model without trainable parameters", where=f"item {name}", fix=fix)
     frozen = {key: each for key, each in parameters.items() if key not in trained}
     return trained, {key: digest(f"{name}.{key}", tensor) for key, tensor in frozen.items()}
 
@@ -189,7 +189,7 @@ def _joined(name: str, ranks: Sequence[Sums]) -> str:
     dtype, shape = ranks[0].facts
     if sum(box.size for box in pieces) != math.prod(shape):
         raise CheckpointError(
-            "a sharded frozen parameter of which ranks do not hold all",
+            "a sharded frozen parameter whose shards lie on other ranks too",
             where=name,
             fix="Shard it over a mesh of ranks of this context only.",
         )

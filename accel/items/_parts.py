@@ -34,7 +34,7 @@ def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str,
     for name in sorted(set[str]().union(*ranks)):
         if missing := [rank for rank, own in enumerate(ranks) if name not in own]:
             raise CheckpointError(
-                "an item of which some ranks have a part and others have not",
+                "an item that is a part on some ranks and whole on others",
                 expected="a Part, or a ZeroRedundancyOptimizer, on every rank",
                 got=f"none on rank {', '.join(map(str, missing))}",
                 where=name,
@@ -55,7 +55,7 @@ def check_taken(left: Sequence[Set[str]]) -> None:
     """
     if lost := sorted(name for name in left[0] if all(name in other for other in left)):
         raise CheckpointError(
-            "in the checkpoint, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
+            "stored, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
             fix="Build the parts so that together they are the whole, or pass strict=False.",
         )
 

@@ -86,7 +86,7 @@ def _checked(found: object, kind: type[T], caller: str) -> dict[str, T]:
 
 def _refusal(caller: str, got: str) -> ConfigError:
     return ConfigError(
-        "a transform that returns something else than it may",
+        "a transform with an invalid result",
         expected="some of what it was given, by names that begin with an item's",
         got=got,
         where=f"{caller}, transform=",

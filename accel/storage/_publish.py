@@ -98,7 +98,7 @@ def _make_way(stage: Path, index: Index | None, names: Set[str]) -> set[str]:
             os.link(folder / name, folder / other, follow_symlinks=False)
         except OSError as error:
             raise CheckpointError(
-                f"weights cannot be replaced here, for want of hard links: {error.strerror}",
+                f"weights cannot be replaced without hard links: {error.strerror}",
                 where=str(folder / name),
                 fix="Save into another folder, or delete the old weights first.",
             ) from error

@@ -82,7 +82,7 @@ def test_records_values_and_averages_hold_dtensors(ranks: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("case", ["sum", "part", "torn"])
 def test_what_is_not_whole_is_refused_on_all_ranks(ranks: Any, case: str, tmp_path: Path) -> None:
-    words = {"sum": "awaits a sum over ranks", "part": "do not cover its 8 once each", "torn": "does not lie as"}
+    words = {"sum": "awaits a sum over ranks", "part": "do not cover its 8 once each", "torn": "fit its placements"}
 
     def body(ctx: accel.DistContext) -> str:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -92,6 +92,7 @@ def _half(ctx: accel.DistContext, model: nn.Module, *, autocast: bool) -> Any:
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_precision_that_no_forward_computes_in_is_refused(compiles):
+    torch.compiler.reset()  # code that an earlier test let run uncompiled stays so
     for ctx in _sessions(HALF):
         model = accel.prepare_model(ctx, _model())
         if compiles:

@@ -126,11 +126,11 @@ class _PickleReader:
     def _call(self) -> None:
         made, args = self._last(2)
         if not isinstance(made, Described) or made.args is not None or not isinstance(args, tuple):
-            raise ValueError("a call of what is no class")
+            raise ValueError("a call of something other than a class")
         self.stack.append(Described(made.name, cast("tuple[Any, ...]", args)))
 
     def _build(self) -> None:
         (state,) = self._last(1)
         if not isinstance(self.stack[-1], Described):
-            raise ValueError("a state for what is no object")
+            raise ValueError("a state without an object")
         self.stack[-1].state = state

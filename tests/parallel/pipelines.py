@@ -15,12 +15,17 @@ WIDTH, WORDS = 8, 11
 
 
 class Block(nn.Module):
+    """A block with a buffer that its backward needs."""
+
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + torch.tanh(self.linear(self.norm(hidden)))
+        return hidden + torch.tanh(self.linear(self.norm(hidden))) * self.scale
 
 
 class Words(nn.Module):

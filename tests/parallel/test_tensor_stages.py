@@ -22,11 +22,7 @@ MESHES = [
 
 
 def _make() -> torch.nn.Module:
-    """A model without buffers, which would be broadcast between the micro-batches of a schedule."""
-    model = made(heads_of_keys=2, tied=True)
-    del model.scale
-    model.scale = 1.0
-    return model
+    return made(heads_of_keys=2, tied=True)
 
 
 def _even(step: int, rows: int) -> list[torch.Tensor]:

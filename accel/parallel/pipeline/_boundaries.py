@@ -174,6 +174,8 @@ def working(stages: Sequence[StageModule], work: Any) -> Generator[None]:
     """Give stages their work for the time of a block."""
     for each in stages:
         each.work = work
+        if each.before_batch is not None:
+            each.before_batch()
     try:
         yield
     finally:

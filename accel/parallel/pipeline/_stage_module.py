@@ -46,9 +46,11 @@ class StageModule(nn.Module):
         rank: of the context, for errors.
         own: paths of the stage's modules.
         work: the current computation; None between calls.
+        before_batch: run once before the micro-batches of a batch; None for nothing.
     """
 
     work: Work | None = None
+    before_batch: Callable[[], None] | None = None
 
     def __init__(self, module: nn.Module, index: int, count: int, rank: int, own: Sequence[str]) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import filterfalse
 from typing import Any, cast
@@ -62,9 +63,16 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
 
 
 def follow_first(stage: Comm, model: nn.Module) -> None:
-    """Replace buffers by those of the stage's first rank before each forward, as DDP does."""
+    """Replace buffers by those of the stage's first rank before each forward, as DDP does.
 
-    def follow(module: nn.Module, _inputs: Any) -> None:
+    For a stage of a pipeline, before each batch: the backward of one micro-batch may need what the forward of the next
+    would replace.
+    """
+
+    def follow(module: nn.Module, _inputs: Any = None) -> None:
         follow_first_(stage, filterfalse(is_dtensor, module.buffers()))
 
+    if hasattr(model, "before_batch"):
+        cast(Any, model).before_batch = functools.partial(follow, model)
+        return
     _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accel.errors import ConfigError
+
 Documents = tuple[Tensor, Tensor]
 
 
@@ -27,14 +29,32 @@ def attend(
     """
     k = repeated(k, q.shape[1])
     v = repeated(v, q.shape[1])
-    mask: Tensor | None = None
     if documents is not None:
         mask = document_mask(*documents, causal=causal)
-    elif causal:
-        from torch.nn.attention import bias  # its import loads torch.compile and writes to the environment
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if not causal or q.shape[2] == k.shape[2]:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=_lower_right(q, k), scale=scale)
 
-        mask = cast(Any, bias).causal_lower_right(q.shape[2], k.shape[2])
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+def _lower_right(q: Tensor, k: Tensor) -> Tensor:
+    """Return torch's sign for the mask of the last queries, which needs no memory.
+
+    Raises:
+        ConfigError: torch cannot make it, where `checkpoint_activations` keeps the outputs of operators.
+    """
+    from torch.nn.attention import bias  # its import loads torch.compile and writes to the environment
+
+    try:
+        return cast(Any, bias).causal_lower_right(q.shape[2], k.shape[2])
+    except RuntimeError as error:
+        raise ConfigError(
+            "keys that are gathered from other ranks cannot be masked where outputs of operators are kept",
+            expected="checkpoint_activations(model) without keep=, or the method 'heads'",
+            got=str(error),
+            where="context_attention",
+            fix="Leave keep= out, or take Plan(context='heads').",
+        ) from error
 
 
 def document_mask(of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> Tensor:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recomputed activations, compiled blocks and the loss scale of fp16 on every axis of a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from language_models import STYLES, Block, make_objects, rows
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import accel
+from accel import Axes
+from accel.testing import Simulator
+
+MESHES = [
+    (Axes(dp=2), "ddp"),
+    (Axes(dp=2), "fsdp"),
+    (Axes(tp=2), "ddp"),
+    (Axes(cp=2), "ddp"),
+    (Axes(pp=2), "ddp"),
+    (Axes(pp=2, tp=2), "ddp"),
+    (Axes(dp=2, tp=2), "fsdp"),
+    (Axes(cp=2, tp=2), "ddp"),
+]
+ON_EACH = pytest.mark.parametrize(("axes", "strategy"), MESHES, ids=str)
+
+
+def _train(ctx: accel.DistContext, how: str) -> list[tuple[bool, float]]:
+    """Whether each step was taken, and the norm of its gradients."""
+    model, optimizer = make_objects(ctx)
+    if "recompute" in how:
+        accel.checkpoint_activations(model, Block, keep="products" if "products" in how else ())
+    if "compile" in how:
+        accel.compile_model(model, Block, backend="aot_eager")
+    if "fp16" in how:
+        model.float()
+    loader = accel.prepare_loader(ctx, DataLoader(rows(), batch_size=4), global_batch=4)
+    plan = accel.Plan(tensor=STYLES, context="heads")
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
+    state = accel.train_state(ctx)
+    if "fp16" in how:
+        state = msgspec.structs.replace(state, scaler=accel.loss_scale(ctx, initial=256.0))
+    dtype = torch.float32 if "fp16" in how else torch.float64
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return accel.vocab_cross_entropy(ctx, logits.flatten(0, 1).to(dtype), targets.flatten())
+
+    steps: list[tuple[bool, float]] = []
+    for batch in accel.batches(ctx, loader, state):
+        state = state.next(batch)
+        labels = batch.data.clone()
+        labels[int(batch.valid) :] = -100  # stand-ins
+        part = accel.split_sequence(ctx, {"ids": batch.data, "labels": labels})
+        wanted = part.pop("labels")
+        weight = (wanted != -100).sum()
+        _, state = accel.forward_backward(ctx, model, state, part, targets=wanted, loss_fn=loss_of, weight=weight)
+        state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
+        steps.append((state.stepped, 0.0 if state.grad_norm is None else float(state.grad_norm)))
+    return steps
+
+
+def _check(ranks: Simulator, axes: Axes, strategy: Any, how: str, *, rel: float, precision: Any = None) -> None:
+    def rank(ctx: accel.DistContext, mesh: str, **settings: Any) -> Any:
+        return _train(accel.replace(ctx, mesh=mesh, precision=precision, **settings), how)
+
+    expected = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)[0]
+    found = ranks.run(
+        lambda ctx: rank(ctx, str(axes), strategy=strategy), axes.world_size, default_group=True, timeout_s=300
+    )
+    for steps in found:
+        assert [stepped for stepped, _ in steps] == [stepped for stepped, _ in expected]
+        assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in expected], rel=rel)
+
+
+def test_recomputed_stages_are_those_of_one_process(ranks: Simulator) -> None:
+    _check(ranks, Axes(pp=2), "ddp", "recompute", rel=1e-12)
+
+
+@pytest.mark.slow
+@ON_EACH
+@pytest.mark.parametrize("how", ["recompute", "recompute products"])
+def test_recomputed_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes, strategy: str, how: str) -> None:
+    _check(ranks, axes, strategy, how, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch makes an autograd function while it traces one, and warns of it
+@pytest.mark.parametrize(
+    ("axes", "strategy", "how"),
+    [*((*mesh, "compile") for mesh in MESHES[1:5]), (Axes(dp=2), "fsdp", "recompute compile")],
+    ids=str,
+)
+def test_compiled_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes, strategy: str, how: str) -> None:
+    torch.compiler.reset()
+    _check(ranks, axes, strategy, how, rel=1e-12)
+
+
+@pytest.mark.slow
+@ON_EACH
+def test_a_loss_scale_of_fp16_takes_the_steps_of_one_process(ranks: Simulator, axes: Axes, strategy: str) -> None:
+    _check(ranks, axes, strategy, "fp16", rel=2e-2, precision="fp16")
+
+
+def test_gathered_keys_are_refused_where_outputs_are_kept(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model, _ = make_objects(ctx)
+        accel.checkpoint_activations(model, Block, keep="products")
+        part = accel.split_sequence(ctx, {"ids": rows(2)}, shift=())
+        with pytest.raises(accel.ConfigError, match="cannot be masked where outputs of operators are kept") as caught:
+            model(part["ids"], part["position_ids"])
+        return caught.value.fix
+
+    assert all("context='heads'" in fix for fix in ranks.run(rank, 2, default_group=True))

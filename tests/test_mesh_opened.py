@@ -178,8 +178,8 @@ def train(ctx):
     names = ctx.mesh.mesh_dim_names if ctx.mesh is not None else ()
     if "tp" in names:
         parallelize_module(model, ctx.mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    if "fsdp" in names:
-        fully_shard(model, mesh=ctx.mesh["fsdp"])
+    if "dp" in names:
+        fully_shard(model, mesh=ctx.mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.linspace(-1, 1, 11, dtype=torch.float64).view(-1, 1)
     loader = DataLoader(rows, batch_size=4 // ctx.data_parallel[1])

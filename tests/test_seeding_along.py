@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
 import accel
@@ -40,6 +40,7 @@ def keys_of(ranks: Simulator, axes: Axes, along: Any) -> list[tuple[Key, Key]]:
 
 @settings(max_examples=25)
 @given(axes=meshes(), along=st.permutations(FACTORS).flatmap(lambda names: st.integers(0, 6).map(lambda n: names[:n])))
+@example(axes=Axes(dp_shard=2), along=["dp_replicate"])
 def test_keys_are_equal_just_where_ranks_agree_along_the_axes(ranks: Simulator, axes: Axes, along: list[str]) -> None:
     keys = [key for key, _ in keys_of(ranks, axes, along)]
     asked = {*along, *(("dp_replicate", "dp_shard") if "dp" in along else ())}

@@ -80,7 +80,7 @@ class MeshPosition:
             raise ConfigError("unknown axis of a mesh", got=repr(name), fix=did_you_mean(str(name), known))
         dimensions = [_DIMENSION_OF.get(own) for own in names]
         wanted = _DIMENSION_OF[name]
-        if wanted not in dimensions and wanted == data:
+        if wanted == data and wanted not in dimensions and "data" in dimensions:
             wanted = "data"
         if wanted in dimensions:
             return (names[dimensions.index(wanted)],)

@@ -20,6 +20,7 @@ from accel.parallel._engines import engine_of
 from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
+from accel.parallel._paths import named_modules
 from accel.parallel._refusals import check_all
 from accel.parallel._sharded import check_sharded
 from accel.parallel._spread import Spread, SpreadOptions
@@ -151,7 +152,7 @@ def _check_spread(
 
 def _check_bare(model: nn.Module) -> None:
     """Raise for a model with a module inside whose gradients another wrapper exchanges already."""
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+    for name, module in named_modules(model):
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if kinds & _WRAPPERS:
             raise PrepareError(

@@ -12,7 +12,8 @@ from torch import nn
 
 import accel
 from accel.errors import PrepareError
-from accel.parallel.experts._plan import expert_plan, matching, resolve_experts
+from accel.parallel._paths import matching, named_modules
+from accel.parallel.experts._plan import expert_plan, resolve_experts
 from accel.testing import simulate
 
 
@@ -38,9 +39,12 @@ BOTH = model_of(Stacked(), Stacked())
 
 
 def test_a_star_stands_for_one_component():
-    assert matching(BOTH, "layers.*.experts") == ["layers.0.experts", "layers.1.experts"]
-    assert matching(BOTH, "layers.1.*") == ["layers.1.router", "layers.1.experts"]
-    assert matching(BOTH, "*.experts") == matching(BOTH, "layers.0.expert") == matching(BOTH, "layersX0Xexperts") == []
+    paths = [path for path, _ in named_modules(BOTH)]
+    assert matching(paths, "layers.*.experts") == ["layers.0.experts", "layers.1.experts"]
+    assert matching(paths, "layers.1.*") == ["layers.1.router", "layers.1.experts"]
+    assert (
+        matching(paths, "*.experts") == matching(paths, "layers.0.expert") == matching(paths, "layersX0Xexperts") == []
+    )
 
 
 def test_styles_are_resolved_by_path():

@@ -8,9 +8,9 @@ models hand on to their attention, so models and threads with other contexts do 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from accel.comm import gathered
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, MissingExtraError, PrepareError
+from accel.parallel._paths import named_modules
 from accel.parallel.context._attention import context_attention
 from accel.parallel.context._gather import sorted_positions
 from accel.parallel.context._zigzag import places
@@ -45,7 +46,7 @@ class ContextCall(NamedTuple):
 def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the models of transformers in a module, with their paths; of nested ones the outermost."""
     found: list[str] = []
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+    for name, module in named_modules(model):
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
         if not inside and any(_is_pretrained(kind) for kind in type(module).__mro__):
             found.append(name)

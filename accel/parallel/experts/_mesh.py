@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from accel.comm import grid_mesh
 from accel.context import DistContext
+from accel.parallel._paths import named_modules
 from accel.tensors import is_dtensor
 from accel.topology import rank_rows
 
@@ -65,6 +66,6 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
 
 def expert_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules whose parameters are spread along `ep`, inner ones first. No communication."""
-    named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    named = named_modules(model)
     found = [name for name, module in named if any(map(is_expert_parameter, module.parameters(recurse=False)))]
     return tuple(reversed(found))

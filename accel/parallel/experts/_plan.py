@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Literal, cast, get_args
 
 from torch import nn
 
 from accel.errors import PrepareError, did_you_mean
+from accel.parallel._paths import matching, named_modules
 from accel.tensors import is_dtensor
 
 ExpertStyle = Literal["dispatch", "local"]
@@ -33,13 +33,13 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
         {}
     """
     found: dict[str, str] = {}
-    for holder, module in _named_modules(model):
+    for holder, module in named_modules(model):
         listed = getattr(module, "ep_plan", None)
         if not isinstance(listed, Mapping):
             continue
         for pattern, style in cast("Mapping[str, object]", listed).items():
             if style == _OF_TRANSFORMERS:
-                paths = matching(model, _joined(holder, pattern))
+                paths = matching(_paths(model), _joined(holder, pattern))
                 found.update(dict.fromkeys(paths, "dispatch"))
     return found
 
@@ -79,16 +79,10 @@ def held_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"]
     return {path: style for path, style in styles.items() if any(True for _ in model.get_submodule(path).parameters())}
 
 
-def matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the paths of the modules that a pattern matches, in which `*` stands for one component."""
-    expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
-    return [path for path, _ in _named_modules(model) if expression.fullmatch(path)]
-
-
 def _styles(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
     if experts == "model":
         return expert_plan(model)
-    return {path: style for pattern, style in experts.items() for path in matching(model, pattern)}
+    return {path: style for pattern, style in experts.items() for path in matching(_paths(model), pattern)}
 
 
 def _refused(ranks: int, got: str, *, fix: str = "") -> PrepareError:
@@ -106,9 +100,9 @@ def _pattern_problems(model: nn.Module, experts: Mapping[str, str]) -> Iterator[
     for pattern, style in experts.items():
         if style not in STYLES:
             yield f"{pattern}: style {style!r}, which is none of {', '.join(STYLES)}"
-        paths = matching(model, pattern)
+        paths = matching(_paths(model), pattern)
         if not paths:
-            near = did_you_mean(pattern, [_pattern(path) for path, _ in _named_modules(model) if path])
+            near = did_you_mean(pattern, [_pattern(path) for path, _ in named_modules(model) if path])
             yield f"{pattern}: matches no module. {near}".strip()
         for path in paths:
             if path in seen:
@@ -140,7 +134,7 @@ def _module_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
 
 def _suggestion(model: nn.Module) -> str:
     """Return the line to write for the modules that look like stacked experts."""
-    paths = [path for path, module in _named_modules(model) if path and _looks_stacked(module)]
+    paths = [path for path, module in named_modules(model) if path and _looks_stacked(module)]
     patterns = list(dict.fromkeys(map(_pattern, paths)))
     if not patterns:
         return "Leave ep out of the mesh: the model has no module with stacked experts."
@@ -153,13 +147,13 @@ def _looks_stacked(module: nn.Module) -> bool:
     return len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1
 
 
+def _paths(model: nn.Module) -> list[str]:
+    return [path for path, _ in named_modules(model)]
+
+
 def _pattern(path: str) -> str:
     """Return a path with `*` for its numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
-
-
-def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
 
 
 def _joined(holder: str, pattern: str) -> str:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from accel.errors import ConfigError, PrepareError, did_you_mean
+from accel.parallel._paths import named_modules
 from accel.parallel.pipeline._chain import Chain, find_chain
 
 Stages = tuple[tuple[str, ...], ...]
@@ -111,8 +111,7 @@ def check_stages(model: nn.Module, stages: Sequence[Sequence[str]], where: str) 
             in no stage. All of them are listed.
     """
     problems: list[str] = []
-    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
-    known = [name for name, _ in modules if name]
+    known = [name for name, _ in named_modules(model, every_path=True) if name]
     owner: dict[str, int] = {}
     for at, stage in enumerate(stages):
         if not stage:

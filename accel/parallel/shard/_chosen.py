@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, cast
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import nn
 
 from accel.errors import PrepareError, did_you_mean
+from accel.parallel._paths import matching, named_modules
 
 Fits = Callable[[nn.Module], str]  # the reason that keeps a module from being a unit; empty if there is none
 
@@ -27,7 +27,7 @@ def modules_named(model: nn.Module, wanted: Sequence[str], *, where: str) -> dic
     """
     hits = {entry: _matches(model, entry) for entry in wanted}
     if strangers := [entry for entry, found in hits.items() if not found]:
-        named = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
+        named = dict(named_modules(model))
         kinds = sorted({type(each).__name__ for each in named.values()})
         raise PrepareError(
             "the plan names modules that the model does not have",
@@ -47,9 +47,9 @@ def ignored_ids(model: nn.Module, ignored: Sequence[str]) -> frozenset[int]:
 
 def _matches(model: nn.Module, entry: str) -> dict[str, nn.Module]:
     """Return the modules that a pattern of paths or the name of a class means, by name."""
-    rule = re.compile(re.escape(entry).replace(r"\*", r"[^.]+"))
-    named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
-    return {name: each for name, each in named if rule.fullmatch(name) or type(each).__name__ == entry}
+    named = dict(named_modules(model))
+    hits = set(matching(named, entry))
+    return {name: each for name, each in named.items() if name in hits or type(each).__name__ == entry}
 
 
 def ignored_parameters(model: nn.Module, ignored: Sequence[str]) -> list[nn.Parameter]:
@@ -112,7 +112,7 @@ def units_in(
     if isinstance(units, int) or units == "auto":
         return units
     chosen = {id(module) for entry in units for module in _matches(model, entry).values()}
-    named = cast("Iterator[tuple[str, nn.Module]]", root.named_modules())
+    named = named_modules(root)
     return [name for name, module in named if name and id(module) in chosen]
 
 
@@ -126,7 +126,7 @@ def units_of_size(model: nn.Module, least: int, fits: Callable[[nn.Module], bool
     """
     found: list[str] = []
     taken: set[int] = set()
-    named = list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
+    named = list(named_modules(model))
     for name, module in reversed(named):  # what is inside of a module comes after it in the list
         own = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
         if name and sum(own.values()) >= least and fits(module):

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accel.errors import PrepareError
 from accel.parallel._labels import heir_of
+from accel.parallel._paths import named_modules
 from accel.parallel._private import has_hooks
 from accel.parallel._select import repeated
 from accel.parallel.shard._chosen import units_named, units_of_size
@@ -98,7 +99,7 @@ def _paths(model: nn.Module, wide: frozenset[int]) -> _Paths:
     modules: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameters.setdefault(id(parameter), []).append(name)
-    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)):
+    for name, module in named_modules(model, every_path=True):
         modules.setdefault(id(module), []).append(name)
     return _Paths(parameters, modules, wide)
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from accel.parallel._paths import named_modules
 from accel.parallel.tensor._styles import is_transposed
 from accel.topology import TensorStyle
 
@@ -22,7 +23,7 @@ _ELEMENTWISE = (
 def known_styles(model: nn.Module) -> dict[str, TensorStyle]:
     """Return the styles of the layers in a model whose forward is known, by path."""
     found: dict[str, TensorStyle] = {}
-    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+    for path, module in named_modules(model):
         for name, style in _styles_in(module):
             found.setdefault(f"{path}.{name}".strip("."), style)
     return found

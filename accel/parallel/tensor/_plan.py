@@ -10,9 +10,9 @@ from typing import Any, cast
 from torch import nn
 
 from accel.errors import PrepareError
+from accel.parallel._paths import matching, named_modules
 from accel.parallel.tensor._fuse import with_copies
 from accel.parallel.tensor._known import known_styles
-from accel.parallel.tensor._resolve import match
 from accel.parallel.tensor._sequence import with_sequence
 from accel.topology import TensorStyle
 
@@ -63,11 +63,7 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False) -> dict[str, Tensor
     styles = with_copies(model, styles)
     if sequence:
         styles = with_sequence(model, styles)
-    return _collapsed(styles, [path for path, _ in _modules(model)])
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    return _collapsed(styles, [path for path, _ in named_modules(model)])
 
 
 def _declarations(module: nn.Module, path: str = "") -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -83,15 +79,15 @@ def _declarations(module: nn.Module, path: str = "") -> Iterator[tuple[str, Mapp
 def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> dict[str, TensorStyle]:
     """Styles of a declared plan, without its patterns for modules that this model does not have."""
     inner = model.get_submodule(path)
-    paths = [name for name, _ in _modules(inner)]
+    paths = [name for name, _ in named_modules(inner)]
     unknown: list[str] = []
     found: dict[str, TensorStyle] = {}
     experts = [pattern for pattern, style in declared.items() if style == _EXPERTS]
     for pattern, style in declared.items():
         if any(f"{pattern}.".startswith(f"{each}.") for each in experts):
             continue
-        hits, _ = match({pattern: "replicated"}, paths)
-        parameters, _ = match({pattern: "replicated"}, [name for name, _ in inner.named_parameters()])
+        hits = matching(paths, pattern)
+        parameters = matching((name for name, _ in inner.named_parameters()), pattern)
         if (hits or parameters) and style not in _DECLARED:
             unknown.append(f"{pattern}: {style}")
             continue
@@ -112,7 +108,6 @@ def _collapsed(styles: Mapping[str, TensorStyle], paths: list[str]) -> dict[str,
     found: dict[str, TensorStyle] = {}
     for path, style in styles.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-        hits, _ = match({pattern: "replicated"}, paths)
-        alike = all(styles.get(hit) == style for hit in hits)
+        alike = all(styles.get(hit) == style for hit in matching(paths, pattern))
         found[pattern if alike else path] = style
     return found

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import msgspec
 from torch import nn
 
 from accel.errors import PrepareError, did_you_mean
+from accel.parallel._paths import matching, named_modules
 from accel.parallel.tensor._lora import is_adapted, with_lora
 from accel.parallel.tensor._styles import (
     COLWISE,
@@ -49,13 +49,13 @@ def rules_of(
         PrepareError: a pattern that matches nothing, a module that two match, an unknown style, or a module that cannot
             be divided among so many ranks; all of them in one error.
     """
-    styles, problems = match(plan, [path for path, _ in _modules(model)])
+    styles, problems = match(plan, [path for path, _ in named_modules(model)])
     if is_stage:
         full = (path for path in styles if any(True for _ in model.get_submodule(path).parameters()))
         styles = {path: styles[path] for path in full}
     styles = with_lora(model, {**_attention_outputs(model, styles), **styles}, problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
-    complete = {**{path: "replicated" for path, module in _modules(model) if _holds(module)}, **known}
+    complete = {**{path: "replicated" for path, module in named_modules(model) if _holds(module)}, **known}
     rules: dict[str, Rule] = {}
     attributes: dict[str, dict[str, int]] = {}
     for path, style in cast("dict[str, TensorStyle]", complete).items():
@@ -88,8 +88,7 @@ def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str]
         if style not in STYLES:
             hint = did_you_mean(str(style), STYLES) or f"Styles are {', '.join(STYLES)}."
             problems.append(f"{pattern}: unknown style {style!r}. {hint}".rstrip("."))
-        rule = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        hits = [path for path in listed if rule.fullmatch(path)]
+        hits = matching(listed, pattern)
         if not hits:
             problems.append(f"{pattern}: matches no module")
         for path in hits:
@@ -97,10 +96,6 @@ def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str]
                 problems.append(f"{path}: both {by[path]!r} and {pattern!r} match it")
             found[path], by[path] = style, pattern
     return found, problems
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
 
 
 def _holds(module: nn.Module) -> bool:
@@ -184,7 +179,7 @@ def _with_attributes(
 ) -> dict[str, Rule]:
     found = {path: dict(values) for path, values in attributes.items()}
     styled = [path for path, rule in rules.items() if rule.style != "replicated"]
-    for path, module in _modules(model):
+    for path, module in named_modules(model):
         for kind, values in _FAST_PATHS.items():
             if isinstance(module, kind) and any(each.startswith(f"{path}." if path else "") for each in styled):
                 found.setdefault(path, {}).update(values)

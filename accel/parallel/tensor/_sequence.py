@@ -6,12 +6,12 @@ Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import cast
+from collections.abc import Mapping
 
 from torch import nn
 
 from accel.errors import PrepareError
+from accel.parallel._paths import named_modules
 from accel.parallel.tensor._styles import COLWISE
 from accel.topology import TensorStyle
 
@@ -61,7 +61,7 @@ def _blocks(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[str]:
     """Paths of the blocks of the outermost ModuleList in which layers are divided; none where there are several."""
     lists = [
         path
-        for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+        for path, module in named_modules(model)
         if isinstance(module, nn.ModuleList) and any(each.startswith(f"{path}.") for each in styles)
     ]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]

@@ -61,6 +61,10 @@ class ConfigError(AccelError, ValueError):
     """An argument is outside its range, or has no effect where it was given."""
 
 
+class PlacementError(ConfigError):
+    """A model does not fit into the memory that a device map may use; nothing has been read."""
+
+
 class TreeError(AccelError, TypeError):
     """A nested value holds a container of an unknown kind."""
 
@@ -101,6 +105,14 @@ class CheckpointError(AccelError, RuntimeError):
 
     def __str__(self) -> str:
         return escaped(super().__str__())
+
+
+class TrackerError(AccelError, RuntimeError):
+    """A tracker lost records, and the trackers are strict; every rank raises this."""
+
+
+class StreamError(AccelError, RuntimeError):
+    """A weight that is not in memory cannot be used as asked, or could not be fetched."""
 
 
 class CollectiveMismatch(AccelError, RuntimeError):  # noqa: N818 - the name users know from DESIGN and from the reports
@@ -175,10 +187,10 @@ def not_unpickled(error: Exception, where: str) -> ConfigError:
     )
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return "Did you mean `x`?" with the closest valid name, or the list of valid names."""
+def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """Return "Did you mean `x`?" with the closest valid name; else another advice, or the list of valid names."""
     names = sorted(valid)
-    return _nearest(name, names) or f"Choose one of {', '.join(names)}."
+    return _nearest(name, names) or otherwise or f"Choose one of {', '.join(names)}."
 
 
 def check_choice(

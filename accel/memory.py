@@ -97,7 +97,11 @@ def find_executable_batch_size(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, reports that memory ran out."""
+    """Return whether an error, or one of its causes, reports that memory ran out. No communication.
+
+    Args:
+        error: an exception, as caught; None has not run out.
+    """
     return any(
         isinstance(each, torch.OutOfMemoryError | MemoryError)
         or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _SIGNS))

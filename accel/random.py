@@ -159,6 +159,24 @@ def rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
         yield
 
 
+@contextlib.contextmanager
+def torch_rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
+    """Seed torch's streams alone, such as for dropout; afterwards they continue as if the block had not run."""
+    own = _own(devices)
+    state = torch.get_rng_state()
+    device_states = [(device, _get(device)) for device in own]
+    first, *seeds = key.integers(1 + len(own), bits=63)
+    try:
+        torch.default_generator.manual_seed(first)
+        for device, seed in zip(own, seeds, strict=True):
+            _seed(device, seed)
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for device, device_state in device_states:
+            _set(device, device_state)
+
+
 def check_seed(seed: int, *, where: str) -> int:
     """Return the seed; raise `ConfigError` unless it is an integer of 63 bits."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
 from typing_extensions import TypeIs
@@ -25,6 +25,24 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # another thread may be importing the module
     return kind is not None and isinstance(tensor, kind)
+
+
+class AbsentWeight(Protocol):
+    """A weight that is not in memory: a tensor whose class has `stored`."""
+
+    def stored(self) -> torch.Tensor:
+        """Return the values on the host: memory that has them already, a mapped file, or else a copy."""
+        ...
+
+
+def is_absent(tensor: object) -> bool:
+    """Return whether a tensor is a weight that is not in memory."""
+    return type(tensor) is not torch.Tensor and hasattr(type(tensor), "stored")
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a weight that is not in memory, on the host; any other tensor as it is."""
+    return cast("AbsentWeight", tensor).stored() if is_absent(tensor) else tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

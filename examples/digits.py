@@ -5,6 +5,7 @@
     accel launch --nproc-per-node 2 examples/digits.py --save-every 10
 
 The same command again goes on from the last checkpoint under `--out`, in the middle of an epoch if it stands there.
+`accel report runs/digits` draws the curves, and `accel watch runs/digits` shows them in a terminal.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ import argparse
 import functools
 import importlib
 import math
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,39 +41,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, lt=2**62, description="of the first weights and the order of images")] = 0
     precision: Annotated[str | None, Meta(description="fp32, tf32, bf16 or fp16; else as ACCEL_PRECISION says")] = None
     save_every: Annotated[int, Meta(ge=0, description="steps between checkpoints within an epoch")] = 0
-    out: Annotated[str, Meta(min_length=1, description="folder of the checkpoints and the curves")] = "runs/digits"
+    out: Annotated[str, Meta(min_length=1, description="folder of the checkpoints and the metrics")] = "runs/digits"
 
 
-class Epoch(msgspec.Struct, frozen=True):
-    """One line of the table: mean losses, right answers among the test images, the last step's learning rate."""
-
-    train_loss: float
-    test_loss: float
-    right: int
-    tested: int
-    lr: float
-    samples_per_s: float
-
-
-class Log(msgspec.Struct, frozen=True):
-    """The epochs that are over, and sums over the training samples of the one under way.
-
-    Attributes:
-        epochs: the table so far.
-        loss, samples, seconds: of all ranks.
-        own: loss on this rank that is not in `loss` yet; it stays on the device, so that adding waits for nothing.
-    """
-
-    epochs: tuple[Epoch, ...] = ()
-    loss: float = 0.0
-    samples: int = 0
-    seconds: float = 0.0
-    own: torch.Tensor | None = None
-
-
-def main(ctx: accel.DistContext, settings: Settings) -> tuple[Epoch, ...]:
-    """Train until `settings.epochs` are done; return the table, a line for each."""
-    figure = require("matplotlib.figure", "matplotlib").Figure(figsize=(9, 3.6), layout="constrained")
+def main(ctx: accel.DistContext, settings: Settings) -> None:
+    """Train until `settings.epochs` are done."""
     train_set, test_set = load_digits()
     torch.manual_seed(settings.seed)  # every rank, of however many, begins with the same weights
     model = make_model()
@@ -86,78 +57,59 @@ def main(ctx: accel.DistContext, settings: Settings) -> tuple[Epoch, ...]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(cosine, steps=steps))
     model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler)
 
-    recipe, log = make_recipe(ctx, settings), Log()
-    items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "recipe": recipe}
-    state = accel.train_state(ctx, seed=settings.seed)
-    if found := accel.latest_checkpoint(settings.out):
-        loaded = accel.load_state(ctx, found, items | {"state": state, "log": log})
-        check_recipe(recipe, loaded["recipe"], found)
-        state, log = loaded["state"], loaded["log"]
-    show_start(ctx, log, found)
+    with accel.tracking(ctx, "digits", to=[accel.trackers.jsonl()], config=settings, dir=settings.out) as trackers:
+        recipe = make_recipe(ctx, settings)
+        items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "recipe": recipe, "trackers": trackers}
+        state = accel.train_state(ctx, seed=settings.seed)
+        statistics = accel.step_statistics(train_loss="mean", lr="last")
+        if found := accel.latest_checkpoint(settings.out):
+            loaded = accel.load_state(ctx, found, items | {"state": state, "statistics": statistics})
+            check_recipe(recipe, loaded["recipe"], found)
+            state, statistics = loaded["state"], loaded["statistics"]
+            accel.print(ctx, f"going on from {found}: {state.updates} of {steps} steps are done", flush=True)
 
-    while state.epoch < settings.epochs:
-        model.train()
-        began = time.perf_counter()
-        for batch in accel.batches(ctx, loader, state):
-            inputs, targets = batch.data
-            state = state.next(batch)
-            with accel.accumulate(ctx, state, model):
-                with accel.autocast(ctx):
-                    loss = cross_entropy(model(inputs), targets)
-                state = accel.backward(ctx, loss, state)
-            log = add(log, loss, batch)
-            show_progress(ctx, f"epoch {len(log.epochs) + 1}", log.samples / len(train_set))
-            if not state.sync:
-                continue
-            lr = scheduler.get_last_lr()[0]
-            state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler)
-            if settings.save_every and state.updates % settings.save_every == 0 and not batch.is_last:
-                log = settle(ctx, log, began)
-                accel.save_state(ctx, settings.out, items | {"state": state, "log": log}, step=state.updates, keep=3)
-                began = time.perf_counter()
-        log = close(settle(ctx, log, began), lr, *evaluate(ctx, model, test_loader))
-        show_epoch(ctx, len(log.epochs), log.epochs[-1])
-        accel.save_state(ctx, settings.out, items | {"state": state, "log": log}, step=state.updates, keep=3)
-    last = log.epochs[-1]
-    accel.print(ctx, f"{last.right} right of {last.tested} tested images; the test split has {len(test_set)}")
-    accel.on_main_process(ctx, draw_curves)(figure, log.epochs, Path(settings.out, "curves.png"))
-    return log.epochs
+        while state.epoch < settings.epochs:
+            model.train()
+            batches, label = accel.batches(ctx, loader, state), f"epoch {state.epoch + 1}"
+            for batch in accel.progress(ctx, batches, total=loader.samples, label=label):
+                inputs, targets = batch.data
+                lr = scheduler.get_last_lr()[0]
+                state = state.next(batch)
+                with accel.accumulate(ctx, state, model):
+                    with accel.autocast(ctx):
+                        loss = cross_entropy(model(inputs), targets)
+                    state = accel.backward(ctx, loss, state)
+                if state.sync:
+                    state = accel.optimizer_step(ctx, optimizer, state, scheduler=scheduler)
+                statistics = statistics.add(batch, state, train_loss=loss, lr=lr)
+                due = settings.save_every and state.sync and state.updates % settings.save_every == 0
+                if due and not batch.is_last:
+                    now = items | {"state": state, "statistics": statistics}
+                    accel.save_state(ctx, settings.out, now, step=state.updates, keep=3)
+            values, statistics = statistics.read(ctx)
+            values |= evaluate(ctx, model, test_loader)
+            accel.log(ctx, trackers, values, step=state.updates)
+            now = items | {"state": state, "statistics": statistics}
+            accel.save_state(ctx, settings.out, now, step=state.updates, keep=3)
+            losses = f"train loss {values['train_loss']:.4f}, test loss {values['test_loss']:.4f}"
+            right = f"{values['right']} right of {values['tested']} tested images"
+            accel.print(ctx, f"epoch {state.epoch}: {losses}, {right}", flush=True)
+    accel.print(ctx, f"curves: accel report {settings.out}")
 
 
 @torch.no_grad()
-def evaluate(ctx: accel.DistContext, model: nn.Module, loader: accel.Loader) -> tuple[float, int, int]:
+def evaluate(ctx: accel.DistContext, model: nn.Module, loader: accel.Loader) -> dict[str, float]:
     """Return mean loss, right answers and number of the samples, each counted once on any number of ranks."""
     model.eval()
-    loss, right, tested = 0.0, 0, 0
+    metrics = accel.running_metrics(test_loss="mean", right="count", tested="count")
     for batch in accel.batches(ctx, loader):
         inputs, targets = batch.data
         with accel.autocast(ctx):
             logits = model(inputs).float()
-        mine = {"loss": cross_entropy(logits, targets, reduction="none"), "right": logits.argmax(1) == targets}
-        everyone = accel.gather_for_metrics(ctx, mine, batch)
-        loss += everyone["loss"].double().sum().item()
-        right += int(everyone["right"].sum())
-        tested += len(everyone["right"])
-    return loss / tested, right, tested
-
-
-def add(log: Log, loss: torch.Tensor, batch: accel.Batch) -> Log:
-    """Return the log with the mean loss of a batch on this rank. Does not wait for the device."""
-    own = loss.detach().double() * batch.valid + (0.0 if log.own is None else log.own)
-    return msgspec.structs.replace(log, own=own, samples=log.samples + batch.valid.world)
-
-
-def settle(ctx: accel.DistContext, log: Log, began: float) -> Log:
-    """Return the log with every rank's `own` summed up, and the time since `began`. A collective."""
-    loss = accel.reduce(ctx, log.own).item() if log.own is not None else 0.0
-    seconds = log.seconds + time.perf_counter() - began
-    return msgspec.structs.replace(log, own=None, loss=log.loss + loss, seconds=seconds)
-
-
-def close(log: Log, lr: float, test_loss: float, right: int, tested: int) -> Log:
-    """Return the log with the epoch as a line of the table, and empty sums for the next."""
-    row = Epoch(log.loss / log.samples, test_loss, right, tested, lr, log.samples / log.seconds)
-    return Log(epochs=(*log.epochs, row))
+        losses = cross_entropy(logits, targets, reduction="none")
+        found = {"test_loss": losses, "right": logits.argmax(1) == targets, "tested": torch.ones_like(targets)}
+        metrics = metrics.add(batch.weights, **found)
+    return metrics.read(ctx)[0]
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -203,48 +155,6 @@ def check_recipe(asked: dict[str, object], stored: dict[str, object], found: Pat
     for name in (name for name in asked if asked[name] != stored[name]):
         want, got = (f"--{name.replace('_', '-')} {values[name]}" for values in (stored, asked))
         raise accel.ConfigError("the folder holds another run", expected=want, got=got, where=str(found), fix=fix)
-
-
-def show_start(ctx: accel.DistContext, log: Log, found: Path | None) -> None:
-    """Print where the run begins, and the table of the epochs before."""
-    if found:
-        accel.print(ctx, f"going on from {found}: {len(log.epochs)} epochs and {log.samples} samples are done")
-    accel.print(ctx, "epoch  train loss  test loss  accuracy        lr  samples/s", flush=True)
-    for i, row in enumerate(log.epochs):
-        show_epoch(ctx, i + 1, row)
-
-
-def show_epoch(ctx: accel.DistContext, epoch: int, row: Epoch) -> None:
-    """Print a line of the table."""
-    losses = f"{epoch:5}  {row.train_loss:10.4f}  {row.test_loss:9.4f}  {row.right / row.tested:8.2%}"
-    accel.print(ctx, f"{losses}  {row.lr:.2e}  {row.samples_per_s:9,.0f}", flush=True)
-
-
-def show_progress(ctx: accel.DistContext, label: str, done: float) -> None:
-    """Draw a bar on a terminal, and wipe it away when all is done; elsewhere do nothing."""
-    if not ctx.is_main_process or not sys.stderr.isatty():
-        return
-    columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # a terminal may not know its size
-    width = min(40, columns - len(label) - 9)
-    bar = "#" * round(width * done) + "." * (width - round(width * done))
-    line = f"{label} {bar} {int(100 * done):3}%"[: columns - 1] if done < 1 else ""
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def draw_curves(figure: Any, epochs: tuple[Epoch, ...], path: Path) -> None:
-    """Draw losses and accuracy over the epochs into a PNG."""
-    losses, accuracies = figure.subplots(1, 2)
-    numbers = range(1, len(epochs) + 1)
-    losses.plot(numbers, [row.train_loss for row in epochs], marker="o", label="training")
-    losses.plot(numbers, [row.test_loss for row in epochs], marker="o", label="test")
-    losses.set(xlabel="epoch", ylabel="mean loss", yscale="log")
-    losses.legend()
-    accuracies.plot(numbers, [100 * row.right / row.tested for row in epochs], marker="o", color="tab:green")
-    accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
-    for axes in (losses, accuracies):
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=120)
 
 
 def require(module: str, package: str) -> Any:

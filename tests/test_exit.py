@@ -106,7 +106,7 @@ def busy_machine(processes: int) -> Generator[None]:
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
 def test_exits_while_gloo_s_threads_have_something_to_drop(tmp_path: Path) -> None:
     with busy_machine(1 + (os.cpu_count() or 1)):
-        assert "20 exits" in run_rounds(tmp_path, 10, "starved")
+        assert "10 exits" in run_rounds(tmp_path, 5, "starved")
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
@@ -137,7 +137,7 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_thread_may_have_a_name_that_is_no_text() -> None:
     """The system cuts names after 15 bytes, in the middle of a letter if need be."""
     name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
-    before, known = name.read_bytes(), len(_idle.thread_states())
+    before, known = name.read_bytes().rstrip(), len(_idle.thread_states())
     try:
         name.write_bytes("ä".encode()[:1])
         assert len(_idle.thread_states()) == known

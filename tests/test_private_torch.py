@@ -24,8 +24,13 @@ from accel.testing import simulate
 ROOT = Path(__file__).parent.parent / "accel"
 ELSEWHERE = {
     "torch": ("_foreach_norm", "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_lerp_"),
-    "torch.ops.aten": ("_to_copy",),
-    "torch.UntypedStorage": ("_cdata",),
+    "torch.ops.aten": ("_to_copy", "_unsafe_view", "_local_scalar_dense"),
+    "torch._ops.OpOverload": ("_schema",),
+    "torch.Tensor": ("_make_wrapper_subclass", "_version"),
+    "torch._C": ("_disabled_torch_function_impl",),
+    "torch.nn.Module": ("_apply", "_call_impl"),
+    "torch.UntypedStorage": ("_cdata", "_checkpoint_offset"),  # the latter: first byte in the file of a lazy torch.load
+    "torch.nn.MultiheadAttention": ("_reset_parameters",),
     "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),
     "torch.nn.modules.module": ("_EXTRA_STATE_KEY_SUFFIX",),  # "_extra_state"
     "torch.optim.Optimizer": ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
@@ -33,13 +38,15 @@ ELSEWHERE = {
     "torch.optim.lr_scheduler.SequentialLR": ("_milestones",),
     "torch.amp.GradScaler": ("_growth_tracker",),
     "torch.utils.data.DataLoader": ("_get_iterator",),
+    "torch.cuda.memory": ("_record_memory_history", "_dump_snapshot"),
     "torch._C._distributed_c10d": ("_dump_fr_trace",),  # and `_dump_nccl_trace` where torch has NCCL
 }
 LISTED = [(owner, name) for names in (PRIVATE, ELSEWHERE) for owner in names for name in names[owner]]
 # Of Python, other packages, and of ours.
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
-    "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_extra_state", "_dump_nccl_trace", "_dist_init",
+    "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_extra_state", "_dump_nccl_trace",
+    "_dist_init", "_C",
 }  # fmt: skip
 
 

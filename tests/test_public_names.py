@@ -27,7 +27,7 @@ from accel import config
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs"
 SNAPSHOT = HERE / "public_names.txt"
-PACKAGES = ("accel", "accel.testing", "accel.schedules")
+PACKAGES = ("accel", "accel.testing", "accel.schedules", "accel.observe.trackers")
 
 VERBS = (
     "accumulate",
@@ -37,6 +37,7 @@ VERBS = (
     "discard",
     "gather_for_metrics",
     "latest_checkpoint",
+    "log",
     "load_state",
     "loss_scale",
     "optimizer_step",
@@ -46,6 +47,7 @@ VERBS = (
     "save_state",
     "session",
     "total_steps",
+    "tracking",
     "train_state",
     "unwrap_model",
 )
@@ -88,6 +90,7 @@ def around() -> dict[str, Any]:
     state = accel.train_state(ctx, seed=0)
     return {
         "accel": accel,
+        "Path": Path,
         "torch": torch,
         "nn": nn,
         "DataLoader": DataLoader,

@@ -11,6 +11,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 # By package: what its private modules hold that no public name shows.
 REASONS = {
+    "bigmodel": "the order in which slots are filled, without threads",
     "checkpoint": "arithmetic of boxes and of what is kept, the format's number, notes that ranks leave each other",
     "cli": "the words that a command takes, what a terminal shows, completion without a shell",
     "comm": "gloo's threads at exit; transport that a test counts or lets fail",
@@ -21,8 +22,11 @@ REASONS = {
     "estimate": "the arithmetic of a plan, without a model",
     "items": "the parts of a save and a load, exchanged by a test; which files a load has read",
     "launching": "pure parts of a launcher (plans, relays, reports, stacks, records), without processes",
+    "observe": "snapshots of CUDA's memory, with no GPU",
     "parallel": "plans of sharding without ranks; the list of torch's private names",
     "precision": "fp8 backends that are not installed",
+    "metrics": "the path for accelerators, run on tensors of the CPU",
+    "report": "markup of one element",
     "storage": "disks and stores that a test lets fail, sizes that pages of docs quote",
     "testing": "the simulator's own threads, hooks into torch and checks",
     "training": "the step's parts, exchanged for others to see that a law notices",

@@ -157,9 +157,9 @@ def test_an_address_that_is_taken_or_empty_is_named() -> None:
         port = taken.getsockname()[1]
         environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with pytest.raises(accel.PeerError, match=rf"cannot serve the address.*127\.0\.0\.1:{port}"):
-            accel.from_env(environ, device="cpu", timeout_s=2)
+            accel.from_env(environ, device="cpu", timeout_s=1)
     with pytest.raises(accel.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}"):
-        accel.from_env({**environ, "RANK": "1"}, device="cpu", timeout_s=2)
+        accel.from_env({**environ, "RANK": "1"}, device="cpu", timeout_s=1)
     assert "MASTER_PORT" not in os.environ
 
 
@@ -172,9 +172,9 @@ def test_what_can_be_no_name_is_refused_at_once() -> None:
 def test_a_name_that_is_not_known_yet_is_waited_for_aloud(capfd: pytest.CaptureFixture[str]) -> None:
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"}
     with pytest.raises(accel.PeerError, match=r"rank 1 cannot reach .* no-such-host\.invalid:29500"):
-        accel.from_env({**environ, "MASTER_PORT": "29500"}, device="cpu", timeout_s=4)
+        accel.from_env({**environ, "MASTER_PORT": "29500"}, device="cpu", timeout_s=2.5)
     said = capfd.readouterr().err
-    assert said.startswith("accel: rank 1 waits for rank 0 at no-such-host.invalid:29500, up to 4 s: ")
+    assert said.startswith("accel: rank 1 waits for rank 0 at no-such-host.invalid:29500, up to 2.5 s: ")
     assert said.count("\n") == 1
 
 
@@ -194,5 +194,5 @@ def test_a_socket_that_reached_itself_is_not_rank_0(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(socket, "create_connection", connect)
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(accel.PeerError, match=rf"cannot reach the address.*127\.0\.0\.1:{port}.*refused"):
-        accel.from_env(environ, device="cpu", timeout_s=2)
+        accel.from_env(environ, device="cpu", timeout_s=1)
     assert opened

@@ -18,7 +18,8 @@ def test_a_verb_enters_few_files(tmp_path: Path) -> None:
     assert spec.loader is not None
     structure = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(structure)
-    seen = simulate(lambda ctx: structure.verbs(ctx, str(tmp_path)), 2)[0]
+    _ = simulate(lambda ctx: structure.verbs(ctx, str(tmp_path / "first")), 2)  # looks public names up
+    seen = simulate(lambda ctx: structure.verbs(ctx, str(tmp_path / "again")), 2)[0]
     for verb, most in MOST_FILES.items():
         files = seen[verb].files()
         assert 0 < len(files) <= most, f"{verb} enters {len(files)} files, the most is {most}: {', '.join(files)}"

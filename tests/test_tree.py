@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import accel
 from accel import TreeError
 from accel.tree import leaves, map_leaves, map_tensors, replace_tensors, structure, tensors
 
@@ -228,3 +229,55 @@ def test_what_is_said_to_be_a_leaf_is_one_though_it_be_a_container():
     assert got == {"list": ("leaf", [1, [2]]), "odd": ("leaf", odd)}
     with pytest.raises(TreeError, match=r"got UserDict - at \$\.odd"):
         map_leaves(lambda leaf: leaf, tree)
+
+
+BATCHES = st.integers(1, 5).flatmap(
+    lambda rows: st.recursive(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.int64]).map(
+            lambda dtype: torch.arange(rows * 2).reshape(rows, 2).to(dtype)
+        ),
+        lambda inner: (
+            st.dictionaries(st.text(max_size=3), inner, min_size=1, max_size=3) | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=5,
+    )
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(batch=BATCHES, cut=st.integers(0, 5))
+def test_a_batch_cut_in_two_and_joined_is_the_batch(batch, cut):
+    rows = accel.find_batch_size(batch)
+    assert rows == tensors(batch)[0][1].shape[0]
+    parts = [accel.slice_tensors(batch, slice(cut)), accel.slice_tensors(batch, slice(cut, None))]
+    assert accel.find_batch_size(parts[0]) == min(cut, rows)
+    joined = accel.concatenate(parts)
+    _same(joined, batch)
+    assert accel.tensors_equal(joined, batch)
+    halves = accel.convert_to_fp32(batch)
+    assert all(tensor.dtype != torch.bfloat16 for _, tensor in tensors(halves))
+    assert accel.tensors_equal(halves, batch) == all(tensor.dtype != torch.bfloat16 for _, tensor in tensors(batch))
+
+
+def test_values_of_skipped_keys_stay_whatever_they_are():
+    foreign = collections.deque([torch.ones(1)])  # not a known container
+    kept = torch.ones(2)
+    moved = accel.send_to_device(
+        {"x": torch.ones(2), "aux": {"raw": foreign}, "y": [kept]}, "meta", skip_keys=["raw", "y"]
+    )
+    assert moved["x"].is_meta
+    assert moved["aux"]["raw"] is foreign
+    assert moved["y"][0] is kept
+    with pytest.raises(TreeError, match=r"deque - at \$\.raw"):
+        accel.send_to_device({"raw": foreign}, "meta")
+
+
+def test_batches_that_do_not_agree_are_refused():
+    with pytest.raises(TreeError, match=r"expected 2 rows as at \$\.a, got 3 - at \$\.b"):
+        accel.find_batch_size({"a": torch.ones(2), "scalar": torch.tensor(1), "b": torch.ones(3)})
+    assert accel.find_batch_size({"scalar": torch.tensor(1), "text": "x"}) is None
+    with pytest.raises(TreeError, match=r"differ in structure.*trees\[1\]"):
+        accel.concatenate([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
+    with pytest.raises(TreeError, match="one or more"):
+        accel.concatenate([])
+    assert not accel.tensors_equal([torch.ones(1), 2], [torch.ones(1), 3])

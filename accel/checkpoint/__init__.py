@@ -11,6 +11,7 @@ from accel.checkpoint._encoded import (
     has_records as has_records,
     is_list as is_list,
     is_object as is_object,
+    record_names as record_names,
     stored_field as stored_field,
     tensors_in as tensors_in,
 )
@@ -30,8 +31,19 @@ from accel.checkpoint._plan import (
     main_readers as main_readers,
     plan_checks as plan_checks,
     plan_writes as plan_writes,
+    whole as whole,
 )
+from accel.checkpoint._recipes import Recipe as Recipe, apply_recipes as apply_recipes, inverse as inverse
 from accel.checkpoint._retention import Keep as Keep, check_keep as check_keep, check_metrics as check_metrics
+from accel.checkpoint._strided import (
+    Strided as Strided,
+    StridedPart as StridedPart,
+    cut as cut,
+    file_order as file_order,
+    in_file as in_file,
+    is_contiguous as is_contiguous,
+    runs as runs,
+)
 from accel.checkpoint._survey import (
     all_tensors as all_tensors,
     compare as compare,
@@ -63,6 +75,8 @@ if TYPE_CHECKING:
     from accel.checkpoint._read import Saved as Saved, open_checkpoint as open_checkpoint
     from accel.checkpoint._records import (
         Classes as Classes,
+        DiffersByRank as DiffersByRank,
+        JoinsRanks as JoinsRanks,
         MisfitError as MisfitError,
         is_record as is_record,
         make_record as make_record,
@@ -80,7 +94,15 @@ _WITH_TORCH = {
     "_merge": ("differing_values", "merge"),
     "_newest": ("Held", "SkippedCheckpoints", "hold_newest"),
     "_read": ("Saved", "open_checkpoint"),
-    "_records": ("Classes", "MisfitError", "is_record", "make_record", "named_classes", "record_tag", "stored_names"),
+    "_records": (
+        *("Classes", "DiffersByRank", "JoinsRanks"),
+        "MisfitError",
+        "is_record",
+        "make_record",
+        "named_classes",
+        "record_tag",
+        "stored_names",
+    ),
     "_save": ("save",),
     "_live_tensors": ("check_tensor", "checksum", "held_box", "memory_id", "tied"),
     "_statements": ("Content",),

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from accel.checkpoint._live_tensors import check_tensor
-from accel.checkpoint._records import class_name, fields_of, is_record
+from accel.checkpoint._records import JoinsRanks, class_name, fields_of, is_record
 from accel.checkpoint._values import is_special, take_apart
 from accel.errors import CheckpointError
 
@@ -84,6 +84,8 @@ def encode_record(
     """
     if kept is not None:
         kept[path] = value
+    if isinstance(value, JoinsRanks):
+        value = value.without_rank_part()  # rank 0's numbers are not all ranks'
     return {name: encode(child, f"{path}.{name}", tensors, kept) for name, child in fields_of(value, path).items()}
 
 

@@ -47,9 +47,22 @@ def tensors_in(value: object) -> set[str]:
 
 def has_records(value: object) -> bool:
     """Return whether an encoded value names classes, of records or enums."""
+    return bool(record_names(value))
+
+
+def record_names(value: object) -> set[str]:
+    """Return the names of the classes, of records and enums, in an encoded value.
+
+    Args:
+        value: decoded JSON, from anywhere.
+    """
     if is_list(value):
-        return any(map(has_records, value))
+        return set[str]().union(*map(record_names, value))
     if not is_object(value):
-        return False
-    named = len(value) == 1 and not value.keys().isdisjoint(("$record", "$enum"))
-    return named or has_records(list(value.values()))
+        return set()
+    found = record_names(list(value.values()))
+    for tag in ("$record", "$enum"):
+        named = value.get(tag)
+        if len(value) == 1 and is_list(named) and named:
+            found.add(str(named[0]))
+    return found

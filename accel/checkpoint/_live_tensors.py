@@ -12,7 +12,7 @@ from accel import xla
 from accel.checkpoint._plan import Box, Split, local_box, whole
 from accel.errors import CheckpointError
 from accel.storage import stored_dtype
-from accel.tensors import integers, is_dtensor, is_partial, local_part
+from accel.tensors import integers, is_absent, is_dtensor, is_partial, local_part
 
 
 def held_box(tensor: torch.Tensor, path: str) -> Box | None:
@@ -66,7 +66,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     if is_dtensor(tensor):
         _ = held_box(tensor, path)
         tensor = local_part(tensor)
-    if _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
+    if not is_absent(tensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
         problem, fix = (
             f"a {type(tensor).__name__}",
             "Store what it wraps, plain or in a DTensor.",

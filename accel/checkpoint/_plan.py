@@ -42,7 +42,7 @@ class Split(msgspec.Struct, frozen=True):
     Attributes:
         dim: the tensor's dimension.
         after: number of parts into which later mesh dimensions have split the dimension before; 1 for none. This is
-            torch's `split_factor`, by which `fully_shard` marks dimensions that tensor parallelism has split.
+            torch's `split_factor`: parts into which tensor parallelism has already split the dimension.
     """
 
     dim: int

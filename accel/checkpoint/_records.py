@@ -11,13 +11,47 @@ import enum
 import functools
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, Protocol, Self, TypeGuard, cast, runtime_checkable
 
 import msgspec
 
 from accel.errors import CheckpointError
 
 Classes = Mapping[str, tuple[type, ...]]
+
+
+@runtime_checkable
+class DiffersByRank(Protocol):
+    """A record with a part that differs between ranks."""
+
+    def rank_part(self) -> object:
+        """Return the part, None for none."""
+        ...
+
+    def with_rank_part(self, part: object) -> Self:
+        """Return the record with a part of plain values; raise `msgspec.ValidationError` if it does not fit."""
+        ...
+
+
+@runtime_checkable
+class JoinsRanks(DiffersByRank, Protocol):
+    """A record that is nothing but its ranks' parts, which another number of ranks takes together."""
+
+    def without_rank_part(self) -> Self:
+        """Return what is common to all ranks."""
+        ...
+
+    def declared_as(self, live: Self) -> Self:
+        """Return the common part of a stored record as the live one has it; raise as `with_rank_part`."""
+        ...
+
+    def with_rank_parts(self, parts: Sequence[object]) -> Self:
+        """Return the record with the parts of all ranks together, for rank 0; raise as `with_rank_part`.
+
+        Args:
+            parts: in rank order; None for a rank without one.
+        """
+        ...
 
 
 class MisfitError(CheckpointError):

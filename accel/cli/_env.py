@@ -20,6 +20,7 @@ from accel.cli._parser import Parser
 from accel.config import FIELDS, resolve, to_text
 from accel.errors import AccelError
 from accel.launching import read_machine
+from accel.run_folder import hide_in_text
 from accel.terminal import show_size
 
 _USAGE = "accel env [--config FILE] [--json]"
@@ -38,11 +39,6 @@ _SHOWN = re.compile(
 )
 _HIDDEN_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
 _PERSONAL_NAME = re.compile(r".*_(USER|ACCOUNT|UID|GID)", re.IGNORECASE)
-_HIDDEN = (
-    (re.compile(r"(?<=://)[^/\s]*@"), "***@"),  # user:password@host
-    (re.compile(r"([\w-]*(?:key|token|secret|pass|credential|auth|sig)[\w-]*)=[^&;,\s]+", re.IGNORECASE), r"\1=***"),
-    (re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[abprs]-)[\w-]{8,}"), r"\1***"),
-)
 
 Facts = dict[str, dict[str, Any]]
 
@@ -83,14 +79,7 @@ def describe(facts: Facts) -> str:
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that launchers and libraries of training read, without secrets and names of persons."""
     names = sorted(name for name in environ if _SHOWN.fullmatch(name) and not _PERSONAL_NAME.fullmatch(name))
-    return {name: "***" if _HIDDEN_NAME.search(name) else without_secrets(environ[name]) for name in names}
-
-
-def without_secrets(text: str) -> str:
-    """Return a text with stars in place of credentials: those in URLs, values of telling names, well-known tokens."""
-    for pattern, stars in _HIDDEN:
-        text = pattern.sub(stars, text)
-    return text
+    return {name: "***" if _HIDDEN_NAME.search(name) else hide_in_text(environ[name]) for name in names}
 
 
 def _versions() -> dict[str, str]:
@@ -134,7 +123,7 @@ def _torch() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         }
     except Exception as error:  # a broken installation is what the report is about
-        return {"problem": without_secrets(f"{type(error).__name__}: {error}")}
+        return {"problem": hide_in_text(f"{type(error).__name__}: {error}")}
 
 
 def _configuration(named: str | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -142,9 +131,9 @@ def _configuration(named: str | None, environ: Mapping[str, str]) -> dict[str, s
         file = find_file(named, environ)
         config, sources = resolve({}, environ, file)
     except AccelError as error:
-        return {"problem": without_secrets(str(error))}
+        return {"problem": hide_in_text(str(error))}
     shown = {"file": file.path if file else "none"}
     for field in FIELDS:
-        value = without_secrets(to_text(getattr(config, field.name)))
+        value = hide_in_text(to_text(getattr(config, field.name)))
         shown[field.name] = f"{value} ({sources[field.name]})".strip()
     return shown

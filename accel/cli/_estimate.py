@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from accel.cli._estimate_device_map import (
+    FILLS,
+    PLACEMENTS,
+    add_device_map_flags,
+    check_without_device_map,
+    run_device_map,
+)
 from accel.cli._estimate_mesh import CONTEXT_METHODS, add_mesh_flags, check_without_mesh, run_mesh
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
@@ -24,7 +31,7 @@ from accel.terminal import show_size, show_table
 if TYPE_CHECKING:
     from accel.estimate._build import Input
 
-_USAGE = "accel estimate SOURCE [--input SHAPE] [--nproc N] [--mesh TEXT] [--memory SIZE] [flags]"
+_USAGE = "accel estimate SOURCE [--input SHAPE] [--nproc N] [--mesh TEXT] [--memory SIZE] [--device-map TEXT] [flags]"
 _ABOUT = """Estimate the memory of a training step on each rank; no weights are read.
 
 SOURCE is one of
@@ -38,6 +45,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "--strategy": tuple(STRATEGIES),
     "--optimizer": tuple(OPTIMIZERS),
     "--context": CONTEXT_METHODS,
+    "--placement": PLACEMENTS,
+    "--fill": FILLS,
 }
 _ALONE = ("ddp",)  # one rank divides nothing
 _INPUT = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::([a-z]+[0-9]*))?")
@@ -52,6 +61,9 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     for flag, names in given.items():
         for name in names or ():
             check_choice(name, NAMES[flag], f"unknown {flag.removeprefix('--')}", where=flag)
+    if known.device_map is not None:
+        return run_device_map(known)
+    check_without_device_map(known)
     if known.nproc < 1:
         raise ConfigError("no rank would train", expected="1 or above", got=str(known.nproc), where="--nproc")
     limit = None if known.memory is None else _limit(known.memory, known.reserve)
@@ -98,6 +110,7 @@ def parser() -> Parser:
     _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
     _ = add("--json", action="store_true", help="for programs")
     add_mesh_flags(built)
+    add_device_map_flags(built)
     return built
 
 

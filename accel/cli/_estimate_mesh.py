@@ -163,10 +163,11 @@ def _step(known: argparse.Namespace) -> Step:
 
 def _text(report: MeshReport, model: Transformer, step: Step, limit: int | None) -> str:
     several = f"{step.micro_batches} micro-batches of " if step.micro_batches > 1 else ""
+    ranks = f"{report.ranks} rank{'' if report.ranks == 1 else 's'}"
     work = f"{several}{step.rows} x {step.tokens} tokens in {step.precision} with {step.optimizer}"
     lines = [
         f"{report.source}: {report.parameters / 1e9:.2f} billion parameters, {model.layers} blocks",
-        f"A step of {work} on {report.ranks} ranks, {step.strategy}:",
+        f"A step of {work} on {ranks}, {step.strategy}:",
         "",
     ]
     memory = report.memory

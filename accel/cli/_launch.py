@@ -46,7 +46,15 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         print(_dry_run(target, config, environ), end="")
         return 0
     inherited = {**environ, **resolved.sources_variable()}
-    return run_launch(target.name, target.args, kind=target.kind, config=config, environ=inherited, summary=True)
+    return run_launch(
+        target.name,
+        target.args,
+        kind=target.kind,
+        config=config,
+        sources=resolved.sources,
+        environ=inherited,
+        summary=True,
+    )
 
 
 def parser() -> Parser:

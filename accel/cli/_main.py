@@ -29,6 +29,9 @@ COMMANDS = (
     Command("env", "print the facts for a bug report, without secrets", "accel.cli._env"),
     Command("estimate", "estimate the memory that training a model takes", "accel.cli._estimate"),
     Command("plan", "list the meshes on which a model can be trained", "accel.cli._plan"),
+    Command("report", "write one page of a run, or of several side by side", "accel.cli._report"),
+    Command("watch", "follow a run: curves, throughput, ranks, checkpoints", "accel.cli._watch"),
+    Command("profile", "print where the time of each rank went, from traces", "accel.cli._profile"),
     Command("completion", "print the completion script of bash, zsh or fish", "accel.cli._completion"),
     Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
 )

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from accel.estimate import Choice, Choices, Job, Refusal, Transformer
 from accel.terminal import show_size, show_table
 
 _COLUMNS = 80
 _NEAREST = 3
+_TITLES = ("MESH", "MEMORY", "STEP", "BUSY", "MICRO")
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
 
 
@@ -31,7 +32,8 @@ def show_choices(
     work = f"A step of {batch} x {job.tokens} tokens in {job.precision} with {job.optimizer}"
     lines = [head, f"{work} on {job.ranks} ranks of {show_size(job.memory)}:", ""]
     if found.fitting:
-        lines += [_table(found.fitting[:most]), *_rest(len(found.fitting) - most), "", *_advice(found.fitting[0])]
+        lines += [_table(found.fitting[:most], _TITLES, _cells), *_rest(len(found.fitting) - most), ""]
+        lines += _advice(found.fitting[0])
     else:
         lines += [f"No mesh of {job.ranks} ranks fits.", *_way_out(job, found, more)]
     return "\n".join([*lines, *_too_large(found.too_large), *_impossible(found.refused)])
@@ -54,9 +56,9 @@ def options_of(choice: Choice) -> list[str]:
     return words
 
 
-def _table(choices: Sequence[Choice]) -> str:
+def _table(choices: Sequence[Choice], titles: Sequence[str], cells: Callable[[Choice], Sequence[str]]) -> str:
     """Meshes with their figures; options stand behind, or below where the line has no room."""
-    rows = [("MESH", "MEMORY", "STEP", "BUSY", "MICRO"), *map(_cells, choices)]
+    rows = [titles, *map(cells, choices)]
     first, *others = show_table(rows).split("\n")
     width = max(map(len, (first, *others)))
     lines = [f"{first:{width}}  WITH"]
@@ -126,12 +128,13 @@ def _too_large(choices: Sequence[Choice]) -> Iterator[str]:
         return
     yield ""
     yield f"Too large: {len(choices)}. The nearest:"
-    rows = [("MESH", "NEEDS", "MOST OF IT")]
-    for each in choices[:_NEAREST]:
-        largest = max(_PARTS, key=lambda name: getattr(each.memory, name))
-        part = f"{largest} {show_size(getattr(each.memory, largest))}"
-        rows.append((str(each.axes) or "one rank", show_size(each.memory.total), part))
-    yield show_table(rows)
+    yield _table(choices[:_NEAREST], ("MESH", "NEEDS", "MOST OF IT"), _needs)
+
+
+def _needs(choice: Choice) -> tuple[str, ...]:
+    largest = max(_PARTS, key=lambda name: getattr(choice.memory, name))
+    part = f"{largest} {show_size(getattr(choice.memory, largest))}"
+    return (str(choice.axes) or "one rank", show_size(choice.memory.total), part)
 
 
 def _impossible(refused: Sequence[Refusal]) -> Iterator[str]:

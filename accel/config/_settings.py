@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SOURCES_VARIABLE = "ACCEL_SOURCES"  # from a launcher to its ranks: the flag or file behind each setting
 Auto = Literal["auto"]
+LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 _PRECISIONS = {
@@ -43,6 +44,14 @@ _DEVICES = {
     "cuda": "GPUs; an error if there are none",
     "xla": "TPUs, through torch_xla",
 }
+_LOG_LEVELS = {
+    "auto": "the script's choice, else that of Python's logging",
+    "debug": "everything",
+    "info": "what a run does",
+    "warning": "what may be wrong",
+    "error": "what failed",
+    "critical": "what ends the run",
+}
 
 
 class GroupKeywords(TypedDict, total=False):
@@ -53,6 +62,7 @@ class GroupKeywords(TypedDict, total=False):
     accumulation: int | None
     strategy: StrategyName | None
     timeout_s: float | None
+    log_level: LogLevel | None
 
 
 class SettingKeywords(GroupKeywords, total=False):
@@ -119,6 +129,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Seconds until a collective that misses a rank fails; auto: the script's choice, else 300.",
             extra={"fallback": 300.0},
+        ),
+    ] = "auto"
+    log_level: Annotated[
+        LogLevel,
+        Meta(
+            description="Lowest level that the loggers of accel.get_logger log; auto: the script's choice.",
+            extra={"choices": _LOG_LEVELS},
         ),
     ] = "auto"
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: order by arithmetic, sharding as a pure plan, and batches that know where the run stands after them."""
 
-from accel.data._accumulators import Mean as Mean, Sum as Sum
 from accel.data._batches import Batch as Batch, batches as batches
 from accel.data._cursor import (
     Cursor as Cursor,

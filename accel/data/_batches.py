@@ -7,6 +7,7 @@ import contextlib
 import traceback
 from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -39,6 +40,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         next: the cursor after it.
         start: the cursor before it.
         duplicate: whether a lower rank holds the same samples, so that metrics count these only once.
+        asked_at: time at which the loop asked for it, of `time.perf_counter`; None for a batch made by hand.
+        wait_s: seconds that the loop waited for it.
     """
 
     data: Any
@@ -48,6 +51,18 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     next: Cursor
     start: Cursor
     duplicate: bool = False
+    asked_at: float | None = None
+    wait_s: float = 0.0
+
+    @property
+    def weight(self) -> int:
+        """The number of samples that count in metrics: `valid`, or 0 where a lower rank holds the same samples."""
+        return 0 if self.duplicate else int(self.valid)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Whether each row counts in metrics: bool, shape [rows], on the CPU."""
+        return torch.arange(self.rows) < self.weight
 
     @property
     def mask(self) -> torch.Tensor:
@@ -112,12 +127,16 @@ def _cursor(state: Positioned | Cursor | None) -> Cursor:
 
 def _stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[Batch]:
     start = cursor
+    asked = perf_counter()
     for data, step in stream_batches(ctx, loader, cursor):
-        yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate)
+        wait = perf_counter() - asked
+        yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
+        asked = perf_counter()
         start = step.next
 
 
 def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:
+    asked = perf_counter()
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
         epoch = _checked_epoch(ctx, loader, cursor)
@@ -134,7 +153,9 @@ def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Genera
     start = cursor
     for data, part in moved(read, ctx.device, ctx.containers, ahead=loader.num_workers > 0):
         valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
-        yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate)
+        wait = perf_counter() - asked
+        yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
+        asked = perf_counter()
         start = part.next
 
 

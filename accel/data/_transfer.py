@@ -13,7 +13,7 @@ import torch
 
 from accel import xla
 from accel.errors import TreeError
-from accel.tree import Container, map_leaves
+from accel.tree import Container, has_method, map_leaves, map_movable
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -52,12 +52,12 @@ def to_device(data: Any, device: torch.device, containers: Sequence[Container] =
     Raises:
         TreeError: a container of an unknown kind, without `.to`.
     """
-    return data if device.type == "cpu" else _map_movable(lambda leaf: leaf.to(device), data, containers)
+    return data if device.type == "cpu" else map_movable(lambda leaf: leaf.to(device), data, containers)
 
 
 def check_movable(data: Any, containers: Sequence[Container] = ()) -> None:
     """Raise `TreeError` for a batch that could not be moved to another device, even if it stays on the CPU."""
-    _map_movable(lambda leaf: leaf, data, containers)
+    _ = map_movable(lambda leaf: leaf, data, containers)
 
 
 def pin(data: Any) -> Any:
@@ -137,7 +137,7 @@ class _Copier:
                 tensors.append(leaf.to(self._device, non_blocking=leaf.is_pinned()))
             return tensors[-1]
 
-        return _Copy(_map_movable(copy, data, self._containers), self._side.record_event(), tensors)
+        return _Copy(map_movable(copy, data, self._containers), self._side.record_event(), tensors)
 
     def finish(self, copy: _Copy) -> Any:
         """Make later computation wait for the copy; return the batch."""
@@ -148,20 +148,5 @@ class _Copier:
         return copy.data
 
 
-def _map_movable(move: Callable[[Any], object], data: Any, containers: Sequence[Container]) -> Any:
-    return map_leaves(lambda leaf: move(leaf) if _moves(leaf) else leaf, data, containers, is_leaf=_moves)
-
-
-def _moves(node: object) -> bool:
-    return _has(node, "to")
-
-
 def _pins(node: object) -> bool:
-    return _has(node, "pin_memory")
-
-
-def _has(node: object, method: str) -> bool:
-    try:
-        return callable(getattr(node, method, None))
-    except Exception:  # a __getattr__ of the user's may raise anything
-        return False
+    return has_method(node, "pin_memory")

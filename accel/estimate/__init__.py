@@ -13,10 +13,14 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.estimate._build import (
+        DescribedModel as DescribedModel,
         Input as Input,
+        built as built,
         from_config as from_config,
         from_function as from_function,
+        function_of as function_of,
         measure as measure,
+        read_config as read_config,
     )
     from accel.estimate._choices import (
         Choice as Choice,
@@ -26,7 +30,12 @@ if TYPE_CHECKING:
         choose_meshes as choose_meshes,
     )
     from accel.estimate._cost import Hosts as Hosts, StepTime as StepTime, step_time as step_time
-    from accel.estimate._headers import from_headers as from_headers, has_weights as has_weights
+    from accel.estimate._headers import (
+        from_headers as from_headers,
+        has_weights as has_weights,
+        name_headers as name_headers,
+        read_headers as read_headers,
+    )
     from accel.estimate._meshes import list_meshes as list_meshes, mesh_problem as mesh_problem
     from accel.estimate._plan import (
         OPTIMIZERS as OPTIMIZERS,
@@ -47,10 +56,19 @@ if TYPE_CHECKING:
 __getattr__ = exports(
     __name__,
     {
-        "_build": ("Input", "from_config", "from_function", "measure"),
+        "_build": (
+            "DescribedModel",
+            "Input",
+            "built",
+            "from_config",
+            "from_function",
+            "function_of",
+            "measure",
+            "read_config",
+        ),
         "_choices": ("Choice", "Choices", "Job", "Refusal", "choose_meshes"),
         "_cost": ("Hosts", "StepTime", "step_time"),
-        "_headers": ("from_headers", "has_weights"),
+        "_headers": ("from_headers", "has_weights", "name_headers", "read_headers"),
         "_meshes": ("list_meshes", "mesh_problem"),
         "_plan": (
             "OPTIMIZERS",

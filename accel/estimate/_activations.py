@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from accel.estimate._step import Engine, Step, divides_logits
+from accel.estimate._step import Engine, Step, divides_logits, stream_bytes
 from accel.estimate._transformer import Transformer
 from accel.topology import Axes, Plan
 
@@ -48,12 +48,12 @@ def kept_by_block(model: Transformer, axes: Axes, plan: Plan, step: Step, engine
     tokens = step.rows * step.tokens // axes.cp
     own = tokens // axes.tp if plan.sequence else tokens  # of what lies between products
     size = step.compute_bytes
-    stream = size if engine == "fully_shard" or step.stored_bytes == 2 else _FP32
+    stream = stream_bytes(step, engine)
     entry = own * model.width * stream
     norms = _norm(model, own, tokens, stream, size, 3) + _norm(model, own, tokens, stream, size, 2)
     attention = _attention(model, axes, plan, tokens, size)
     block = norms + attention + _mlp(model, axes, tokens, size)
-    vocabulary = model.vocabulary // (axes.tp if divides_logits(plan) else 1)
+    vocabulary = -(-model.vocabulary // (axes.tp if divides_logits(plan) else 1))
     return Kept(
         block=block,
         entry=entry,
@@ -86,8 +86,8 @@ def _attention(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: in
 
 
 def _mlp(model: Transformer, axes: Axes, tokens: int, size: int) -> int:
-    inner = model.inner // (axes.tp if axes.ep == 1 else 1)
     if not model.experts:
-        return tokens * inner * size * (4 if model.gated else 5)
-    rows = tokens * model.experts_per_token
-    return rows * (4 * inner + 2 * model.width) * size
+        return tokens * -(-model.inner // axes.tp) * size * (4 if model.gated else 5)
+    # ranks along tp that hold all experts compute all tokens; those that send them to others send a part each
+    rows = tokens * model.experts_per_token // (axes.tp if axes.ep > 1 else 1)
+    return rows * (4 * model.inner + 2 * model.width) * size

@@ -45,14 +45,22 @@ def from_function(name: str, inputs: Sequence[Input] = ()) -> Model:
     Raises:
         ConfigError: there is no such function, or its model cannot run without values.
     """
+    return measure(function_of(name), name, inputs)
+
+
+def function_of(name: str) -> Callable[[], nn.Module]:
+    """Return the function that `module:function` names.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
     module_name, _, attribute = name.partition(":")
     try:
-        function = getattr(import_module(module_name), attribute)
+        return getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             "there is no such function", expected="module:function", got=repr(name), fix=f"Python says: {error}."
         ) from error
-    return measure(function, name, inputs)
 
 
 def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
@@ -68,6 +76,33 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
         MissingExtraError: transformers is not installed.
         ConfigError: transformers knows no model for the file, or the model cannot run without values.
     """
+    described = read_config(path)
+    return measure(described.make, described.source, inputs, labelled=described.labelled)
+
+
+class DescribedModel(NamedTuple):
+    """A model of a `config.json`, not yet built.
+
+    Attributes:
+        make: builds it.
+        source: origin, in words.
+        labelled: whether it computes its loss from `labels`.
+        dtype: torch's name of the dtype in which its weights are stored, if the file has it.
+    """
+
+    make: Callable[[], nn.Module]
+    source: str
+    labelled: bool
+    dtype: str | None
+
+
+def read_config(path: Path) -> DescribedModel:
+    """Return the model that a `config.json` of Hugging Face's transformers describes.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        ConfigError: transformers knows no model for the file.
+    """
     try:
         fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -79,7 +114,8 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
             fix="Run `pip install accel[transformers]`, or name the safetensors file instead.",
         )
     transformers: Any = import_module("transformers")
-    fields = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
+    dtype: object = fields.pop("torch_dtype", None)
+    dtype = fields.pop("dtype", dtype)
     names: list[str] = fields.get("architectures") or []
     if not isinstance(fields.get("model_type"), str):
         raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=str(path))
@@ -93,7 +129,8 @@ def from_config(path: Path, inputs: Sequence[Input] = ()) -> Model:
         return (transformers.AutoModel.from_config if found is None else found._from_config)(config)
 
     labelled = found is not None and names[0].endswith(_LABELLED)
-    return measure(make, f"{path}, {names[0] if names else fields['model_type']}", inputs, labelled=labelled)
+    source = f"{path}, {names[0] if names else fields['model_type']}"
+    return DescribedModel(make, source, labelled, dtype if isinstance(dtype, str) else None)
 
 
 def measure(
@@ -112,12 +149,7 @@ def measure(
     Raises:
         ConfigError: no `nn.Module`, or one that needs values of tensors.
     """
-    fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, _without_values(source):
-        model = make()
-        nn: Any = import_module("torch.nn")
-        if not isinstance(model, nn.Module):
-            raise ConfigError("not a model", expected="an nn.Module", got=type(model).__name__, where=source)
+    with built(make, source) as model:
         parameters = tuple(
             Parameter(
                 name=name, shape=tuple(each.shape), item_bytes=each.element_size(), trained=bool(each.requires_grad)
@@ -128,6 +160,26 @@ def measure(
         with as_on_gpus():
             kept = _activations(model, inputs, labelled) if inputs else {}
     return Model(source=source, parameters=parameters, buffer_bytes=buffer_bytes, activations=kept)
+
+
+@contextmanager
+def built(make: Callable[[], nn.Module], source: str) -> Generator[nn.Module]:
+    """Build a model on fake tensors, which have no memory, for the length of a block.
+
+    Args:
+        make: returns the model; runs unchanged.
+        source: origin, in words.
+
+    Raises:
+        ConfigError: no `nn.Module`, or one that needs values of tensors.
+    """
+    fake = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _without_values(source):
+        model = make()
+        nn: Any = import_module("torch.nn")
+        if not isinstance(model, nn.Module):
+            raise ConfigError("not a model", expected="an nn.Module", got=type(model).__name__, where=source)
+        yield model
 
 
 def _activations(model: nn.Module, inputs: Sequence[Input], labelled: bool) -> dict[str, Activations]:

@@ -90,11 +90,16 @@ def axis_bandwidth(axes: Axes, axis: str, hosts: Hosts) -> float:
         axis: name of an axis; several are joined by "+".
         hosts: speeds of the machine.
     """
+    if axis == "efsdp":  # ranks with the same experts, of which those with others lie between
+        return _bandwidth(axes.expert_ranks // axes.ep, axes.ep, hosts)
     names = axis.split("+")
     order = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")
     size = math.prod(getattr(axes, name) for name in names)
     behind = order[order.index(names[-1]) + 1 :] if names[-1] in order else ()
-    stride = math.prod(getattr(axes, name) for name in behind)
+    return _bandwidth(size, math.prod(getattr(axes, name) for name in behind), hosts)
+
+
+def _bandwidth(size: int, stride: int, hosts: Hosts) -> float:
     together = max(1, min(size, hosts.ranks // stride))
     return hosts.inside if together == size else min(hosts.inside, together * hosts.between)
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from accel.errors import CheckpointError, ConfigError
@@ -25,15 +27,28 @@ def from_headers(path: Path) -> Model:
         ConfigError: the path holds no weights.
         CheckpointError: a header is damaged.
     """
-    files = _files(path)
+    headers = read_headers(path)
     parameters: list[Parameter] = []
-    for file in files:
-        for name, entry in _header(file).tensors.items():
-            trained = entry.dtype in _FLOATS
-            item_bytes = _TRAINED_BYTES if trained else _BYTES.get(entry.dtype, 1)
-            parameters.append(Parameter(name=name, shape=entry.shape, item_bytes=item_bytes, trained=trained))
-    count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    return Model(source=f"{path}, headers of {count}", parameters=tuple(parameters))
+    for name, entry in chain.from_iterable(header.tensors.items() for header in headers):
+        trained = entry.dtype in _FLOATS
+        item_bytes = _TRAINED_BYTES if trained else _BYTES.get(entry.dtype, 1)
+        parameters.append(Parameter(name=name, shape=entry.shape, item_bytes=item_bytes, trained=trained))
+    return Model(source=name_headers(path, headers), parameters=tuple(parameters))
+
+
+def read_headers(path: Path) -> Sequence[Header]:
+    """Return the headers of a safetensors file, of an index, or of a folder with either.
+
+    Raises:
+        ConfigError: the path holds no weights.
+        CheckpointError: a header is damaged.
+    """
+    return [_header(file) for file in _files(path)]
+
+
+def name_headers(path: Path, headers: Sequence[Header]) -> str:
+    """Return the words for headers as a source."""
+    return f"{path}, headers of {len(headers)} file{'s' if len(headers) > 1 else ''}"
 
 
 def has_weights(folder: Path) -> bool:

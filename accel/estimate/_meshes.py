@@ -61,9 +61,11 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
     if stages > model.layers:
         expected = f"{model.layers} stages at most, one for each layer"
         return ConfigError("a stage would have no layer", expected=expected, got=f"pp={axes.pp}, {stages} stages")
-    if axes.tp > 1 and model.experts:
-        expected = "a mesh without tp"
-        return ConfigError("estimates of mixtures of experts do not know tp", expected=expected, got=f"tp={axes.tp}")
+    if axes.tp > 1 and model.experts and axes.ep == 1:
+        expected = "ep beside tp, or a mesh without tp"
+        return ConfigError("each rank along tp would compute all experts", expected=expected, got=f"tp={axes.tp}")
+    if axes.tp > 1 and model.experts and plan.sequence:
+        return ConfigError("estimates of shared tokens do not know experts", expected="sequence=False", got="True")
     if axes.ep > 1 and not model.experts:
         return ConfigError("the model has no experts", expected="a mesh without ep", got=f"ep={axes.ep}")
     return None
@@ -73,9 +75,6 @@ def _demands(axes: Axes, model: Transformer, plan: Plan, tokens: int) -> Iterato
     """Yield counts that something must divide: a name of theirs, the count, an axis, and the divisor."""
     if axes.tp > 1:
         yield "heads", model.heads, "tp", axes.tp
-        yield "the MLP", model.inner, "tp", axes.tp
-    if axes.tp > 1 and model.divided_ends:
-        yield "the vocabulary", model.vocabulary, "tp", axes.tp
     if axes.cp > 1:
         yield "the tokens of a sequence", tokens, "cp", 2 * axes.cp
     if axes.cp > 1 and plan.context == "heads":

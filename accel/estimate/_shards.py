@@ -23,12 +23,14 @@ class Unit(NamedTuple):
         whole: of the parts that this rank computes with.
         matrices: of those of two dimensions and more.
         shards: of its shards, each as long as the longest.
+        experts: of those of experts.
         tensors: number of parameters.
     """
 
     whole: int
     matrices: int
     shards: int
+    experts: int
     tensors: int
 
 
@@ -77,20 +79,20 @@ def held_by(model: Transformer, axes: Axes, plan: Plan, copies: Copies, rank: in
 
 
 def part_shape(parameter: Parameter, axes: Axes) -> list[int]:
-    """Return the shape of a rank's part of a parameter along tp and ep."""
+    """Return the shape of the largest part of a parameter along tp and ep, which the first rank has."""
     shape = list(parameter.shape)
     if is_expert(parameter):
         shape[0] //= axes.ep
         return shape
-    if parameter.name.split(".")[-2] in _COLWISE and shape[0] % axes.tp == 0:
-        shape[0] //= axes.tp
-    if parameter.name.endswith(_ROWWISE) and shape[1] % axes.tp == 0:
-        shape[1] //= axes.tp
+    if parameter.name.split(".")[-2] in _COLWISE:
+        shape[0] = -(-shape[0] // axes.tp)
+    if parameter.name.endswith(_ROWWISE):
+        shape[1] = -(-shape[1] // axes.tp)
     return shape
 
 
 def _unit(parameters: Iterable[Parameter], axes: Axes, copies: Copies) -> Unit:
-    whole = matrices = shards = tensors = 0
+    whole = matrices = shards = experts = tensors = 0
     for parameter in parameters:
         shape = part_shape(parameter, axes)
         count = math.prod(shape)
@@ -98,9 +100,11 @@ def _unit(parameters: Iterable[Parameter], axes: Axes, copies: Copies) -> Unit:
         whole += count
         matrices += count if len(shape) > 1 else 0
         first, *others = shape
-        shards += -(-first // ranks) * math.prod(others)
+        shard = -(-first // ranks) * math.prod(others)
+        shards += shard
+        experts += shard if is_expert(parameter) else 0
         tensors += 1
-    return Unit(whole, matrices, shards, tensors)
+    return Unit(whole, matrices, shards, experts, tensors)
 
 
 def expert_shards(axes: Axes, copies: Copies) -> int:

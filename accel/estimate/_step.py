@@ -94,7 +94,7 @@ def copies_of(axes: Axes, strategy: StrategyName) -> Copies:
     repeated = [name for name in names if whole or name == "dp_replicate"]
     shared = [name for name in names if name not in repeated]
     parts = axes.pp * axes.tp * axes.ep > 1
-    engine: Engine = "none" if not names else "fully_shard" if shared or parts else "ddp"
+    engine: Engine = "none" if not names and axes.ep == 1 else "fully_shard" if shared or parts else "ddp"
     shards = replicas = 1
     for name in shared:
         shards *= getattr(axes, name)
@@ -108,6 +108,11 @@ def wire_bytes(step: Step, plan: Plan) -> tuple[int, int]:
     gathered = step.compute_bytes if plan.gather_dtype == "auto" else _WIRE_BYTES[plan.gather_dtype]
     reduced = 4 if plan.reduce_dtype == "auto" else _WIRE_BYTES[plan.reduce_dtype]
     return gathered, reduced
+
+
+def stream_bytes(step: Step, engine: Engine) -> int:
+    """Return the bytes of a value between blocks: of the compute format, or fp32 where autocast leaves it."""
+    return step.compute_bytes if engine == "fully_shard" or step.stored_bytes == 2 else 4
 
 
 def keeps_blocks(plan: Plan, axes: Axes) -> bool:

@@ -12,8 +12,17 @@ from typing import Literal
 
 import msgspec
 
-from accel.estimate._shards import Held, held_by
-from accel.estimate._step import Copies, Step, copies_of, divides_logits, keeps_blocks, rank_stages, wire_bytes
+from accel.estimate._shards import Held, expert_shards, held_by
+from accel.estimate._step import (
+    Copies,
+    Step,
+    copies_of,
+    divides_logits,
+    keeps_blocks,
+    rank_stages,
+    stream_bytes,
+    wire_bytes,
+)
 from accel.estimate._transformer import Transformer
 from accel.topology import Axes, Plan
 
@@ -67,7 +76,7 @@ def step_traffic(
         *_of_parameters(held, axes, step, chosen, copies),
         *_along_tp(model, held, axes, step, chosen, copies),
         *_along_cp(model, held, axes, step, chosen),
-        *_along_pp(model, axes, step, chosen, stage),
+        *_along_pp(model, axes, step, chosen, copies, stage),
         *_along_ep(model, held, axes, step),
     ]
     merged: dict[tuple[str, Operation], Traffic] = {}
@@ -96,10 +105,16 @@ def _of_parameters(held: Held, axes: Axes, step: Step, plan: Plan, copies: Copie
         rounds = 1 if axes.pp > 1 else batches
         roots = root * (1 + (plan.reshard_after_forward is True and axes.pp == 1)) * rounds
         blocks = layers * (1 + again) * rounds
-        size = copies.shards * (held.root.shards * roots + held.block.shards * blocks)
+        block = held.block.shards - (held.block.experts if axes.ep > 1 else 0)
+        size = copies.shards * (held.root.shards * roots + block * blocks)
         yield _message(copies.shard_axes, copies.shards, "all-gather", roots + blocks, size * gathered)
-        size = copies.shards * held.total("shards") * exchanges
+        size = copies.shards * (held.root.shards + layers * block) * exchanges
         yield _message(copies.shard_axes, copies.shards, "reduce-scatter", (layers + root) * exchanges, size * reduced)
+        if axes.ep > 1 and (same := expert_shards(axes, copies)) > 1:  # ranks with the same experts
+            name = copies.shard_axes if axes.ep == axes.tp else "efsdp"
+            size = same * held.block.experts
+            yield _message(name, same, "all-gather", blocks, size * blocks * gathered)
+            yield _message(name, same, "reduce-scatter", layers * exchanges, size * layers * exchanges * reduced)
     if copies.replicas > 1:
         size = held.total("shards") * exchanges * reduced
         yield _message(copies.replica_axes, copies.replicas, "all-reduce", (layers + root) * exchanges, size)
@@ -112,11 +127,17 @@ def _along_tp(model: Transformer, held: Held, axes: Axes, step: Step, plan: Plan
     tokens = step.rows * step.tokens // axes.cp * step.micro_batches
     layers = sum(held.layers)
     size = step.compute_bytes
-    stream = size if copies.engine == "fully_shard" or step.stored_bytes == 2 else 4
+    stream = stream_bytes(step, copies.engine)
     calls = layers * step.micro_batches
     whole = tokens * model.width
     again = 1 if step.recompute else 0
-    if plan.sequence:
+    if model.experts:
+        # attention alone sums; each rank takes its part of the tokens to the experts, and gathers all outputs
+        total = whole * layers * ((1 + again) * size + stream)
+        yield _message("tp", axes.tp, "all-reduce", (2 + again) * calls, total)
+        chosen = tokens * model.experts_per_token * 4
+        yield _message("tp", axes.tp, "all-gather", 3 * calls, layers * (2 * whole * size + chosen))
+    elif plan.sequence:
         # entering attention and MLP gathers, leaving them scatters, and the backward does the reverse
         entered = (2 + 2 * again) * stream + 2 * size
         left = (2 + again) * size + 2 * stream
@@ -148,9 +169,10 @@ def _along_tp_at_ends(
     if held.is_last and model.divided_ends:
         yield _message("tp", axes.tp, "all-reduce", calls, whole)
         if divides_logits(plan):
-            yield _message("tp", axes.tp, "all-reduce", 2 * calls, 3 * tokens * 4)
+            yield _message("tp", axes.tp, "all-reduce", 2 * calls, 3 * (tokens + calls) * 4)
         else:
-            yield _message("tp", axes.tp, "all-gather", calls, tokens * model.vocabulary * step.compute_bytes)
+            padded = -(-model.vocabulary // axes.tp) * axes.tp  # to messages of one length
+            yield _message("tp", axes.tp, "all-gather", calls, tokens * padded * step.compute_bytes)
 
 
 def _along_cp(model: Transformer, held: Held, axes: Axes, step: Step, plan: Plan) -> Iterator[Traffic]:
@@ -180,7 +202,7 @@ def _along_cp(model: Transformer, held: Held, axes: Axes, step: Step, plan: Plan
         yield _message("cp", axes.cp, "all-to-all", calls * (4 + 2 * again), calls * (2 + again) * (given + back))
 
 
-def _along_pp(model: Transformer, axes: Axes, step: Step, plan: Plan, rank: int) -> Iterator[Traffic]:
+def _along_pp(model: Transformer, axes: Axes, step: Step, plan: Plan, copies: Copies, rank: int) -> Iterator[Traffic]:
     """Yield tokens that go on to the next stage, and gradients that go back."""
     if axes.pp == 1:
         return
@@ -190,7 +212,7 @@ def _along_pp(model: Transformer, axes: Axes, step: Step, plan: Plan, rank: int)
     back = [at for at in own if at > 0 and at - 1 not in own]
     tokens = step.rows * step.tokens // axes.cp
     calls = (len(onward) + len(back)) * step.micro_batches
-    yield _message("pp", axes.pp, "send", calls, calls * tokens * model.width * step.compute_bytes)
+    yield _message("pp", axes.pp, "send", calls, calls * tokens * model.width * stream_bytes(step, copies.engine))
 
 
 def _along_ep(model: Transformer, held: Held, axes: Axes, step: Step) -> Iterator[Traffic]:

@@ -152,7 +152,7 @@ def read_transformer(path: Path) -> Transformer:
         path: the file, or a folder with one.
 
     Raises:
-        ConfigError: no such file, a model of a kind whose blocks are not known, or a size that is missing or no size.
+        ConfigError: the file is missing, the model type is unknown, or a size is missing or invalid.
     """
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -106,6 +106,12 @@ def are_numbers(type_names: Iterable[str]) -> bool:
     return _NUMBERS.issuperset(type_names)
 
 
+def is_floating(dtype: str) -> bool:
+    """Return whether a dtype's name is one of real floating-point numbers."""
+    found = getattr(torch, dtype, None)
+    return isinstance(found, torch.dtype) and found.is_floating_point
+
+
 def check_items(items: Mapping[str, object], where: str) -> None:
     """Raise unless there are items, named by identifiers.
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from accel.checkpoint import Box, Item, MisfitError, Saved, held_box
 from accel.context import DistContext
-from accel.data import Cursor, Mean, Sum
+from accel.data import Cursor
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
 from accel.items._kinds import (
@@ -27,18 +27,28 @@ from accel.items._kinds import (
 )
 from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
 from accel.items._optimizer import OptimizerLoad
-from accel.items._rng import apply_rng, compare_row, read_row, rehearse_rng
+from accel.items._rng import apply_rng, joins_ranks, read_rows, rehearse_rng, wanted_rows
 from accel.items._source import MISSING, UNASKED, Change, CheckpointSource, ItemLoad, LoadOptions, Problems, Wanted
 from accel.items._stateful import StatefulLoad
 from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
+from accel.metrics import Metrics, StepStatistics
 from accel.optim import Accumulation, parameters_of
 from accel.parallel import ENGINES, LocalSgd, clear_gradients, clear_parameters, engine_items
 from accel.precision import LossScale
 from accel.random import Key, RngState
 from accel.tensors import local_part
 
-_OWN_RECORDS = (Cursor, Accumulation, LossScale, LocalSgd, Sum, Mean, Key, RngState)  # made without a live one
+_OWN_RECORDS = (
+    Cursor,
+    Accumulation,
+    LossScale,
+    LocalSgd,
+    Metrics,
+    StepStatistics,
+    Key,
+    RngState,
+)  # made without a live one
 
 
 @dataclass(slots=True)
@@ -49,20 +59,20 @@ class Matching:
         source: the checkpoint.
         passed: the caller's live items.
         loads: the items to load, in order of names.
-        row: position of this rank's row, if the run had as many ranks.
+        rows: position of the rows of ranks that this rank reads.
         streams: this rank's random streams, once read.
     """
 
     source: CheckpointSource
     passed: Mapping[str, object]
     loads: list[ItemLoad] = field(default_factory=list[ItemLoad])
-    row: tuple[str, Box] | None = None
+    rows: tuple[str, Box] | None = None
     streams: RngState | None = None
 
     def wanted(self) -> list[Wanted]:
         """Return the boxes that this rank reads."""
         wanted = [each for load in self.loads for each in load.wanted]
-        return wanted if self.row is None else [*wanted, self.row]
+        return wanted if self.rows is None else [*wanted, self.rows]
 
     def compare_bases(self, ranks: Sequence[Mapping[str, Sums]]) -> None:
         """Compare sharded frozen parameters with their digests, by the sums of all ranks; the same on every rank.
@@ -82,7 +92,7 @@ class Matching:
             CheckpointError: a stored value is invalid.
         """
         source, changes = self.source, list[Change]()
-        source.row = read_row(source.saved, self.row)
+        source.rows = read_rows(source.saved, self.rows)
         for load in self.loads:
             try:
                 changes += load.read()
@@ -159,7 +169,9 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
             matching.loads.append(load)
     if source.problems:
         raise source.problems.error(saved.path)
-    matching.row = compare_row(ctx, saved)
+    values = [load.item for load in matching.loads if load.item.kind != "module" and not source.same_ranks]
+    joins = any(joins_ranks(item, source.classes) for item in values)
+    matching.rows = wanted_rows(ctx, saved, joins=joins)
     return matching
 
 

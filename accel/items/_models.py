@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.checkpoint import check_tensor, checksum, tied
+from accel.checkpoint import Recipe, check_tensor, checksum, tied
 from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
+from accel.items._recipes import StoredTensors
 from accel.items._stages import StagedTensors, staged_tensors
 from accel.items._whole import facts, live_tensors
 from accel.storage import (
@@ -51,7 +52,12 @@ class _Weights:
 
 @context_first
 def save_model(
-    ctx: DistContext, model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
+    ctx: DistContext,
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    rename: Sequence[Recipe] = (),
 ) -> Path:
     """Write a model as safetensors that `from_pretrained` of Hugging Face's libraries loads. A collective.
 
@@ -67,13 +73,14 @@ def save_model(
         folder: folder on a file system that all nodes share; made if it is missing.
         max_shard_size: largest size of a file in bytes, or a text such as "1.5GB" or "512MiB"; a larger tensor has a
             file of its own.
+        rename: recipes from stored tensors to the model's, as for `load_checkpoint_in_model`; written the other way.
 
     Returns:
         The folder, on every rank, once everything is on the disk.
 
     Raises:
-        CheckpointError: a tensor cannot be stored, another process is saving there, or the disk failed; the same on
-            every rank.
+        CheckpointError: a tensor cannot be stored, a recipe does not fit, another process is saving there, or the disk
+            failed; the same on every rank.
         CollectiveMismatch: ranks hold different models, or passed different sizes.
         ConfigError: `max_shard_size` is no size.
 
@@ -88,6 +95,7 @@ def save_model(
     stages = staged_tensors(ctx, model, live)
     with shared_failure(ctx.comm, Call("save_model", size, site)):
         weights = _plan(ctx, live, stages, limit)
+        weights = _as_stored(weights, rename, limit) if rename else weights
     call = Call("save_model", "\n".join([size, *facts(weights.tensors)]), site)
     most, inverted = reduce_ints(ctx.comm, call, [weights.local, ~weights.local], "max")
     alone = most != ~inverted
@@ -164,6 +172,14 @@ def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTenso
         return _Weights(kept, shards, aliases, 0, partial(stages.whole, own=own))
     compared = {name: tensor for name, tensor in kept.items() if ctx.world_size > 1 and not is_dtensor(tensor)}
     return _Weights(kept, shards, aliases, checksum(compared), lambda name: full_tensor(kept[name]))
+
+
+def _as_stored(weights: _Weights, rename: Sequence[Recipe], limit: int) -> _Weights:
+    """List what is written of a model that is stored otherwise than it runs."""
+    stored = StoredTensors(weights.tensors, weights.whole, rename)
+    shards = plan_shards({name: tensor.nbytes for name, tensor in stored.facts.items()}, limit)
+    aliases = {alias: name for alias, name in weights.aliases.items() if name in stored.facts}
+    return _Weights(stored.facts, shards, aliases, weights.local, stored.whole)
 
 
 def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) -> Exception | None:

@@ -27,7 +27,7 @@ from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
 from accel.items._transforms import SaveTransform, transformed_tensors
 from accel.parallel import is_pipelined, unwrap_model, wrapped_name
 from accel.parallel.pipeline import pipeline_of
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import is_absent, is_dtensor, local_part, stored_values
 
 _OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
 
@@ -136,7 +136,7 @@ def capture_tensors(
     for item, state in modules.items():
         parameters |= {f"{item}.{key}" for key in state.parameters}
         for key, tensor in {**state.parameters, **state.buffers}.items():
-            named[f"{item}.{key}"] = once.setdefault(id(tensor), tensor.detach())
+            named[f"{item}.{key}"] = once.setdefault(id(tensor), stored_values(tensor).detach())
     found = dict(named) if transform is None else transformed_tensors(named, modules, transform)
     old_names = {id(tensor): name for name, tensor in reversed(named.items())}
     kept: dict[str, _OfItem] = {}
@@ -254,6 +254,8 @@ class ModuleLoad(ItemLoad):
 
 def _unwritable(tensor: torch.Tensor) -> str:
     """Return the reason why a tensor cannot be loaded in place, "" for none."""
+    if is_absent(tensor):
+        return "a weight that is not in memory; load before dispatch_model"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "one that was made in inference mode; make the module outside of it, or load within it"
     return "a DTensor whose elements share memory; clone it" if is_dtensor(tensor) and overlaps(tensor) else ""

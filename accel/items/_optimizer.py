@@ -14,7 +14,7 @@ import torch
 from accel.checkpoint import Item, Kept, has_records, is_object, memory_id, tensors_in
 from accel.errors import CheckpointError
 from accel.items import _zero
-from accel.items._kinds import is_zero, local_optimizer, type_name
+from accel.items._kinds import is_floating, is_zero, local_optimizer, type_name
 from accel.items._optimizer_state import (
     Names,
     OptimizerValue,
@@ -22,7 +22,7 @@ from accel.items._optimizer_state import (
     encode_optimizer,
     named_parameters,
 )
-from accel.items._source import Change, ItemLoad, facts, is_floating
+from accel.items._source import Change, ItemLoad, facts
 from accel.optim import parameters_of
 from accel.tensors import dtensor_like, is_dtensor, local_part, mesh_of, placements_of
 

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
-from collections.abc import Mapping
-from typing import Any, Protocol, Self, runtime_checkable
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 import torch
 
 from accel import xla
-from accel.checkpoint import RANKS, Box, Saved, decode, encode
+from accel.checkpoint import RANKS, Box, Classes, DiffersByRank, Item, JoinsRanks, Saved, decode, encode, record_names
 from accel.comm import as_bytes
 from accel.context import DistContext
 from accel.errors import CheckpointError
@@ -22,19 +23,7 @@ from accel.tensors import is_dtensor
 
 _NUMPY_WORDS = 624
 _LENGTH_BYTES = 4
-
-
-@runtime_checkable
-class DiffersByRank(Protocol):
-    """A record with a part that differs between ranks."""
-
-    def rank_part(self) -> object:
-        """Return the part, None for none."""
-        ...
-
-    def with_rank_part(self, part: object) -> Self:
-        """Return the record with a part of plain values; raise `msgspec.ValidationError` if it does not fit."""
-        ...
+_MISFITS = (msgspec.ValidationError, ValueError, RuntimeError)
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -80,8 +69,13 @@ def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
     return msgspec.msgpack.encode(Row(capture_rng(ctx.device), parts))
 
 
-def compare_row(ctx: DistContext, saved: Saved) -> tuple[str, Box] | None:
-    """Return the position of this rank's row, None if the run had another number of ranks.
+def wanted_rows(ctx: DistContext, saved: Saved, *, joins: bool) -> tuple[str, Box] | None:
+    """Return the position of the rows that this rank reads; None for none.
+
+    Args:
+        ctx: the context.
+        saved: the checkpoint. With as many ranks, each reads its own row.
+        joins: whether another number of ranks takes parts of records together; rank 0 then reads all rows.
 
     Raises:
         CheckpointError: the checkpoint has no rows.
@@ -89,42 +83,61 @@ def compare_row(ctx: DistContext, saved: Saved) -> tuple[str, Box] | None:
     entry, world = saved.entries.get(RANKS), saved.manifest.world_size
     if entry is None or entry.dtype != "uint8" or len(entry.shape) != 2 or entry.shape[0] != world:
         raise CheckpointError("no row of random streams for each rank", where=f"{saved.path}, tensor {RANKS}")
-    return (RANKS, Box((ctx.rank, 0), (1, entry.shape[1]))) if world == ctx.world_size else None
+    if world == ctx.world_size:
+        return RANKS, Box((ctx.rank, 0), (1, entry.shape[1]))
+    return (RANKS, Box((0, 0), (world, entry.shape[1]))) if joins and ctx.rank == 0 else None
 
 
-def read_row(saved: Saved, part: tuple[str, Box] | None) -> Row | None:
-    """Return this rank's row.
+def joins_ranks(item: Item, classes: Classes) -> bool:
+    """Return whether an item holds a record that takes the parts of another number of ranks together."""
+    names = record_names(item.value) | {item.type, f"accel.{item.type}"}
+    return any(issubclass(kind, JoinsRanks) for name in names for kind in classes.get(name, ()))
+
+
+def read_rows(saved: Saved, part: tuple[str, Box] | None) -> list[Row]:
+    """Return rows of ranks, in their order.
 
     Args:
         saved: the checkpoint.
-        part: position from `compare_row`.
+        part: position from `wanted_rows`.
 
     Raises:
-        CheckpointError: not a row.
+        CheckpointError: not rows.
     """
-    if part is None:
-        return None
-    where, row = f"{saved.path}, tensor {RANKS}", as_bytes(saved.read(*part).view(-1))
-    length = int.from_bytes(row[:_LENGTH_BYTES], "little")
-    try:
-        return msgspec.msgpack.decode(row[_LENGTH_BYTES:][:length], type=Row)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise CheckpointError(f"not a rank's row: {error}", where=where) from error
+    return [] if part is None else [_decoded(saved, row) for row in saved.read(*part)]
 
 
-def with_own_part(value: object, path: str, row: Row | None) -> object:
-    """Return a loaded record with this rank's part, if the row has one for its path; others unchanged.
+def with_parts(value: object, path: str, live: object, rows: Sequence[Row], *, same_ranks: bool) -> object:
+    """Return a loaded record with its ranks' parts; others unchanged.
+
+    Args:
+        value: the record, of what is common to all ranks.
+        path: its path.
+        live: the live value at its place; None without one.
+        rows: from `read_rows`.
+        same_ranks: whether the run had as many ranks, so that the row is this rank's own.
 
     Raises:
-        CheckpointError: the part does not fit.
+        CheckpointError: a part does not fit, or the live record's declaration contradicts the stored one.
     """
-    if row is None or path not in row.parts or not isinstance(value, DiffersByRank):
-        return value
-    part, where = row.parts[path], f"item {path}, this rank's part"
+    joins = isinstance(value, JoinsRanks)
+    with _stored_part(f"item {path}"):
+        if joins and type(live) is type(value):
+            value = value.declared_as(cast("Any", live))
+    where = f"item {path}, this rank's part" if same_ranks else f"item {path}, the ranks' parts"
+    with _stored_part(where):
+        if same_ranks and rows and path in rows[0].parts and isinstance(value, DiffersByRank):
+            return value.with_rank_part(_part_of(rows[0], path, where))
+        if not same_ranks and rows and joins:
+            return cast("JoinsRanks", value).with_rank_parts([_part_of(row, path, where) for row in rows])
+    return value
+
+
+@contextlib.contextmanager
+def _stored_part(where: str) -> Generator[None]:
     try:
-        tensors = {key: _from_bytes(tensor) for key, tensor in part.tensors.items()}
-        return value.with_rank_part(decode(part.value, where, tensors))
-    except (msgspec.ValidationError, ValueError, RuntimeError) as error:
+        yield
+    except _MISFITS as error:
         raise CheckpointError(f"not a stored part: {error}", where=where) from error
 
 
@@ -153,6 +166,24 @@ def apply_rng(ctx: DistContext, saved: Saved, state: RngState | None) -> None:
     seed = int(saved.digest[:15], 16)
     place, places = ctx.data_parallel
     seed_rng(Key(seed).fold_in("load_state", places, place), ctx.device)
+
+
+def _decoded(saved: Saved, row: torch.Tensor) -> Row:
+    data = as_bytes(row)
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    try:
+        return msgspec.msgpack.decode(data[_LENGTH_BYTES:][:length], type=Row)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CheckpointError(f"not a rank's row: {error}", where=f"{saved.path}, tensor {RANKS}") from error
+
+
+def _part_of(row: Row, path: str, where: str) -> object:
+    """Return the part for a path, in plain values; None without one."""
+    part = row.parts.get(path)
+    if part is None:
+        return None
+    tensors = {key: _from_bytes(tensor) for key, tensor in part.tensors.items()}
+    return decode(part.value, where, tensors)
 
 
 def _rehearse(state: RngState, device: torch.device) -> None:

@@ -15,7 +15,8 @@ import torch
 from accel.checkpoint import Box, Classes, Item, Kept, Making, Saved, decode, held_box, named_classes, tensors_in
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.items._rng import Row, with_own_part
+from accel.items._kinds import is_floating
+from accel.items._rng import Row, with_parts
 from accel.items._transforms import LoadTransform
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, is_dtensor, local_part
@@ -130,7 +131,7 @@ class CheckpointSource:
         skipped: differences that `strict=False` allows.
         left: entries of `Part`s that this rank does not load.
         bases: stored digests and this rank's sums of sharded frozen parameters, by name.
-        row: this rank's row, once it has been read.
+        rows: rows of ranks, once they have been read: this rank's, or all of another number of ranks on rank 0.
     """
 
     ctx: DistContext
@@ -144,7 +145,17 @@ class CheckpointSource:
     skipped: Problems = field(default_factory=Problems)
     left: set[str] = field(default_factory=set[str])
     bases: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
-    row: Row | None = None
+    rows: Sequence[Row] = ()
+
+    @property
+    def row(self) -> Row | None:
+        """This rank's row, if the run had as many ranks and it has been read."""
+        return self.rows[0] if self.rows and self.same_ranks else None
+
+    @property
+    def same_ranks(self) -> bool:
+        """Whether the run had as many ranks."""
+        return self.saved.manifest.world_size == self.ctx.world_size
 
     def judge(self, found: Problems) -> None:
         """Take differences as errors, or as skipped unless the load is strict."""
@@ -217,13 +228,13 @@ class CheckpointSource:
         """
         return Making(
             kept=kept,
-            classes={**self._classes, **named_classes(map(type, kept.values()))},
-            own=lambda path, made: with_own_part(made, path, self.row),
+            classes={**self.classes, **named_classes(map(type, kept.values()))},
+            own=lambda path, made: with_parts(made, path, kept.get(path), self.rows, same_ranks=self.same_ranks),
             exact=self.saved.manifest.format >= _NAMED_SINCE,
         )
 
     @cached_property
-    def _classes(self) -> Classes:
+    def classes(self) -> Classes:
         """Classes of records and enums, by the names that they are stored under."""
         return named_classes(self.types)
 
@@ -260,12 +271,6 @@ class ItemLoad(ABC):
     @abstractmethod
     def read(self) -> Sequence[Change]:
         """Read the wanted entries; return the changes that can fail. Changes nothing."""
-
-
-def is_floating(dtype: str) -> bool:
-    """Return whether a dtype's name is one of real floating-point numbers."""
-    found = getattr(torch, dtype, None)
-    return isinstance(found, torch.dtype) and found.is_floating_point
 
 
 def facts(tensor: torch.Tensor) -> Facts:

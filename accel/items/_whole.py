@@ -17,7 +17,7 @@ from accel.context import DistContext, context_first
 from accel.items._module import clean_name
 from accel.items._stages import StagedTensors, staged_tensors
 from accel.storage import dtype_name
-from accel.tensors import full_tensor, is_dtensor
+from accel.tensors import full_tensor, is_dtensor, stored_values
 
 _EXTRA_STATE = "_extra_state"
 
@@ -97,7 +97,9 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         name = clean_name(model, raw)
         if isinstance(value, torch.Tensor):
             check_tensor(value, name)
-            tensors[name] = value if is_dtensor(value) else value.detach()  # tied shards are known by being one object
+            tensors[name] = (
+                value if is_dtensor(value) else stored_values(value).detach()
+            )  # tied shards are known by being one object
         elif raw.rpartition(".")[2] == _EXTRA_STATE:
             logger = logging.getLogger("accel.checkpoint")
             logger.warning("%s is left out: it is extra state, and no tensor", name)

@@ -21,6 +21,7 @@ from accel.errors import AccelError
 from accel.launching._attempts import run_attempts
 from accel.launching._host_terms import describe_hosts
 from accel.launching._hosts import AgentOrder
+from accel.launching._journal import Journal, open_journal
 from accel.launching._launch import plan_here, record_dir
 from accel.launching._plan import HostPosition, LaunchPlan
 from accel.launching._rendezvous import NotMetError, Rendezvous
@@ -69,7 +70,10 @@ def run(order: AgentOrder) -> int:
                 tell(f"accel: {describe_hosts(peers.hosts, processes)}{again}\n")
             return plan(position, port), peers
 
-        ending = run_attempts(start, signals, max_restarts=config.max_restarts, summary=order.summary)
+        with open_journal(order.target, order.record) if order.record else Journal() as journal:
+            ending = run_attempts(
+                start, signals, max_restarts=config.max_restarts, summary=order.summary, journal=journal
+            )
         if not ending.stopped:
             rendezvous.leave(_CLOSE_S)
         return ending.status

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
 from accel.launching._failure_record import newest_checkpoint
+from accel.launching._journal import Journal
 from accel.launching._plan import LaunchPlan
 from accel.launching._report import last_line, tell
 from accel.launching._signals import Signals, listening
@@ -47,6 +49,7 @@ def run_attempts(
     *,
     max_restarts: int,
     summary: bool = False,
+    journal: Journal | None = None,
 ) -> Ending:
     """Start all ranks, and again after each failure, `max_restarts` times at most; return the last end.
 
@@ -58,18 +61,24 @@ def run_attempts(
         summary: whether the last line on stderr reports the end of the run. Without log files, one rank gets none, as
             its streams are this process's own, nor does a stop without a checkpoint, whose report is the last line;
             nor a good end with `quiet`.
+        journal: journal of the launch; None for none.
 
     Raises:
         LaunchError: a process cannot be started.
     """
+    journal = Journal() if journal is None else journal
     began_s = time.monotonic()
     attempt = None
     checkpoint = ""
     ending = Ending(0)
     failed = 0
     while not isinstance(made := start(failed, ending), Ending):
+        kind = "start" if attempt is None else "hosts" if ending.changed else "restart"
         attempt = made
-        ending = Supervisor(signals, *attempt).run()
+        records = {process.rank: process.record for process in attempt[0].processes}
+        supervisor = Supervisor(signals, *attempt, journal)
+        journal.begin(records, attempt[1].hosts, kind)
+        ending = supervisor.run()
         tell(ending.report)
         checkpoint = newest_checkpoint(process.record for process in attempt[0].processes) or checkpoint
         failed += ending.first is not None
@@ -78,6 +87,8 @@ def run_attempts(
     else:
         ending = made
         tell(ending.report)
+    stopped = signal.Signals(ending.stopped).name if ending.stopped else ""
+    journal.finish(ending.status, ending.report, stopped=stopped, checkpoint=checkpoint)
     if summary and attempt is not None:
         tell(_summary(*attempt, ending, checkpoint, time.monotonic() - began_s))
     return ending

@@ -68,6 +68,10 @@ class Children:
         """Return the ranks that have ended with status 0."""
         return [process.rank for process, popen in self._processes if popen.poll() == 0]
 
+    def statuses(self) -> dict[int, int | None]:
+        """Return the exit status of each rank; None for one that has not ended."""
+        return {process.rank: popen.poll() for process, popen in self._processes}
+
     def failures(self) -> list[Failure]:
         """Return the failure of each rank that has ended with another status than 0."""
         now_s = time.time()

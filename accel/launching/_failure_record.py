@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
-T = TypeVar("T")
+from accel.run_folder import read_json
+
 _LOST = ("gloo/transport/", "Connection closed by peer", "NCCL error")  # torch's words for a peer that is gone
 STACK_SIGNAL = signal.SIGRTMAX - 1  # asks a rank for its Python stack; far from those that scripts use
 
@@ -56,31 +56,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     crash: str = ""
 
 
-def file_beside(record: str, kind: Literal["ask", "calls", "checkpoint", "crash", "stack"]) -> str:
+def file_beside(record: str, kind: Literal["ask", "calls", "checkpoint", "crash", "run", "stack"]) -> str:
     """Return the path of another file of a rank.
 
     Args:
         record: path of the rank's failure record.
         kind: "crash" for the fault handler's dump; "stack" and "calls" for the stacks and collectives that a rank is
-            asked for, "ask" for the named pipe that asks; "checkpoint" for the name of its newest checkpoint.
+            asked for, "ask" for the named pipe that asks; "checkpoint" for the name of its newest checkpoint; "run" for
+            the folders of its runs, one a line.
     """
     return f"{record}.{kind}"
-
-
-def write_file(path: str, value: object) -> None:
-    """Write a value as JSON so that a reader finds all of it or nothing."""
-    partial = f"{path}.partial"
-    with open(partial, "wb") as file:
-        _ = file.write(msgspec.json.encode(value))
-    os.replace(partial, path)
-
-
-def read_file(path: str, type_: type[T]) -> T | None:
-    """Read what `write_file` has written; None if there is nothing, or nothing whole."""
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=type_)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
 
 
 def newest_checkpoint(records: Iterable[str]) -> str:
@@ -92,7 +77,7 @@ def newest_checkpoint(records: Iterable[str]) -> str:
     paths = [Path(file_beside(record, "checkpoint")) for record in records]
     found = [path for path in paths if path.exists()]
     newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return (newest and read_file(str(newest), str)) or ""
+    return (newest and read_json(str(newest), str)) or ""
 
 
 def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure:
@@ -104,7 +89,7 @@ def read_failure(rank: int, status: int, path: str, noticed_s: float) -> Failure
         path: path of its record, which may be missing.
         noticed_s: time when its end was noticed, in seconds since the epoch.
     """
-    record = read_file(path, FailureRecord)
+    record = read_json(path, FailureRecord)
     dump = Path(file_beside(path, "crash"))
     crash = dump.read_text(encoding="utf-8", errors="replace") if dump.exists() else ""
     return Failure(rank=rank, status=status, time_s=record.time_s if record else noticed_s, record=record, crash=crash)

@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
-from accel.launching._failure_record import file_beside, write_file
+from accel.launching._failure_record import file_beside
 from accel.launching._user_frames import DECORATOR, is_users
+from accel.run_folder import write_json
 
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and that of the other backends
 
@@ -91,7 +92,7 @@ def answer_calls(record: str, ask: str) -> None:
         while os.read(source, 1):
             # of another torch, a record may look otherwise; the launcher does without
             with contextlib.suppress(msgspec.MsgspecError, TypeError, RuntimeError, OSError):
-                write_file(file_beside(record, "calls"), [each for trace in _traces() for each in last_calls(trace)])
+                write_json(file_beside(record, "calls"), [each for trace in _traces() for each in last_calls(trace)])
 
     threading.Thread(target=answer, name="accel-launch-calls", daemon=True).start()
 

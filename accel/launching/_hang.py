@@ -16,10 +16,11 @@ from typing import NamedTuple
 import msgspec
 
 from accel.launching._children import Children
-from accel.launching._failure_record import STACK_SIGNAL, file_beside, read_file
+from accel.launching._failure_record import STACK_SIGNAL, file_beside
 from accel.launching._flight_record import EnteredCollective
 from accel.launching._relay import Relay
 from accel.launching._user_frames import DECORATOR, WORKER, is_users
+from accel.run_folder import read_json
 
 _ANSWER_S = 1.0
 _PAUSE_S = 0.02
@@ -123,7 +124,7 @@ class Watch:
             rank: RankAnswer(
                 stack=_from(stacks[rank], sizes[rank]) if rank in sizes else "",
                 asked=rank in calls,
-                calls=read_file(calls[rank], list[EnteredCollective]) if rank in calls else None,
+                calls=read_json(calls[rank], list[EnteredCollective]) if rank in calls else None,
             )
             for rank in records
         }

@@ -22,6 +22,7 @@ from accel.errors import LaunchError
 from accel.launching._report import tell
 from accel.launching._signals import NOTICES, STOPPING, Signals
 from accel.launching._target import Target
+from accel.run_folder import LaunchRecord
 
 _AGENT = str(Path(__file__).with_name("_agent.py"))
 _RETRY_S = 0.5
@@ -39,6 +40,7 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
         config: settings of the launch.
         parent: process whose end ends the agent.
         added: variables of the agent alone, which its ranks do not get.
+        record: record of the launch; None to keep none.
         summary: whether the last line reports the end of the run.
     """
 
@@ -46,6 +48,7 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
     config: LaunchConfig
     parent: int
     added: tuple[str, ...]
+    record: LaunchRecord | None = None
     summary: bool = False
 
 
@@ -118,11 +121,19 @@ def await_first_host(config: LaunchConfig, signals: Signals) -> int:
 
 
 def run_agent(
-    target: Target, config: LaunchConfig, environ: Mapping[str, str], signals: Signals, *, summary: bool
+    target: Target,
+    config: LaunchConfig,
+    environ: Mapping[str, str],
+    signals: Signals,
+    record: LaunchRecord,
+    *,
+    summary: bool,
 ) -> int:
     """Run this host's part of a launch, in a process that may import torch; return the exit status."""
     added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
-    order = AgentOrder(target=target, config=config, parent=os.getpid(), added=tuple(added), summary=summary)
+    order = AgentOrder(
+        target=target, config=config, parent=os.getpid(), added=tuple(added), record=record, summary=summary
+    )
     command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
     agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
     return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)

@@ -9,14 +9,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
-from accel.config import LaunchConfig, resolve
+from accel.config import LaunchConfig, Source, resolve
 from accel.errors import LaunchError
 from accel.launching._attempts import run_attempts
 from accel.launching._hosts import await_first_host, await_name, check_endpoint, run_agent
+from accel.launching._journal import open_journal
 from accel.launching._machine import read_machine
 from accel.launching._plan import HostPosition, LaunchPlan, check_mesh, plan_launch
+from accel.launching._record_changes import first_record
 from accel.launching._report import tell
 from accel.launching._signals import listening
 from accel.launching._supervisor import Ending, Peers
@@ -31,6 +34,7 @@ def run_launch(
     args: Sequence[str] = (),
     *,
     config: LaunchConfig | None = None,
+    sources: Mapping[str, Source] = MappingProxyType({}),
     kind: Literal["script", "module", "program"] = "script",
     environ: Mapping[str, str],
     summary: bool = False,
@@ -41,6 +45,7 @@ def run_launch(
         script: path of the script; with `kind`, a module's dotted name or a program.
         args: arguments of the script, passed on unchanged.
         config: settings of the launch; None for those of `environ`, as `accel launch` resolves them.
+        sources: source of each setting, for the record of the launch.
         kind: kind of `script`.
         environ: base environment of each process; `os.environ` is never written.
         summary: whether the last line on stderr reports the end of a run of several ranks, or of one with log files.
@@ -55,11 +60,15 @@ def run_launch(
         EnvError: `environ` has another setting that the processes would refuse.
     """
     target = Target(kind=kind, name=script, args=tuple(args))
-    config = on_pod(resolve({}, environ), environ) if config is None else config
+    if config is None:
+        resolved = resolve({}, environ)
+        config = on_pod(resolved, environ)
+        sources = resolved.sources
     check_target(target, environ)
     if config.hosts[1] > 1:
-        return _launch_on_hosts(target, config, environ, summary=summary)
-    with record_dir() as folder, listening() as signals:
+        return _launch_on_hosts(target, config, environ, sources, summary=summary)
+    first = first_record(target, config, sources)
+    with record_dir() as folder, listening() as signals, open_journal(target, first) as journal:
 
         def start(failed: int, _last: Ending) -> tuple[LaunchPlan, Peers]:
             plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
@@ -68,10 +77,12 @@ def run_launch(
             make_log_dir(config.log_dir)
             return plan, Peers()
 
-        return run_attempts(start, signals, max_restarts=config.max_restarts, summary=summary).status
+        return run_attempts(start, signals, max_restarts=config.max_restarts, summary=summary, journal=journal).status
 
 
-def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str, str], *, summary: bool) -> int:
+def _launch_on_hosts(
+    target: Target, config: LaunchConfig, environ: Mapping[str, str], sources: Mapping[str, Source], *, summary: bool
+) -> int:
     fewest, most = config.hosts  # raises now what the agent would raise
     plan = plan_here(target, config, environ, record_dir="", port=1, position=HostPosition(num_nodes=fewest))
     for hosts in range(fewest + 1, most + 1):
@@ -83,7 +94,8 @@ def _launch_on_hosts(target: Target, config: LaunchConfig, environ: Mapping[str,
         make_log_dir(config.log_dir)
         if stopped := await_first_host(config, signals):
             return 128 + stopped
-        return run_agent(target, config, environ, signals, summary=summary)
+        record = first_record(target, config, sources)
+        return run_agent(target, config, environ, signals, record, summary=summary)
 
 
 def plan_here(

@@ -43,7 +43,7 @@ class Sink:
             if self._open_line not in (None, prefix):
                 text += b"\n"
             self._open_line = prefix if line.endswith(b"\r") else None
-            text += prefix + line
+            text += line if line.startswith(prefix) else prefix + line  # a logger may have named the rank
         _write_all(self._fd, text)
 
     def finish(self, prefix: bytes) -> None:

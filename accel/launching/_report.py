@@ -49,7 +49,7 @@ def failure_report(
 
     def told(failure: Failure) -> str:
         host = (hosts or {}).get(failure.rank)
-        return f"rank {failure.rank}{f' on {host}' if host else ''} {_what(failure)}"
+        return f"rank {failure.rank}{f' on {host}' if host else ''} {describe_end(failure)}"
 
     lines = [f"accel: {told(first)}"]
     lines += [f"accel: {hint}" for number, hint in _HINTS if first.status == -number]
@@ -64,7 +64,7 @@ def failure_report(
         lines.append(f"accel: after it, {len(after) - _MOST_OTHERS} more ranks failed")
     # Python shows no traceback of a SystemExit either.
     raised = _raised(first.record) if first.record and first.record.exception != "SystemExit" else ""
-    return absent + "\n".join(lines) + "\n" + _visible(first.crash) + raised
+    return absent + "\n".join(lines) + "\n" + last_crash_lines(first.crash) + raised
 
 
 def last_line(
@@ -121,13 +121,14 @@ def stop_report(signum: int, failures: Iterable[Failure], killed: Sequence[int])
     return text
 
 
-def _what(failure: Failure) -> str:
+def describe_end(failure: Failure) -> str:
+    """Return the end of a failed rank in one line."""
     if failure.status < 0 and failure.record is None:
         try:
             name = signal.Signals(-failure.status).name
         except ValueError:  # real-time signals have numbers only
             name = f"signal {-failure.status}"
-        frames: list[tuple[str, str]] = _FRAME.findall(_visible(failure.crash))
+        frames: list[tuple[str, str]] = _FRAME.findall(last_crash_lines(failure.crash))
         places = [f" - at {file}:{line}" for file, line in frames if is_users(file)]  # innermost first
         return f"was killed by {name}{places[0] if places else ''}"
     if failure.record is None:
@@ -159,7 +160,7 @@ def _raised(record: FailureRecord) -> str:
     return f"{record.traceback.removesuffix(end)}\n" if is_told and record.traceback.endswith(end) else record.traceback
 
 
-def _visible(crash: str) -> str:
+def last_crash_lines(crash: str) -> str:
     """Return the fault handler's dump without the launcher's frames and the list of extensions."""
     lines = crash.rstrip().splitlines(keepends=True)
     shown = "".join(line for line in lines if not (WORKER in line or line.startswith("Extension modules:")))

@@ -13,6 +13,7 @@ from accel.launching._children import Children
 from accel.launching._failure_record import Failure, culprit, exit_code, repeats, stop_number
 from accel.launching._hang import Watch, Whereabouts, absent_report, locate
 from accel.launching._host_terms import describe_hosts
+from accel.launching._journal import Journal
 from accel.launching._plan import LaunchPlan
 from accel.launching._relay import log_path
 from accel.launching._report import failure_report, stop_report, tell
@@ -92,14 +93,18 @@ class Supervisor:
         signals: signals of this process.
         plan: ranks of this host.
         peers: the other hosts; None on one host.
+        journal: journal of the launch; None for none.
 
     Raises:
         LaunchError: a process cannot be started.
     """
 
-    def __init__(self, signals: Signals, plan: LaunchPlan, peers: Peers | None = None) -> None:
+    def __init__(
+        self, signals: Signals, plan: LaunchPlan, peers: Peers | None = None, journal: Journal | None = None
+    ) -> None:
         self._plan = plan
         self._peers = Peers() if peers is None else peers
+        self._journal = Journal() if journal is None else journal
         self._signals = signals
         self._children = Children()
         self._relay = self._children.start(plan)
@@ -115,23 +120,30 @@ class Supervisor:
             ending = self._supervise()
         except AccelError:
             self._end(FAILED_GRACE_S)
+            self._journal.end(self._children.statuses(), self._children.failures(), None)
             raise
         self._drain()
+        self._journal.end(self._children.statuses(), self._children.failures(), ending.first)
         return ending
 
     def _supervise(self) -> Ending:
         children, peers = self._children, self._peers
         while not (failures := children.failures()) and not peers.have_failed():
+            self._journal.see(children.statuses())
             if not children.running() and peers.all_done():
                 return Ending(0)
             if peers.have_changed():
-                tell("accel: a host has come or gone; all ranks start again\n")
+                tell(changed := "accel: a host has come or gone; all ranks start again\n")
+                self._journal.note("hosts", changed)
                 self._end(self._plan.stop_grace_s)
                 return Ending(0, changed=True)
             number = self._signals.wait(self._patience_s())
-            tell(self._watch.look())
+            tell(silence := self._watch.look())
+            if silence:
+                self._journal.note("hang", silence)
             if number in NOTICES:
                 children.signal(number)
+                self._journal.note("notice", f"{signal.Signals(number).name} was handed on to the ranks")
             # Who stops a whole job may have sent the signal to the ranks as well; that is no failure of theirs.
             elif number and all(number in (-failure.status, stop_number(failure)) for failure in children.failures()):
                 children.signal(number)
@@ -147,6 +159,7 @@ class Supervisor:
         return min(times, default=None)
 
     def _fail(self) -> Ending:
+        self._journal.see(self._children.statuses())  # before others end
         hurry = self._wait(SETTLE_S)
         failures = self._children.failures()
         if all(map(repeats, failures)):  # a rank that still ends may be the cause
@@ -183,6 +196,7 @@ class Supervisor:
 
     def _stop(self, number: int) -> Ending:
         """Wait for ranks that a signal has asked to stop, then end them."""
+        self._journal.note("stop", f"{signal.Signals(number).name} asks all ranks to stop")
         hurry = self._wait(self._plan.stop_grace_s)
         late = self._children.running()
         self._end(0 if late or hurry else _LEFTOVER_GRACE_S)

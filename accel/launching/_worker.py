@@ -21,8 +21,9 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType, TracebackType
 
-from accel.launching._failure_record import STACK_SIGNAL, FailureRecord, file_beside, write_file
+from accel.launching._failure_record import STACK_SIGNAL, FailureRecord, file_beside
 from accel.launching._user_frames import frames_below, is_users
+from accel.run_folder import RUN_EVENT, write_json
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,7 +47,7 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
     if not faulthandler.is_enabled():
         faulthandler.enable(open(file_beside(record, "crash"), "wb"), all_threads=False)  # noqa: SIM115 - open until the end
     show_stacks(record)
-    note_checkpoints(record)
+    announce_runs(record, parent)
     if os.path.exists(ask := file_beside(record, "ask")):
         from accel.launching._flight_record import (
             answer_calls,  # a thread, and imports, for those alone who ask for them
@@ -71,7 +72,7 @@ def main(record: str, parent: int, kind: str, name: str, args: list[str]) -> Non
         harmless = isinstance(error, SystemExit) and error.code in (None, 0)
         if os.getpid() == started and not harmless:
             with contextlib.suppress(OSError):  # without a record, the hook above shows the error
-                write_file(record, describe_failure(rank, error))
+                write_json(record, describe_failure(rank, error))
         raise
 
 
@@ -86,16 +87,30 @@ def show_stacks(record: str) -> None:
         os.replace(partial, path)
 
 
-def note_checkpoints(record: str) -> None:
-    """Write down the newest checkpoint of this process, for the launcher's last line.
+def announce_runs(record: str, parent: int) -> None:
+    """Write down the newest checkpoint of this process, and the folders of its runs, for the launcher.
 
-    The library announces it as an audit event: https://docs.python.org/3/library/audit_events.html.
+    The library announces both as audit events: https://docs.python.org/3/library/audit_events.html.
     """
+    started = os.getpid()
+    known: set[str] = set()
+
+    def announce(folder: str) -> None:
+        folder = folder if "://" in folder else os.path.abspath(folder)
+        if folder not in known and "\n" not in folder:
+            known.add(folder)
+            with open(file_beside(record, "run"), "ab") as file:
+                _ = file.write(os.fsencode(f"{folder}\n"))
+            if os.getpid() == started and os.getppid() == parent:
+                os.kill(parent, signal.SIGCHLD)  # wakes the launcher, which waits for the ends of its children
 
     def note(event: str, args: tuple[object, ...]) -> None:
-        if event == "accel.checkpoint":
-            with contextlib.suppress(OSError):
-                write_file(file_beside(record, "checkpoint"), args[0])
+        with contextlib.suppress(OSError):
+            if event == "accel.checkpoint":
+                write_json(file_beside(record, "checkpoint"), args[0])
+                announce(os.path.dirname(str(args[0])))
+            elif event == RUN_EVENT:
+                announce(str(args[0]))
 
     sys.addaudithook(note)
 

@@ -5,6 +5,7 @@ from accel.parallel._autocast_seen import runs_without_autocast as runs_without_
 from accel.parallel._checkpointing import checkpoint_activations as checkpoint_activations
 from accel.parallel._comm_hooks import PowerSgd as PowerSgd
 from accel.parallel._compile import compile_model as compile_model
+from accel.parallel._empty import is_unknown as is_unknown
 from accel.parallel._engines import (
     ENGINES as ENGINES,
     Engine as Engine,
@@ -32,6 +33,7 @@ from accel.parallel._local_sgd import (
     prepare_local_model as prepare_local_model,
 )
 from accel.parallel._micro_batches import micro_batches_of as micro_batches_of
+from accel.parallel._paths import named_modules as named_modules
 from accel.parallel._prepare_model import (
     check_model as check_model,
     prepare_model as prepare_model,
@@ -39,6 +41,7 @@ from accel.parallel._prepare_model import (
     replaces_parameters as replaces_parameters,
 )
 from accel.parallel._replicas import average_ as average_
+from accel.parallel._select import Select as Select, repeated as repeated, selected as selected
 from accel.parallel._sync import (
     check_prepared as check_prepared,
     exchanging as exchanging,

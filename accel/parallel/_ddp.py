@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext
 from accel.parallel._comm_hooks import ReplicateOptions, register_hook
+from accel.parallel._empty import allocate, make_room
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
 from accel.parallel._private import rebuild_buckets
@@ -100,7 +101,10 @@ def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
 def _check(_ctx: DistContext, _model: nn.Module, _options: ReplicateOptions) -> None: ...
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is_empty: bool) -> nn.Module:
+    if is_empty:  # DDP looks at values when it is made
+        allocate(model, ctx.device)
+    make_room([*model.parameters(), *model.buffers()], ctx.device)
     move_model(model, ctx.device)
     uses_all = not options.find_unused_parameters and not options.static_graph
     label_parameters(model, needed=uses_all, viewed=options.gradient_as_bucket_view)

@@ -14,16 +14,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.collectives import reduce
-from accel.context import DistContext, context_first
-from accel.errors import ConfigError, PrepareError
-from accel.parallel._composition import check_axes
+from accel.comm import Call, adopt, call_site, exchange
+from accel.context import DistContext, context_first, group_of
+from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.parallel._comm_hooks import ReplicateOptions
+from accel.parallel._composition import check_axes, composition
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters
+from accel.parallel._local_mark import APART, is_local, mark_local
+from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
-from accel.parallel._prepare_model import check_devices
-from accel.parallel._replicas import begin_with_rank_0_
+from accel.parallel._prepare_model import check_devices, own_options
+from accel.parallel._replicas import average_along_, begin_with_rank_0_
 from accel.parallel._sharded import is_sharded
-from accel.parallel._unwrap import unwrap_model
+from accel.parallel._unwrap import is_pipelined, unwrap_model
+from accel.parallel.shard import SHARD
+from accel.tensors import local_part
+from accel.topology import Dimension, Plan, dimension_of
+
+_WITHIN: tuple[Dimension, ...] = ("pipeline", "tensor", "context")  # spread a replica
 
 
 class LocalSgd(msgspec.Struct, frozen=True):
@@ -58,33 +67,49 @@ class LocalSgd(msgspec.Struct, frozen=True):
 
 
 @context_first
-def prepare_local_model(ctx: DistContext, model: nn.Module) -> nn.Module:
+def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None = None) -> nn.Module:
     """Move the model to the context's device and start it from rank 0's values, for local SGD. A collective.
 
-    It is not wrapped: no backward exchanges its gradients, so leave it out of `accumulate(ctx, accum)`.
+    It is not wrapped: no backward exchanges its gradients between ranks with other samples. Along `tp`, `cp` and `pp`
+    the model is spread as by `prepare_model`, so that the ranks of one replica step together.
 
     Args:
         ctx: the context.
-        model: on the CPU or on the context's device. Moved in place.
+        model: on the CPU or on the context's device. Mutated.
+        plan: styles and stages for these axes, as for `prepare_model`.
 
     Returns:
         The model that was passed.
 
     Raises:
-        DeviceError: a parameter or buffer on another device; named.
-        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged; or a mesh with a pipeline,
-            expert or context dimension.
+        DeviceError: a parameter or buffer on another device, or without values; named.
+        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged; a mesh with an expert
+            dimension; or as `prepare_model` for the axes within a replica.
+        ConfigError: as `prepare_model`.
     """
     ctx.comm.check_open()
     _check_local(model, "prepare_local_model")
-    check_devices(ctx, model)
-    if ctx.world_size > 1:
-        check_axes(ctx, spreads=False)
-        _check_whole_sequences(ctx)
-    move_model(model, ctx.device)
-    label_parameters(model)
-    if ctx.world_size > 1:
-        begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
+    _check_values(ctx, model)
+    within = [each for each in composition(ctx) if each.dimension in _WITHIN] if ctx.world_size > 1 else []
+    if not within:
+        if ctx.world_size > 1:
+            check_axes(ctx, spreads=False)
+        move_model(model, ctx.device)
+        label_parameters(model)
+        if ctx.world_size > 1:
+            begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
+        mark_local(model)
+        return model
+    _check_experts(ctx)
+    spreads = [*within, *(each for each in (SHARD,) if ctx.axis("cp").size > 1)]
+    own = [own_options(each, plan, ReplicateOptions(broadcast_buffers=False)) for each in spreads]
+    for each, options in zip(spreads, own, strict=True):
+        each.check(ctx, model, options)
+    mark_local(model)
+    for each, options in zip(spreads, own, strict=True):
+        _ = each.spread(ctx, model, options, is_empty=False)
+    if plan is not None and plan.micro_batches is not None:
+        note_micro_batches(model, plan.micro_batches)
     return model
 
 
@@ -100,6 +125,7 @@ def local_sgd_step(
     """Count an optimizer step, and replace the model by the mean over ranks when it is time. Then a collective.
 
     One message for each dtype carries all parameters and floating-point buffers; 16-bit ones are averaged in float32.
+    Each rank's part travels among the ranks with the same part and other samples.
 
     Args:
         ctx: the context.
@@ -134,31 +160,58 @@ def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor
             for parameter in group["params"]:
                 state = cast("dict[str, Any]", optimizer.state.get(parameter, {}))
                 found += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
-    return [tensor.detach() for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
+    return [local_part(tensor) for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _average(ctx: DistContext, tensors: list[torch.Tensor]) -> None:
     wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors]
-    for tensor, mean in zip(tensors, reduce(ctx, wide, "mean"), strict=True):
+    for tensor, mean in zip(tensors, _means(ctx, wide), strict=True):
         _ = tensor.copy_(mean)
 
 
-def _check_whole_sequences(ctx: DistContext) -> None:
-    """Raise for ranks that hold parts of sequences, each with a part of every gradient."""
-    if ctx.axis("cp").size == 1:
-        return
-    raise PrepareError(
-        "ranks that share sequences exchange gradients at every step",
-        expected="a mesh without cp",
-        got=f"cp={ctx.axis('cp').size}",
-        where="prepare_local_model, ctx.mesh",
-        fix="Take cp out of the mesh, or prepare the model by accel.prepare.",
-    )
+def _means(ctx: DistContext, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the means over the ranks with the same parts of a model and other samples."""
+    names = [name for name, axis in ctx.position.axes if dimension_of(name) in APART and axis.size > 1]
+    if ctx.data_parallel[1] == ctx.world_size:
+        return reduce(ctx, tensors, "mean")
+    group = group_of(ctx, *names) if names else None
+    if group is None:
+        return tensors
+    comm = adopt(group, ctx.device)
+    shapes = "\n".join(f"{each.dtype} {list(each.shape)}" for each in tensors)
+    _ = exchange(comm, Call("local_sgd_step", shapes, call_site()), torch.empty(0, dtype=torch.uint8))
+    made = [each.clone() for each in tensors]
+    average_along_(comm, made)
+    return made
+
+
+def _check_values(ctx: DistContext, model: nn.Module) -> None:
+    check_devices(ctx, model)
+    if empty := [name for name, each in model.named_parameters() if each.is_meta]:
+        raise DeviceError(
+            "a model for local SGD has no values",
+            expected="values on the CPU or on the context's device",
+            got=f"{len(empty)} parameters on the meta device, such as {empty[0]}",
+            where="prepare_local_model",
+            fix="Give it values first: model.to_empty(device='cpu'), then load or initialise them.",
+        )
+
+
+def _check_experts(ctx: DistContext) -> None:
+    """Raise for ranks that bring each other tokens at every step."""
+    if ctx.axes.ep > 1:
+        raise PrepareError(
+            "ranks that share experts exchange tokens at every step",
+            expected="a mesh without ep",
+            got=f"ep={ctx.axes.ep}",
+            where="prepare_local_model, ctx.mesh",
+            fix="Take ep out of the mesh, or prepare the model by accel.prepare.",
+        )
 
 
 def _check_local(model: nn.Module, where: str) -> None:
     wrapped = replica_of(model) is not None
-    if not wrapped and not is_sharded(model):
+    if not wrapped and (is_local(model) or not (is_sharded(model) or is_pipelined(model))):
         return
     raise PrepareError(
         "ranks exchange this model's gradients at every step",

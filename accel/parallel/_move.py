@@ -10,18 +10,19 @@ from torch import nn
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move a model's parameters and buffers in place.
+    """Move a model's parameters and buffers in place; those on the meta device stay there.
 
     To XLA `Module.to` would put new parameters into the model, and leave the optimizer with those on the CPU. DTensors
     would lose their attributes by it, even where they do not move.
     """
-    if all(each.device == device for each in (*model.parameters(), *model.buffers())):
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(each.device == device or each.is_meta for each in tensors):
         return
-    if device.type != "xla":
+    if device.type != "xla" and not any(each.is_meta for each in tensors):
         model.to(device)
         return
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device == device:
+    for tensor in tensors:
+        if tensor.device == device or tensor.is_meta:
             continue
         there: torch.Tensor = tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):

@@ -12,18 +12,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.parallel._absent import check_absent
 from accel.parallel._autocast_seen import watch_autocast
 from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._composition import check_axes, composition, unspread
 from accel.parallel._ddp import Replica, replica_of
+from accel.parallel._empty import allocate, expect_values, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
 from accel.parallel._paths import named_modules
 from accel.parallel._refusals import check_all
+from accel.parallel._replicas import stage_comm
 from accel.parallel._sharded import check_sharded
 from accel.parallel._spread import Spread, SpreadOptions
+from accel.parallel._unwrap import unwrap_model
+from accel.parallel.shard import SHARD
 from accel.topology import Plan
 
 # by name: of torch, Apex, FairScale, DeepSpeed and others, which are not imported for it
@@ -52,13 +57,16 @@ def prepare_model(
     ranks; build the optimizer from the parameters that the model has then, or pass it to `prepare` too. One rank keeps
     the model as it is, under either.
 
-    Every rank begins with rank 0's parameters and buffers. A model that is wrapped already, or that `fully_shard` or
+    Every rank begins with rank 0's parameters and buffers, also one whose model is empty, on the meta device. Where no
+    rank has values each gives its part memory, for a load or an initialisation to fill before the first forward.
+
+    A model that is wrapped already, or that `fully_shard` or
     tensor parallelism has spread over all ranks, is returned as it is; under `ddp` also one without trainable
     parameters.
 
     Args:
         ctx: the context.
-        model: on the CPU or on the context's device. Mutated.
+        model: on the CPU, on the context's device, or without values on the meta device. Mutated.
         find_unused_parameters: lets parameters stay out of a loss. Under `fsdp` their gradient is zero then, also where
             it is none under `ddp`; blocks that only some ranks run are beyond it.
         broadcast_buffers: whether rank 0's buffers replace the others' before each forward.
@@ -110,15 +118,31 @@ def prepare_model(
     elif ctx.world_size == 1:
         move_model(model, ctx.device)
         label_parameters(model)
+    is_empty = _is_empty(ctx, model)
     if ctx.world_size > 1:
         for each, own in zip(spreads, options, strict=True):
             if not each.is_done(ctx, prepared):
-                prepared = each.spread(ctx, prepared, own)
+                prepared = each.spread(ctx, prepared, own, is_empty=is_empty)
+    if is_empty:
+        inner = unwrap_model(prepared)
+        allocate(inner, ctx.device)
+        expect_values(stage_comm(ctx), inner)
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(prepared, plan.micro_batches)
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
     return prepared
+
+
+def _is_empty(ctx: DistContext, model: nn.Module) -> bool:
+    """Return whether no rank has values of a model that is not spread yet. A collective on several ranks."""
+    if ctx.world_size == 1:
+        return ctx.device.type != "meta" and any(each.is_meta for each in model.parameters())
+    waiting = unspread(ctx, model)
+    if not waiting:
+        return False
+    cuts = any(each.dimension == "pipeline" for each in waiting)  # stages have the values of one model
+    return stays_empty(ctx.comm if cuts else stage_comm(ctx), model)
 
 
 def check_model(
@@ -136,6 +160,7 @@ def check_model(
     if replica_of(model) is not None:
         return
     _check_bare(model)
+    check_absent(ctx, model)
     check_devices(ctx, model)
     waiting = unspread(ctx, model)
     if waiting:
@@ -165,10 +190,13 @@ def _check_bare(model: nn.Module) -> None:
 
 
 def check_devices(ctx: DistContext, model: nn.Module) -> None:
-    """Raise `DeviceError` for a model with a tensor that is neither on the CPU nor on the context's device."""
+    """Raise `DeviceError` for a model with a tensor that is neither on the CPU nor on the context's device.
+
+    An empty model may have any tensor on the meta device.
+    """
+    is_empty = any(each.is_meta for each in model.parameters())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        filled = tensor.is_meta and ctx.world_size > 1 and composition(ctx)[-1].dimension == "shard"
-        if tensor.device.type != "cpu" and tensor.device != ctx.device and not filled:
+        if tensor.device.type != "cpu" and tensor.device != ctx.device and not (tensor.is_meta and is_empty):
             raise DeviceError(
                 "the model is on a device that is not this rank's",
                 expected=" or ".join(dict.fromkeys(("cpu", str(ctx.device)))),
@@ -217,7 +245,10 @@ def _checked_plan(plan: Plan | None) -> Plan:
 def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[Spread]) -> None:
     """Raise `ConfigError` for keywords that are not at their defaults and that no dimension has as an option."""
     defaults = ReplicateOptions()
-    options = [name for each in spreads for name in each.options.__struct_fields__]
+    exchanges = list(spreads)
+    if exchanges and exchanges[-1].dimension == "pipeline":
+        exchanges += [SHARD]  # stages without peers take what stages with peers do, so that one script serves both
+    options = [name for each in exchanges for name in each.options.__struct_fields__]
     used = [name for name in options if name in defaults.__struct_fields__]
     unused = [name for name in keywords.__struct_fields__ if name not in used]
     if ignored := [name for name in unused if getattr(keywords, name) != getattr(defaults, name)]:
@@ -226,7 +257,9 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
             expected=f"none but {' and '.join(used)}" if used else "none",
             got=", ".join(ignored),
             where=f"prepare_model, strategy {ctx.strategy}",
-            fix="Leave them out, or use the strategy ddp.",
+            fix="Leave them out: beside pp, tp or ep, fully_shard exchanges gradients under the strategy ddp too."
+            if exchanges and ctx.strategy == "ddp"
+            else "Leave them out, or use the strategy ddp.",
         )
 
 

@@ -23,7 +23,7 @@ PRIVATE = {
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch": ("_disable_dynamo",),  # torch.compiler.disable, without importing the compiler at once
-    "torch.nn.Module": ("_parameters", "_modules", "_buffers"),
+    "torch.nn.Module": ("_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"),
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_fsdp_param_groups", "_fsdp_param_group"),

@@ -19,7 +19,12 @@ def average_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
         ctx: the context.
         tensors: plain ones, of the same shapes and dtypes in the same order on every rank; changed in place.
     """
-    _in_flat(tensors, lambda flat: all_reduce_flat(ctx.comm, flat, "sum").div_(ctx.world_size))
+    average_along_(ctx.comm, tensors)
+
+
+def average_along_(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors by their mean over the ranks of a handle; see `average_`."""
+    _in_flat(tensors, lambda flat: all_reduce_flat(comm, flat, "sum").div_(comm.size))
 
 
 def stage_comm(ctx: DistContext) -> Comm:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -27,6 +27,21 @@ class SpreadOptions(msgspec.Struct, frozen=True, kw_only=True):
         return repr(self)
 
 
+class SpreadFunction(Protocol):
+    """A function that spreads a model."""
+
+    def __call__(self, ctx: DistContext, model: nn.Module, options: Any, /, *, is_empty: bool) -> nn.Module:
+        """Spread a model and return what to call in the loop.
+
+        Args:
+            ctx: the context.
+            model: on the CPU or on the context's device; parts of it may be on the meta device. Mutated.
+            options: of the dimension.
+            is_empty: whether no rank has values of the parameters, so that nothing is sent and they stay empty.
+        """
+        ...
+
+
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """A way to spread a model over the ranks along one dimension.
 
@@ -35,8 +50,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         options: class of its options.
         is_done: whether the model is spread along it already. No communication.
         check: raises for a model that cannot be spread with these options. No communication, and nothing is changed.
-        spread: spreads a model that lies on the CPU or on the context's device, from rank 0's values, and returns what
-            to call in the loop. A collective that mutates the model.
+        spread: spreads a model, from rank 0's values if there are some. A collective that mutates the model.
         replaces: whether the model has other parameters afterwards.
     """
 
@@ -44,7 +58,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     options: type[SpreadOptions]
     is_done: Callable[[DistContext, nn.Module], bool]
     check: Callable[[DistContext, nn.Module, Any], None]
-    spread: Callable[[DistContext, nn.Module, Any], nn.Module]
+    spread: SpreadFunction
     replaces: bool
 
 

@@ -20,6 +20,7 @@ from accel.errors import PrepareError
 from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import unused_parameters
+from accel.parallel._local_mark import is_local
 from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots, stage_size
 from accel.parallel._unwrap import is_pipelined
@@ -135,6 +136,8 @@ def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
         return (replica,)
     if is_pipelined(model):
         return (cast(Sharded, model),)
+    if is_local(model):
+        return sharded_roots(model)
     if is_sharded(model):
         check_sharded(ctx, model)
         return sharded_roots(model)

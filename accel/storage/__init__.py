@@ -20,6 +20,8 @@ from accel.storage._folders import (
     remove_flat as remove_flat,
     set_aside as set_aside,
 )
+from accel.storage._jobs import ByteRanges as ByteRanges, Passed as Passed, Wanted as Wanted
+from accel.storage._local_ranges import LocalRanges as LocalRanges
 from accel.storage._lock import LOCK as LOCK, take_lock as take_lock
 from accel.storage._objects import RemotePath as RemotePath
 from accel.storage._place import Lock as Lock, Place as Place, as_place as as_place
@@ -28,15 +30,20 @@ from accel.storage._publish import (
     publish_weights as publish_weights,
     stage_files as stage_files,
 )
+from accel.storage._ranges import CHUNK as CHUNK, PAGE as PAGE
 from accel.storage._reading import OpenDirectory as OpenDirectory, open_directory as open_directory
+from accel.storage._remote_ranges import RemoteRanges as RemoteRanges
 from accel.storage._safetensors import (
+    ITEM_BITS as ITEM_BITS,
     MOST_TENSORS as MOST_TENSORS,
     Header as Header,
     dtype_name as dtype_name,
     encode_tensors as encode_tensors,
+    header_size as header_size,
     memory_of as memory_of,
     read_header as read_header,
     stored_dtype as stored_dtype,
+    torch_dtypes as torch_dtypes,
     view_tensors as view_tensors,
     write_tensors as write_tensors,
 )

@@ -29,8 +29,9 @@ _MOST_DIMS = 64 + 1  # complex128 is stored with one more
 _LONGEST_ENTRY = 4096
 _SPARE = 2**16  # for texts beside the tensors
 _WORD = 8
+_POINTER = b"version "  # the first bytes of a pointer of Git LFS, and no length of a header
 _METADATA = "__metadata__"
-_ITEM_BITS = {
+ITEM_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
@@ -79,42 +80,71 @@ def encode_header(tensors: Mapping[str, TensorHeader], metadata: Mapping[str, st
     return len(text).to_bytes(_WORD, "little") + text
 
 
-def read_header(data: memoryview, where: str, names: Collection[str] | None = None) -> Header:
+def header_size(data: bytes | memoryview, size: int, where: str) -> int:
+    """Return the bytes of a header, the eight of its length included.
+
+    Args:
+        data: at least the file's first eight bytes.
+        size: bytes of the file.
+        where: the file's path, for errors.
+
+    Raises:
+        CheckpointError: the header does not fit the file.
+    """
+    if bytes(data[:_WORD]) == _POINTER:
+        fix = "Fetch the files themselves: git lfs pull."
+        raise CheckpointError("a pointer of Git LFS in the place of the file", where=where, fix=fix)
+    length = int.from_bytes(data[:_WORD], "little")
+    if len(data) < _WORD or length > min(_LARGEST, size - _WORD):
+        raise _broken("the header does not fit the file", where)
+    return _WORD + length
+
+
+def read_header(data: memoryview, where: str, names: Collection[str] | None = None, size: int | None = None) -> Header:
     """Read a header and check it; fast and in little memory for any bytes.
 
     Args:
-        data: the whole file; only the header's bytes are touched.
+        data: the file's first bytes, at least those of the header; others are not touched.
         where: the file's path, for errors.
         names: tensors that a manifest lists for this file; None for a file without a manifest.
+        size: bytes of the file; None for those of `data`.
 
     Raises:
         CheckpointError: the header contradicts itself or the file's length, or is larger than its tensors need.
     """
-    length = int.from_bytes(data[:_WORD], "little")
-    if len(data) < _WORD or length > min(_LARGEST, len(data) - _WORD):
-        raise _broken("the header does not fit the file", where)
-    _bound(data[_WORD : _WORD + length], names, where)
+    size = len(data) if size is None else size
+    after = header_size(data, size, where)
+    _bound(data[_WORD:after], names, where)
     try:
-        entries = msgspec.json.decode(data[_WORD : _WORD + length], type=dict[str, msgspec.Raw])
+        entries = msgspec.json.decode(data[_WORD:after], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(entries.pop(_METADATA, b"{}"), type=dict[str, str])
         if len(entries) > (MOST_TENSORS if names is None else len(names)):
             raise _broken(f"the header lists {len(entries)} tensors", where)
         tensors = {name: _entry(name, entry, where) for name, entry in entries.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _broken(f"the header cannot be read: {error}", where) from error
-    position, payload = 0, len(data) - _WORD - length
+    position, payload = 0, size - after
     tensors = dict(sorted(tensors.items(), key=lambda item: item[1].data_offsets))
+    end = max((entry.data_offsets[1] for entry in tensors.values()), default=0)
+    if end > payload:
+        raise CheckpointError(
+            "the file ends before its tensors do",
+            expected=f"{after + end} bytes",
+            got=f"{size}",
+            where=where,
+            fix="Download or copy it again.",
+        )
     for name, entry in tensors.items():
         start, end = entry.data_offsets
-        if entry.dtype not in _ITEM_BITS:
+        if entry.dtype not in ITEM_BITS:
             raise _broken(f"{name!r} has the unknown dtype {entry.dtype!r}", where)
-        bits = math.prod(entry.shape) * _ITEM_BITS[entry.dtype]
+        bits = math.prod(entry.shape) * ITEM_BITS[entry.dtype]
         if start != position or not start <= end <= payload or bits != 8 * (end - start):
             raise _broken(f"the byte range of {name!r} does not fit its shape and its neighbours", where)
         position = end
     if position != payload:
         raise _broken("bytes after the last tensor", where)
-    return Header(tensors, metadata, _WORD + length)
+    return Header(tensors, metadata, after)
 
 
 def _bound(text: memoryview, names: Collection[str] | None, where: str) -> None:
@@ -206,7 +236,7 @@ def view_tensors(data: memoryview, header: Header) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: a tensor has a dtype that is never written here; see `read_reference`.
     """
-    payload, dtypes = data[header.end :], _dtypes()
+    payload, dtypes = data[header.end :], torch_dtypes()
     for name, entry in header.tensors.items():
         if entry.dtype not in dtypes:
             raise CheckpointError(f"{name!r} has the dtype {entry.dtype}", expected=", ".join(sorted(dtypes)))
@@ -243,7 +273,8 @@ def _view(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     return torch.frombuffer(data if aligned else bytearray(data), dtype=dtype).view(shape)
 
 
-def _dtypes() -> dict[str, torch.dtype]:
+def torch_dtypes() -> dict[str, torch.dtype]:
+    """Return torch's dtypes by the format's names."""
     import torch
 
     known = (getattr(torch, name) for name in dir(torch))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A default group for each simulated rank. Every hook into torch that torch does not promise to keep is in this module.
+"""A default group for each simulated rank. What torch does not promise to keep is used here and in `_modes` alone.
 
 c10d keeps all that it knows about groups in one object, `distributed_c10d._world`, "experimental extension point to
 override it". While simulations with default groups run, a stand-in leads each rank's thread to tables of its own, and
@@ -39,6 +39,7 @@ _HOOKS = {
         "Backend.backend_capability",
     ),
     "torch._C._distributed_c10d": ("_set_thread_isolation_mode", "_get_work_registry_size"),
+    "torch._C": ("_DisableTorchDispatch",),
     "torch.distributed.device_mesh": ("get_backend", "threading", "DeviceMesh"),
 }  # fmt: skip
 # What c10d's container of state leads to in globals of its module; each rank needs its own.

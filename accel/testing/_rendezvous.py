@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
-import torch
 from torch import Tensor
 
 from accel.errors import CollectiveMismatch
@@ -15,6 +14,7 @@ from accel.testing._collectives import SimulatedCall, fill
 from accel.testing._errors import SimulationError
 from accel.testing._faults import Injector
 from accel.testing._meetings import Meeting, Members, Transfer
+from accel.testing._modes import outside_of_modes
 from accel.testing._networks import Network
 from accel.testing._scheduler import Scheduler, Stopped, Waitable, name_ranks
 from accel.testing._sites import call_site
@@ -159,7 +159,7 @@ class MeetingPoint:
         send, receive = (mine, other) if kind == "send" else (other, mine)
         receive.source = send.source
         try:
-            with torch.no_grad():
+            with outside_of_modes():
                 fill(receive.tensor, send.tensor)
         except CollectiveMismatch as error:
             self._refuse(error, f"{send.describe(send.rank)}; {receive.describe(target)}")
@@ -210,7 +210,7 @@ class MeetingPoint:
 
     def _finish(self, meeting: Meeting, run: Callable[[Sequence[Any]], object]) -> None:
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # not those of the last rank
+            with outside_of_modes():
                 meeting.result = run([meeting.brought[rank] for rank in self.members.ranks])
         except CollectiveMismatch as error:
             places = "; ".join(f"rank {rank} at {site}" for rank, site in sorted(meeting.sites.items()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
@@ -18,6 +19,8 @@ from typing import Protocol
 from accel.testing._errors import Deadlock, SimulationError
 from accel.testing._streams import RankStreams
 from accel.testing._threads import no_thread
+
+_SLICE_S = 1.0  # Python handles a signal that comes just before a wait only after it
 
 
 class Stopped(BaseException):
@@ -29,6 +32,15 @@ def name_ranks(ranks: Sequence[int]) -> str:
     runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0])]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+
+
+def _wait(event: threading.Event, timeout_s: float) -> bool:
+    """Wait for an event in slices, so that Ctrl-C is never held up for long."""
+    end = time.monotonic() + timeout_s
+    while (left := end - time.monotonic()) > _SLICE_S:
+        if event.wait(_SLICE_S):
+            return True
+    return event.wait(max(left, 0.0))
 
 
 class Waitable(Protocol):
@@ -89,7 +101,7 @@ class Scheduler:
             timeout_s: seconds to wait at most while all is well.
             unwind_s: seconds to wait at most once the run is being stopped.
         """
-        return self._stopping.wait(timeout_s) and self._over.wait(unwind_s)
+        return _wait(self._stopping, timeout_s) and self._over.wait(unwind_s)
 
     def enter(self, rank: int) -> None:
         """Note that the calling thread is `rank` from now on."""

@@ -13,6 +13,7 @@ from accel.training._evaluating import evaluating as evaluating
 from accel.training._forward import forward as forward
 from accel.training._forward_backward import forward_backward as forward_backward
 from accel.training._fused import fused_step as fused_step
+from accel.training._generate import generate as generate
 from accel.training._prepare import (
     prepare as prepare,
     prepare_optimizer as prepare_optimizer,

@@ -9,6 +9,7 @@ ranks and micro-batches therefore gives the same gradient.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import overload
 
 import msgspec
@@ -143,6 +144,7 @@ def backward(
     """
     if isinstance(scaler, TrainState):
         check_alone(accum, "backward")
+        began = perf_counter()
         weight = weight_of(scaler, weight, same_units=same_units)
         window = backward(
             ctx,
@@ -153,7 +155,7 @@ def backward(
             same_units=same_units,
             retain_graph=retain_graph,
         )
-        return after_backward(scaler, window)
+        return after_backward(scaler, window, began)
     ctx.comm.check_open()
     check_records(scaler, accum, "backward")
     check_loss(loss, "backward", "Take the mean over what `weight=` counts: loss.mean().")

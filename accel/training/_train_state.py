@@ -63,6 +63,11 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
         """Norm of the latest step's gradients, as `StepResult.grad_norm`. Neither compared nor saved."""
         return vars(self).get("grad_norm")
 
+    @property
+    def backward_at(self) -> float | None:
+        """Time at which the batch's first `backward` began, of `time.perf_counter`. Neither compared nor saved."""
+        return vars(self).get("backward_at")
+
     def next(self, batch: Batch, *, last: bool = False) -> Self:
         """Return the state within a batch. No communication.
 
@@ -85,7 +90,9 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
                 " own.",
             )
         accum = self.accum.next(last=last or batch.is_last)
-        return _replaced(self, cursor=batch.next, accum=accum, valid=batch.valid)
+        after = _replaced(self, cursor=batch.next, accum=accum, valid=batch.valid)
+        _ = vars(after).pop("backward_at", None)  # of the batch before
+        return after
 
     def next_epoch(self) -> Self:
         """Return the state at the beginning of the next epoch, for loops that leave an epoch early.
@@ -206,9 +213,18 @@ def weight_of(
     return state.valid
 
 
-def after_backward(state: TrainState, accum: Accumulation) -> TrainState:
-    """Return the state after a backward pass."""
-    return _replaced(state, accum=accum)
+def after_backward(state: TrainState, accum: Accumulation, began: float | None = None) -> TrainState:
+    """Return the state after a backward pass.
+
+    Args:
+        state: state before it.
+        accum: accumulation after it.
+        began: time at which it began, of `time.perf_counter`; kept of a batch's first pass.
+    """
+    after = _replaced(state, accum=accum)
+    if began is not None:
+        _ = vars(after).setdefault("backward_at", began)
+    return after
 
 
 def after_step(
@@ -216,7 +232,7 @@ def after_step(
 ) -> TrainState:
     """Return the state between two windows."""
     after = TrainState(state.cursor, accum, scaler)
-    vars(after).update(stepped=stepped, grad_norm=grad_norm)
+    vars(after).update(stepped=stepped, grad_norm=grad_norm, backward_at=state.backward_at)
     return after
 
 

@@ -133,21 +133,24 @@ def language_passes(model: nn.Module, ids: torch.Tensor) -> Pass:
 
 
 def compare(ctx: accel.DistContext, variants: dict[str, Pass], rounds: int, passes: int) -> None:
-    """Print times, and ratios to the first variant."""
+    """Print median times and their ratios to the first variant, and the least CPU time."""
     times: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
     for at in range(rounds + 1):
         for name, run in variants.items():
             dist.barrier()
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             for _ in range(passes):
                 run()
             if at:  # the first round warms up
                 times[name].append((time.perf_counter() - started) / passes)
+                cpu[name].append((time.process_time() - busy) / passes)
     first = next(iter(variants))
     for name, own in times.items():
         ratio = statistics.median(mine / its for mine, its in zip(own, times[first], strict=True))
         if ctx.is_main_process:
-            print(f"  {name:24s} {statistics.median(own) * 1e3:8.2f} ms   {ratio:5.2f}x")
+            wall = f"{statistics.median(own) * 1e3:8.2f} ms   {ratio:5.2f}x"
+            print(f"  {name:24s} {wall}   CPU {min(cpu[name]) * 1e3:8.2f} ms")
 
 
 def main() -> None:
@@ -167,7 +170,7 @@ def main() -> None:
                 print(f"width {width}, {2 * options.tokens} tokens, {BLOCKS} blocks")
             variants = {"torch's styles": by_torch(ctx, width, x), "accel": by_accel(ctx, width, x)}
             compare(ctx, variants, options.rounds, options.passes)
-            if importlib.util.find_spec("transformers") is not None:
+            if all(map(importlib.util.find_spec, ("transformers", "accelerate"))):  # its loading needs the latter
                 variants = {
                     "Llama by transformers": by_transformers(ctx, width, ids),
                     "Llama by accel": llama_by_accel(ctx, width, ids),

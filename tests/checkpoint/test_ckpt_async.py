@@ -202,13 +202,13 @@ def test_a_rank_that_writes_slowly_is_waited_for(tmp_path: Path) -> None:
 
     def write() -> None:
         for size in range(1, 8):
-            time.sleep(0.4)
+            time.sleep(0.2)
             (tmp_path / "tensors").write_bytes(bytes(size))
         leave_note(stage, 1, ShareReport(share=WrittenFile("x", None)))
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert collect_notes(stage, [1], timeout_s=2, given_up=threading.Event()).keys() == {1}
+    assert collect_notes(stage, [1], timeout_s=1, given_up=threading.Event()).keys() == {1}
     thread.join()
 
 

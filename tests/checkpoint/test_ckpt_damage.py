@@ -413,7 +413,7 @@ def test_a_tensor_cannot_be_absurdly_large(tmp_path: Path) -> None:
         manifest["tensors"]["x"]["shape"] = manifest["tensors"]["x"]["pieces"][0]["shape"] = [10**12]
 
     reseal(path, change)
-    with pytest.raises(CheckpointError, match=r"byte range of 'x'"):
+    with pytest.raises(CheckpointError, match=r"ends before its tensors do"):
         load_state(CPU, path, {"x": torch.ones(2)})
 
 

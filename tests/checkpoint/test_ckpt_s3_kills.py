@@ -144,7 +144,7 @@ def loaded_value(out: RemotePath, large: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world", [1, 2])
-def test_fifty_kills_at_requests_lose_nothing(world: int, killer: tuple[Killer, RemotePath]) -> None:
+def test_kills_at_requests_lose_nothing(world: int, killer: tuple[Killer, RemotePath]) -> None:
     torch.set_num_threads(1)
     app, bucket = killer
     rng, counts = random.Random(world), dict[bool, int]()
@@ -158,8 +158,8 @@ def test_fifty_kills_at_requests_lose_nothing(world: int, killer: tuple[Killer, 
     moments = {
         large: list(itertools.product(range(count), (False, True), who, (1, 2))) for large, count in counts.items()
     }
-    chosen = [(False, each) for each in rng.sample(moments[False], 40)]
-    chosen += [(True, each) for each in rng.sample(moments[True], 10)]
+    chosen = [(False, each) for each in rng.sample(moments[False], 16)]
+    chosen += [(True, each) for each in rng.sample(moments[True], 4)]
     outcomes = list[int]()
     for number, (large, (moment, after, victims, step)) in enumerate(chosen):
         out = bucket / f"run-{world}-{number}"

@@ -12,7 +12,7 @@ import msgspec
 import numpy
 import pytest
 from ckpt_helpers import CPU, equal
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 
 import accel
@@ -67,6 +67,7 @@ def there_and_back(item: object, into: object, tmp_path: Path) -> Any:
     return accel.load_state(CPU, path, {"item": into})["item"]
 
 
+@settings(max_examples=40)
 @given(st.one_of(ARRAYS, SCALARS, OTHERS, PATHS))
 def test_values_of_other_libraries_come_back_exactly_and_by_type(tmp_path_factory: Any, value: Any) -> None:
     tmp_path = tmp_path_factory.mktemp("values")

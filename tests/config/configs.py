@@ -8,6 +8,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from accel.config import FIELDS, Field, LaunchConfig
+from accel.config._settings import LogLevel
 from accel.errors import ConfigError
 from accel.formats import PrecisionName, StrategyName
 
@@ -28,6 +29,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "mesh": st.sampled_from(["", "dp=2,tp=2", "dp=-1", "dp_replicate=2,dp_shard=-1,tp=1"]),
     "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi"]),
     "timeout_s": SECONDS | st.just("auto"),
+    "log_level": st.sampled_from(get_args(LogLevel)),
     "threads_per_process": COUNTS | st.just("auto"),
     "bind_cores": st.booleans(),
     "log_dir": TEXTS,

@@ -131,6 +131,7 @@ def test_without_a_terminal_numbers_and_names_answer(
         "",
         "",
         "",
+        "",
         "logs",
         "false",
         "",

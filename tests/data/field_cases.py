@@ -245,10 +245,10 @@ def case_workers_that_persist(ctx):
     raw = DataLoader(range(23), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
     loader = accel.prepare_loader(ctx, raw)
     for epoch in range(3):
-        mean = accel.Mean()
+        mean = accel.running_metrics(sample="mean")
         for batch in accel.batches(ctx, loader, Cursor(epoch=epoch)):
-            mean = mean.add(batch.data, batch)
-        assert float(mean.value(ctx)) == 11
+            mean = mean.add(batch.weights, sample=batch.data)
+        assert mean.read(ctx)[0] == {"sample": 11}
     loader.close()
 
 

@@ -99,7 +99,7 @@ class Dying(IterableDataset):
 def test_a_worker_that_dies(ranks, mode):
     def make(ctx):
         dies = ctx.rank == 0
-        return make_loader(ctx, Dying() if dies else Stream(100), mode, 1, num_workers=int(dies), timeout=5 * dies)
+        return make_loader(ctx, Dying() if dies else Stream(100), mode, 1, num_workers=int(dies), timeout=dies)
 
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises in the main thread, which is no rank's here
     try:

@@ -222,7 +222,7 @@ class Faulty(Dataset):
         ("stop", 0, "StopIteration.*positions 4 to 5"),
     ],
 )
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_fails_while_reading_is_a_data_error_that_says_where(how, workers, said, persistent):
     ctx = accel.single()
     raw = DataLoader(Faulty(how), batch_size=2, num_workers=workers, persistent_workers=persistent and workers > 0)

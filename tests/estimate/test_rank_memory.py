@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_ranks import Counted, Live, fake_rank
+from small_llamas import attend_as_on_gpus, llama, sizes_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,41 +18,6 @@ from accel.comm import gathered
 from accel.estimate import Step, Transformer, rank_memory, step_traffic
 from accel.tensors import local_part
 from accel.topology import Axes, Plan
-
-
-def sizes_of(**changes: Any) -> Transformer:
-    sizes = {
-        "layers": 4, "width": 1024, "heads": 16, "kv_heads": 4, "head_width": 64, "inner": 2816, "vocabulary": 8000,
-    }  # fmt: skip
-    return Transformer(**sizes | changes)
-
-
-def llama(sizes: Transformer) -> Any:
-    """A model of transformers."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        tie_word_embeddings=sizes.tied,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def attend_as_on_gpus(model: Any) -> None:
-    """Take torch's attention without a mask, as transformers does on GPUs."""
-    transformers = pytest.importorskip("transformers")
-
-    def attend(_module: Any, q: Any, k: Any, v: Any, _mask: Any, scaling: float | None = None, **_: Any) -> Any:
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scaling)
-        return out.transpose(1, 2).contiguous(), None
-
-    transformers.AttentionInterface.register("without_a_mask", attend)
-    model.config._attn_implementation = "without_a_mask"
 
 
 def train(model: Any, axes: Axes, step: Step, live: Live, counted: Counted) -> None:
@@ -128,6 +94,7 @@ CASES = {
         {"layers": 2},
     ),
     "tp alone": (Axes(tp=4), Step(tokens=1024), Plan(), {}),
+    "uneven parts": (Axes(dp=64, tp=4), Step(tokens=1024), Plan(), {"vocabulary": 8003, "inner": 2815}),
     "tp": (Axes(dp=128, tp=8), Step(tokens=2048, micro_batches=2), Plan(), {"kv_heads": 8}),
     "tp with replicas": (Axes(dp=128, tp=8), Step(tokens=2048, strategy="ddp"), Plan(), {"kv_heads": 8}),
     "tp of more ranks than heads of keys": (Axes(dp=128, tp=8), Step(tokens=1024), Plan(), {}),

@@ -47,6 +47,18 @@ def test_what_computes_again_sends_no_less_and_holds_no_more(axes: Axes) -> None
     assert step_time(LLAMA, axes, again, Plan(), hosts).compute > step_time(LLAMA, axes, STEP, Plan(), hosts).compute
 
 
+@given(meshes, st.sampled_from([1, 8]))
+def test_what_is_offloaded_leaves_the_device(axes: Axes, micro_batches: int) -> None:
+    step = msgspec.structs.replace(STEP, micro_batches=micro_batches)
+    stays, leaves = (rank_memory(LLAMA, axes, step, Plan(offload=offload)) for offload in (False, True))
+    if axes.dp * axes.dp_shard == 1:  # no shards
+        assert leaves == stays
+        return
+    assert (leaves.parameters, leaves.optimizer) == (0, 0)
+    assert stays.parameters + stays.optimizer <= leaves.host <= stays.parameters * 2 + stays.optimizer
+    assert leaves.total + stays.parameters + stays.optimizer <= stays.total
+
+
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_a_pipeline_gathers_its_stage_once_a_step(reshard: bool | None) -> None:
     axes = Axes(pp=2, dp=4)

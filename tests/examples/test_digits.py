@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
-import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from processes import job, patience, script_ranks, wait_for
@@ -65,63 +59,72 @@ def newest(out: Path) -> int:
     return max((int(path.name[5:]) for path in out.glob("step-" + "[0-9]" * 8)), default=-1)
 
 
-def stored(digits: ModuleType, out: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Return the parameters of the last checkpoint, and the lines of its table without what a clock decides."""
+def lines(out: Path) -> list[dict[str, Any]]:
+    """Return a run's metrics, without what a clock decides."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in row if name != "time"} for row in rows]
+
+
+def stored(digits: ModuleType, out: Path) -> dict[str, torch.Tensor]:
+    """Return the parameters of the last checkpoint."""
     path = accel.latest_checkpoint(out)
     assert path is not None
     model, names = digits.make_model(), json.loads((path / "manifest.json").read_text())["items"]
-    items = {name: None for name in names if name != "recipe"} | {"model": model, "log": digits.Log(), "recipe": {}}
-    log = accel.load_state(accel.single(), path, items)["log"]
-    rows = [msgspec.to_builtins(row) for row in log.epochs]
-    return model.state_dict(), [{key: row[key] for key in row if key != "samples_per_s"} for row in rows]
+    _ = accel.load_state(accel.single(), path, dict.fromkeys(names) | {"model": model})
+    return model.state_dict()
 
 
-def assert_same_numbers(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+def assert_same_numbers(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     assert len(one) == len(other)
     for mine, theirs in zip(one, other, strict=True):
-        assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-3)
-        assert mine.test_loss == pytest.approx(theirs.test_loss, rel=1e-3)
-        assert mine.lr == theirs.lr
-        assert (mine.tested, theirs.tested) == (360, 360)
-        assert abs(mine.right - theirs.right) <= 2
+        assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-3)
+        assert mine["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-3)
+        assert mine["lr"] == theirs["lr"]
+        assert (mine["tested"], theirs["tested"]) == (360, 360)
+        assert (mine["samples"], theirs["samples"]) == (1437, 1437)
+        assert abs(mine["right"] - theirs["right"]) <= 2
 
 
-def test_a_short_run_leaves_table_curves_and_checkpoints(
+def test_a_short_run_leaves_metrics_and_checkpoints(
     digits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
+    digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
     out, err = capsys.readouterr()
-    lines = out.splitlines()
-    assert lines[0].split("  ") == ["epoch", "train loss", "test loss", "accuracy", "", "", "", "lr", "samples/s"]
-    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
-    assert lines[3] == f"{table[-1].right} right of 360 tested images; the test split has 360"
-    assert len(lines) == 4
-    assert max(map(len, lines)) < 70
+    table = lines(tmp_path)
+    assert [row["step"] for row in table] == [STEPS, 2 * STEPS]
+    last = table[-1]
+    losses = f"train loss {last['train_loss']:.4f}, test loss {last['test_loss']:.4f}"
+    assert out.splitlines()[1:] == [
+        f"epoch 2: {losses}, {last['right']} right of 360 tested images",
+        f"curves: accel report {tmp_path}",
+    ]
     assert "\r" not in err  # no progress bar where there is no terminal
-    assert table[-1].right / table[-1].tested > 0.85
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert last["right"] / last["tested"] > 0.85
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000023", "step-00000046"]
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert (run["project"], run["status"], run["config"]["epochs"]) == ("digits", "finished", 2)
 
-    again = digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
-    assert again == table  # complete, and nothing was trained or measured anew
-    assert capsys.readouterr().out.splitlines()[2:4] == lines[1:3]
+    digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
+    assert "step-00000046: 46 of 46 steps are done" in capsys.readouterr().out
+    assert lines(tmp_path) == table  # complete, and nothing was trained or measured anew
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 4), (2, 1), (3, 2)])
 def test_ranks_and_accumulation_do_not_change_the_run(
     digits: ModuleType, tmp_path: Path, world: int, accumulate: int
 ) -> None:
-    alone = digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path / "alone")))
+    digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path / "alone")))
     settings = digits.Settings(epochs=1, out=str(tmp_path / "many"))
-    for table in simulate(lambda ctx: digits.main(accel.replace(ctx, accumulation=accumulate), settings), world):
-        assert_same_numbers(table, alone)
+    simulate(lambda ctx: digits.main(accel.replace(ctx, accumulation=accumulate), settings), world)
+    assert_same_numbers(lines(tmp_path / "many"), lines(tmp_path / "alone"))
 
 
 def test_other_settings_than_the_checkpoints_are_refused(digits: ModuleType, tmp_path: Path) -> None:
     digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path)))
     with pytest.raises(accel.ConfigError, match=r"expected --lr 0\.004, got --lr 0\.1 - at .*step-00000023\. Give the"):
         digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path), lr=0.1))
-    assert len(digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))) == 2
+    digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
+    assert len(lines(tmp_path)) == 2
 
 
 def test_a_batch_that_does_not_divide_is_refused(digits: ModuleType, tmp_path: Path) -> None:
@@ -148,68 +151,45 @@ def test_bad_flags_take_one_line(
     assert capsys.readouterr() == ("", f"digits.py: error: {told}\n")
 
 
-@pytest.mark.parametrize(
-    ("module", "package"), [("sklearn.datasets", "scikit-learn"), ("matplotlib.figure", "matplotlib")]
-)
 def test_a_missing_package_is_named_before_training(
-    digits: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, package: str
+    digits: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(accel.MissingExtraError, match=rf"{package}.*pip install 'accel\[examples\]'"):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(accel.MissingExtraError, match=r"scikit-learn.*pip install 'accel\[examples\]'"):
         digits.main(accel.single(), digits.Settings(out=str(tmp_path)))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("columns", [0, 12, 40, 200])
-def test_the_progress_bar_keeps_to_its_line_and_leaves_nothing(
-    digits: ModuleType, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    main, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", stderr)
-        for done in (0.0, 0.5, 0.999, 1.0):
-            digits.show_progress(accel.single(), "epoch 1", done)
-        text = b""
-        while text.count(b"\r\x1b[K") < 4:
-            text += os.read(main, 4096)
-        drawn = text.decode().split("\r\x1b[K")[1:]
-    os.close(main)
-    assert max(map(len, drawn)) < (columns or 80)
-    assert drawn[3] == ""
-    if columns == 40:
-        assert drawn[1:3] == ["epoch 1 ############............  50%", "epoch 1 ########################  99%"]
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_reach_97_percent(digits: ModuleType, tmp_path: Path) -> None:
+def test_two_processes_reach_97_percent(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2"]
     command = [*launch, str(EXAMPLE), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 0, done.stderr
-    _, rows = stored(digits, tmp_path)
+    rows = lines(tmp_path)
     assert len(rows) == 12
     assert rows[-1]["right"] >= 0.97 * 360
-    assert f"[rank 0] {rows[-1]['right']} right of 360 tested images; the test split has 360\n" in done.stdout
+    assert f"{rows[-1]['right']} right of 360 tested images\n" in done.stdout
+    assert "[rank 0] epoch 12: " in done.stdout
     assert "[rank 1]" not in done.stdout
-    assert (tmp_path / "curves.png").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_killed_in_an_epoch_ends_as_one_never_killed(digits: ModuleType, tmp_path: Path) -> None:
-    flags = ("--epochs", 2, "--save-every", 5, "--out")
+    flags = ("--epochs", 3, "--save-every", 5, "--out")
     run(EXAMPLE, 2, *flags, tmp_path / "whole", folder=tmp_path)
 
     killed = tmp_path / "killed"
     kill_once(EXAMPLE, 2, *flags, killed, folder=tmp_path, ready=lambda: newest(killed) > STEPS)
-    assert STEPS < newest(killed) < 2 * STEPS  # in the middle of the second epoch
+    assert STEPS < newest(killed) < 3 * STEPS  # the signal is fast enough to come in the second epoch, mostly
     assert f"going on from {killed}/step-000000" in run(EXAMPLE, 2, *flags, killed, folder=tmp_path)
 
-    (whole, table), (resumed, resumed_table) = stored(digits, tmp_path / "whole"), stored(digits, killed)
-    assert table == resumed_table
-    assert len(table) == 2
+    assert lines(tmp_path / "whole") == lines(killed)
+    assert len(lines(killed)) == 3
+    whole = stored(digits, tmp_path / "whole")
+    resumed = stored(digits, killed)
     for name, parameter in whole.items():
         assert torch.equal(parameter.view(torch.int32), resumed[name].view(torch.int32)), name
 

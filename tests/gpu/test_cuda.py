@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,3 +173,25 @@ def test_two_ranks_share_one_gpu_over_gloo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script), str(tmp_path / "out")]
     environment = {"ACCEL_DEVICE": "cuda:0", "ACCEL_BACKEND": "gloo"}
     subprocess.run(command, check=True, timeout=180, env={**os.environ, **environment})
+
+
+def test_logging_does_not_wait_for_the_device() -> None:
+    rows: list[float] = []
+    gate = threading.Event()
+    tracker = accel.Tracker(
+        "late",
+        lambda run, config: gate.wait(),  # the thread that reads the values starts once waiting is allowed again
+        lambda live, values, step: rows.append(values["loss"]),
+        lambda live, ending: None,
+    )
+    ctx = accel.single("cuda")
+    loss = torch.full((), 0.5, device="cuda")
+    with accel.tracking(ctx, "demo", to=[tracker]) as trackers:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            accel.log(ctx, trackers, {"loss": loss}, step=1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        _ = loss.zero_()  # what was logged is a copy
+        gate.set()
+    assert rows == [0.5]

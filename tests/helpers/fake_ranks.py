@@ -40,8 +40,8 @@ def fake_rank(
     """
     for module in ("_agree", "_exchange", "_combine"):
         monkeypatch.setattr(f"accel.comm.{module}.start", _agree)
-    for name in ("check_empty", "stays_empty"):  # tensors without memory look like those of the meta device
-        monkeypatch.setattr(f"accel.parallel.shard._fully_shard.{name}", lambda *_: False)
+    # tensors without memory look like those of the meta device
+    monkeypatch.setattr("accel.parallel._prepare_model.stays_empty", lambda *_: False)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_args, **_named: self)
     dist.init_process_group("fake", rank=rank, world_size=axes.world_size, store=FakeStore())
     try:

@@ -21,6 +21,8 @@ from simulated_hosts import Hosts, require_hosts
 from accel.config import LaunchConfig
 from accel.launching._hosts import AgentOrder
 from accel.launching._target import Target
+from accel.report.watch import rank_rows
+from accel.run_folder import read_launches
 
 pytestmark = pytest.mark.multiprocess
 
@@ -75,8 +77,9 @@ def leaving_s() -> float:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(workspace: Workspace) -> None:
+    (workspace.folder / "run").mkdir()
     script = workspace.write("""
-        import os, time
+        import os, sys, time; sys.audit("accel.run", "run")
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "host", os.environ["NODE_RANK"], flush=True)
         if first and os.environ["RANK"] == "2":
@@ -94,6 +97,15 @@ def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(worksp
         assert err.count("ValueError: bad batch") == 2
         assert ", restart 1 of 1\n" in err
         assert re.fullmatch(r"accel: 4 ranks finished after 0:\d\d:\d\d and 1 restart", err.splitlines()[-1]), err
+    records = read_launches(workspace.folder / "run")
+    assert sorted([rank.rank for rank in record.attempts[-1].ranks] for record in records) == [[0, 1], [2, 3]]
+    for record in records:
+        first, last = record.attempts
+        assert (record.status, record.restarts, len(first.hosts), len(last.hosts)) == (0, 1, 2, 2)
+        assert first.error is not None
+        assert (first.error.rank, first.error.message) == (2, "bad batch")
+        assert [rank.status for rank in last.ranks] == [0, 0]
+    assert [row[0] for row in rank_rows(records)] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.slow

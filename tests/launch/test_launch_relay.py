@@ -49,6 +49,10 @@ def test_a_rank_never_overwrites_the_progress_bar_of_another() -> None:
     assert shown((b"0 ", [b"10%\r"]), (b"1 ", [b"hi\n"]), (b"0 ", [b"20%\r"])) == b"0 10%\r\n1 hi\n0 20%\r\n"
 
 
+def test_a_rank_that_stands_in_front_of_a_line_is_not_put_there_again() -> None:
+    assert shown((b"[rank 1] ", [b"[rank 1] a\n", b"[rank 10] b\n"])) == b"[rank 1] a\n[rank 1] [rank 10] b\n"
+
+
 def test_a_last_line_without_its_end_is_shown() -> None:
     child, end = os.pipe()
     source, target = os.pipe()

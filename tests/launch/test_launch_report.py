@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from accel.launching import FailureRecord
-from accel.launching._failure_record import Failure, culprit, exit_code, file_beside, read_failure, write_file
+from accel.launching._failure_record import Failure, culprit, exit_code, file_beside, read_failure
 from accel.launching._report import failure_report, last_line, stop_report
+from accel.run_folder import write_json
 
 
 def raised(rank: int, time_s: float, exception: str = "ValueError", message: str = "bad", status: int = 1) -> Failure:
@@ -105,7 +106,7 @@ def test_a_record_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) 
     path = tmp_path / "rank-0.json"
     failure = raised(0, 1.5, message='quotes " and \\ and ü')
     assert failure.record is not None
-    write_file(str(path), failure.record)
+    write_json(str(path), failure.record)
     assert read_failure(0, 1, str(path), 9.0) == failure
     path.write_bytes(path.read_bytes()[:-5])
     assert read_failure(0, 1, str(path), 9.0) == died(0, 9.0, 1)

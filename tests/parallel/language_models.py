@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ STYLES: Any = {
     "blocks.*.mlp.down": "rowwise",
     "head": "colwise",
 }
+EXPERT_STYLES: Any = {path.replace("*.mlp", "0.mlp"): style for path, style in STYLES.items()}
 
 
 class Embed(nn.Module):
@@ -70,14 +73,45 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-class Block(nn.Module):
-    """Attention and a multilayer perceptron, each behind a norm and beside a residual."""
+class Experts(nn.Module):
+    """Layers, stacked, of which each token takes some."""
 
-    def __init__(self, ctx: accel.DistContext, kv_heads: int) -> None:
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, WIDTH, WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _ = nn.init.normal_(self.weight, std=0.25)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        every = torch.einsum("eij,nj->nei", self.weight, tokens).tanh()
+        chosen = torch.zeros(len(tokens), len(self.weight), dtype=weights.dtype)
+        return (every * chosen.scatter_add(1, indices, weights)[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Experts behind a router, two for each token."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count, bias=False)
+        self.experts = Experts(count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        routing = accel.route_tokens(self.router(tokens), 2)
+        return self.experts(tokens, routing.indices, routing.weights).view_as(x)
+
+
+class Block(nn.Module):
+    """Attention and a multilayer perceptron or a mixture of experts, each behind a norm and beside a residual."""
+
+    def __init__(self, ctx: accel.DistContext, kv_heads: int, experts: int = 0) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.attention = Attention(ctx, 4, kv_heads)
-        self.mlp = Mlp()
+        self.mlp = Mixture(experts) if experts else Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))
@@ -85,22 +119,40 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token."""
+    """Predicts each next token. Of two blocks the second may have experts, and the first a layer that nothing calls."""
 
-    def __init__(self, ctx: accel.DistContext, *, depth: int = 2, kv_heads: int = 4, tied: bool = False) -> None:
+    def __init__(
+        self,
+        ctx: accel.DistContext,
+        *,
+        depth: int = 2,
+        kv_heads: int = 4,
+        tied: bool = False,
+        experts: int = 0,
+        unused: bool = False,
+    ) -> None:
         super().__init__()
         self.embed = Embed()
-        self.blocks = nn.ModuleList(Block(ctx, kv_heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(ctx, kv_heads, experts * (at % 2)) for at in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.head.weight = self.embed.tokens.weight
+        if unused:
+            self.blocks[0].spare = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         hidden = self.embed(ids, position_ids)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
+
+
+def plan_of(experts: int = 0, **fields: Any) -> accel.Plan:
+    """The plan of a model with so many experts in its second block, or with none."""
+    if experts:
+        return accel.Plan(tensor=EXPERT_STYLES, experts={"blocks.1.mlp.experts": "dispatch"}, **fields)
+    return accel.Plan(tensor=STYLES, **fields)
 
 
 class Run(NamedTuple):
@@ -116,14 +168,24 @@ def rows(number: int = 10) -> Tensor:
     return torch.randint(WORDS, (number, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def make_objects(ctx: accel.DistContext, *, frozen: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+# Sensitive to the scale of gradients, and quick to dispatch on the many meshes of these tests.
+STEEPEST: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.5)
+
+
+def make_objects(
+    ctx: accel.DistContext,
+    *,
+    frozen: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] = STEEPEST,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
     """A model in float64, the same on all ranks of any number, and its optimizer."""
     with accel.seeded(ctx, 0):
         model = LanguageModel(ctx, **options).double()
     if frozen:
         model.blocks[0].mlp.requires_grad_(False)
     trained = [each for each in model.parameters() if each.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=1e-2)
+    return model, optimizer(trained)
 
 
 def train(
@@ -140,7 +202,12 @@ def train(
     ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
     model, optimizer = make_objects(ctx, **options)
     loader = accel.prepare_loader(ctx, DataLoader(rows(), batch_size=4), global_batch=4)
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan or accel.Plan(tensor=STYLES))
+    plan = plan or plan_of(options.get("experts", 0))
+    if options.get("unused"):
+        model = accel.prepare_model(ctx, model, plan=plan, find_unused_parameters=True)
+        optimizer = accel.prepare(ctx, STEEPEST([each for each in model.parameters() if each.requires_grad]))
+    else:
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
     state = accel.train_state(ctx, accumulation=accumulation)
     norms: list[float] = []
     losses: list[float] = []

@@ -43,20 +43,20 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24, bias=False)
-        self.down = nn.Linear(24, WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self, heads_of_keys: int, *, fused: bool) -> None:
+    def __init__(self, heads_of_keys: int, *, fused: bool, hidden: int) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.mlp = Attention(heads_of_keys, fused=fused), Mlp()
+        self.attention, self.mlp = Attention(heads_of_keys, fused=fused), Mlp(hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.first(x))
@@ -64,12 +64,20 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, heads_of_keys: int = HEADS, *, fused: bool = False, tied: bool = False) -> None:
+    def __init__(
+        self,
+        heads_of_keys: int = HEADS,
+        *,
+        fused: bool = False,
+        tied: bool = False,
+        classes: int = CLASSES,
+        hidden: int = 24,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(CLASSES, WIDTH, padding_idx=5)
-        self.blocks = nn.ModuleList(Block(heads_of_keys, fused=fused) for _ in range(2))
+        self.embedding = nn.Embedding(classes, WIDTH, padding_idx=5)
+        self.blocks = nn.ModuleList(Block(heads_of_keys, fused=fused, hidden=hidden) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head = nn.Linear(WIDTH, classes, bias=False)
         self.register_buffer("scale", torch.ones(()))
         if tied:
             self.head.weight = self.embedding.weight
@@ -133,7 +141,7 @@ def plans(*, fused: bool) -> dict[str, dict[str, TensorStyle]]:
 
 
 def loader(samples: int, batch: int) -> DataLoader[Any]:
-    ids = torch.randint(0, CLASSES, (samples, TOKENS), generator=torch.Generator().manual_seed(4))
+    ids = torch.randint(0, CLASSES - 1, (samples, TOKENS), generator=torch.Generator().manual_seed(4))
     labels = ids.roll(-1, 1)
     labels[:, -1] = IGNORED
     labels[0, :3] = IGNORED

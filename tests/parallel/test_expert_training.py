@@ -116,7 +116,7 @@ def train(
     if mesh:
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
     model = mixture(3 + ctx.rank)  # the first rank's values count
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED, tensor=TENSOR))
     norms = steps(ctx, model, optimizer, uneven=uneven)
     return {name: whole(each) for name, each in accel.unwrap_model(model).named_parameters()}, norms
@@ -137,10 +137,9 @@ def check(results: list[Any], alone: tuple[dict[str, Tensor], list[float]]) -> N
 @pytest.mark.parametrize(
     ("ranks", "mesh", "strategy", "uneven"),
     [
-        (2, "dp=2,ep=2", "fsdp", False),
         (2, "dp=2,ep=2", "ddp", True),
+        (2, "dp=2,ep=2", "fsdp", False),
         (4, "dp=4,ep=2", "fsdp", True),
-        (4, "dp=4,ep=4", "fsdp", True),
     ],
 )
 def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
@@ -152,11 +151,10 @@ def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
 @pytest.mark.parametrize(
     ("ranks", "mesh", "strategy"),
     [
-        (4, "dp_replicate=2,dp_shard=2,ep=2", "fsdp"),
+        (4, "dp=4,ep=4", "fsdp"),
         (8, "dp=8,ep=4", "fsdp"),
         (8, "dp_replicate=2,dp_shard=4,ep=2", "fsdp"),
         (4, "dp=4,ep=2", "ddp"),
-        (8, "dp=8,ep=4", "ddp"),
     ],
 )
 def test_training_on_more_axes_is_that_of_one_process(ranks, mesh, strategy, alone):
@@ -176,7 +174,10 @@ def test_training_in_processes_is_that_of_one(alone, tmp_path):
     check([torch.load(tmp_path / "rank0.pt")], alone)
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(2, "tp=2,ep=2"), (4, "dp=2,tp=2,ep=4"), (4, "tp=4,ep=2")])
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(2, "tp=2,ep=2"), (4, "dp=2,tp=2,ep=4"), pytest.param(4, "tp=4,ep=2", marks=pytest.mark.slow)],
+)
 def test_ranks_along_tp_dispatch_a_part_of_their_tokens_each(ranks, mesh, alone):
     check(simulate(lambda ctx: train(ctx, mesh, uneven=True), ranks, default_group=True), alone)
 
@@ -196,7 +197,7 @@ def test_a_module_that_dispatches_tokens_itself_sees_its_own_experts(alone):
             layer.experts.__class__ = Own
             layer.experts.group = accel.group_of(ctx, "ep")
         model = accel.prepare_model(ctx, model, plan=accel.Plan(experts=dict.fromkeys(NAMED, "local")))
-        norms = steps(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-2), uneven=True)
+        norms = steps(ctx, model, torch.optim.SGD(model.parameters(), lr=0.5), uneven=True)
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
     check(simulate(run, 2, default_group=True), alone)
@@ -211,13 +212,13 @@ def test_ranks_whose_experts_nobody_chooses_and_frozen_routers(alone):
         model = mixture()
         for layer in model.layers:
             _ = layer.router.requires_grad_(False).weight.zero_()
-        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
         norms = steps(ctx, model, optimizer, uneven=True)
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
     one = run(accel.single(), "")
-    check(simulate(lambda ctx: run(ctx, "dp=4,ep=4"), 4, default_group=True), one)
+    check(simulate(lambda ctx: run(ctx, "dp=2,ep=2"), 2, default_group=True), one)
     assert one[1] != pytest.approx(alone[1], abs=1e-3)
 
 
@@ -253,7 +254,7 @@ def test_ranks_hold_their_experts_alone_and_are_sharded_over_those_with_the_same
     assert simulate(run, 4, default_group=True) == [(2, HIDDEN, WIDTH)] * 4
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((4, "dp=4,ep=4"), (1, "")), ((1, ""), (2, "dp=2,ep=2"))])
+@pytest.mark.parametrize(("saved", "loaded"), [((2, "dp=2,ep=2"), (1, "")), ((1, ""), (2, "dp=2,ep=2"))])
 def test_a_checkpoint_goes_on_in_any_layout(saved, loaded, tmp_path):
     """Model and optimizer: the step after the load is the one that would have come."""
 
@@ -261,7 +262,7 @@ def test_a_checkpoint_goes_on_in_any_layout(saved, loaded, tmp_path):
         if mesh:
             ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
         model = mixture(seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)  # of two meshes at once
         return ctx, *accel.prepare(ctx, model, optimizer, plan=accel.Plan(experts=NAMED))
 
     def save(ctx: accel.DistContext) -> tuple[dict[str, Tensor], list[float]]:

@@ -57,7 +57,7 @@ def train(ctx: accel.DistContext, steps: int, micros: int, *, bare: bool) -> tup
     return counts, inner.layer.weight.detach()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(world=st.integers(2, 4), steps=st.integers(1, 4), micros=st.integers(1, 9))
 def test_it_is_what_ddps_own_would_be(world: int, steps: int, micros: int) -> None:
     with Simulator() as simulator:

@@ -241,11 +241,11 @@ def test_a_model_that_ddp_keeps_equal_is_refused(ranks: Simulator) -> None:
     ranks.run(rank, 2)
 
 
-def test_ranks_that_share_sequences_are_refused(ranks: Simulator) -> None:
+def test_ranks_that_share_experts_and_empty_models_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        model = nn.Linear(2, 2)
-        with pytest.raises(PrepareError, match="cp out of the mesh"):
-            accel.prepare_local_model(accel.replace(ctx, mesh="dp=1,cp=2"), model)
-        assert accel.prepare_local_model(accel.replace(ctx, mesh="dp=2,cp=1"), model) is model
+        with pytest.raises(PrepareError, match="ep out of the mesh"):
+            accel.prepare_local_model(accel.replace(ctx, mesh="dp=2,ep=2"), nn.Linear(2, 2))
+        with pytest.raises(accel.DeviceError, match="no values"):
+            accel.prepare_local_model(ctx, nn.Linear(2, 2, device="meta"))
 
     ranks.run(rank, 2, default_group=True)

@@ -8,7 +8,6 @@ from typing import get_args
 import msgspec
 import pytest
 import torch
-from catching import caught
 from torch import nn
 from torch.optim import SGD
 
@@ -63,14 +62,6 @@ def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) ->
         return bool(model.weight.eq(0).all())
 
     assert ranks.run(rank, 2, default_group=True) == [True, True]
-
-
-def test_local_steps_of_a_pipeline_are_refused(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> str:
-        ctx = accel.replace(ctx, mesh="pp=2")
-        return str(caught(lambda: accel.prepare_local_model(ctx, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))))
-
-    assert all("pp=2" in told for told in ranks.run(rank, 2, default_group=True))
 
 
 def test_what_is_no_plan_is_refused() -> None:

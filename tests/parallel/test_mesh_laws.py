@@ -6,10 +6,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from language_models import STYLES, Run, train
+from language_models import STYLES, Run, plan_of, train
 
 import accel
 from accel.testing import Simulator, simulate
@@ -30,6 +31,8 @@ def _law(
     ranks: Simulator, axes: accel.Axes, *, strategy: str, accumulation: int, plan: accel.Plan, **options: Any
 ) -> None:
     expected = _alone(accumulation, **options)
+    if axes.world_size == axes.dp_replicate > 1:
+        strategy = "ddp"  # replicas alone have nothing to shard: refused with fsdp
 
     def rank(ctx: accel.DistContext) -> Run:
         return train(ctx, str(axes) or "dp=1", strategy=strategy, accumulation=accumulation, plan=plan, **options)
@@ -52,6 +55,14 @@ def meshes(draw: st.DrawFn, most: int) -> accel.Axes:
     return accel.Axes(**sizes)
 
 
+@st.composite
+def meshes_of_experts(draw: st.DrawFn, most: int) -> accel.Axes:
+    """Meshes of up to so many ranks, some of which share four experts."""
+    axes = draw(meshes(most))
+    divisors = [each for each in (4, 2) if axes.expert_ranks % each == 0]
+    return msgspec.structs.replace(axes, ep=draw(st.sampled_from(divisors))) if divisors else axes
+
+
 plans = st.builds(
     accel.Plan,
     tensor=st.just(STYLES),
@@ -59,12 +70,15 @@ plans = st.builds(
     schedule=st.sampled_from(["GPipe", "1F1B"]),
     reshard_after_forward=st.sampled_from([None, True, False]),
 )
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
 LAW = {
     "strategy": st.sampled_from(["ddp", "fsdp"]),
     "accumulation": st.integers(1, 3),
     "plan": plans,
     "tied": st.booleans(),
     "frozen": st.booleans(),
+    "unused": st.booleans(),
     "kv_heads": st.sampled_from([2, 4]),
 }
 
@@ -76,10 +90,33 @@ def test_training_on_any_mesh_is_training_on_one_process(ranks: Simulator, axes:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(axes=meshes(8), **LAW)
 def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.Axes, **case: Any) -> None:
     _law(ranks, axes, **case)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=4)
+@given(
+    others=st.sampled_from([accel.Axes(dp=2), accel.Axes(cp=2), accel.Axes(tp=2), accel.Axes(cp=2, tp=2)]),
+    schedule=st.sampled_from(SCHEDULES),
+    **LAW,
+)
+def test_training_by_any_schedule_beside_other_axes(
+    ranks: Simulator, others: accel.Axes, schedule: Any, tied: bool, **case: Any
+) -> None:
+    case["plan"] = msgspec.structs.replace(case["plan"], schedule=schedule, stages_per_rank=2)
+    tied = tied and schedule not in IN_A_V  # two stages of one rank would share a sharded parameter, which is refused
+    _law(ranks, msgspec.structs.replace(others, pp=2), depth=4, tied=tied, **case)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=6)
+@given(axes=meshes_of_experts(8), method=st.sampled_from(["gather", "ring", "heads"]), **LAW)
+def test_training_with_experts_on_any_mesh(ranks: Simulator, axes: accel.Axes, method: Any, **case: Any) -> None:
+    case["plan"] = plan_of(4, context=method)
+    _law(ranks, axes, experts=4, **case)
 
 
 @pytest.mark.slow

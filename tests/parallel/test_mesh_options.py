@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from language_models import STYLES, Block, make_objects, rows
+from language_models import STYLES, Block, make_objects, plan_of, rows
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import accel
 from accel import Axes
-from accel.testing import Simulator
+from accel.testing import Simulator, simulate
 
 MESHES = [
     (Axes(dp=2), "ddp"),
@@ -25,22 +26,23 @@ MESHES = [
     (Axes(pp=2, tp=2), "ddp"),
     (Axes(dp=2, tp=2), "fsdp"),
     (Axes(cp=2, tp=2), "ddp"),
+    (Axes(dp=2, ep=2), "fsdp"),
+    (Axes(dp=2, tp=2, ep=2), "ddp"),
 ]
 ON_EACH = pytest.mark.parametrize(("axes", "strategy"), MESHES, ids=str)
 
 
-def _train(ctx: accel.DistContext, how: str) -> list[tuple[bool, float]]:
+def _train(ctx: accel.DistContext, how: str, experts: int) -> list[tuple[bool, float]]:
     """Whether each step was taken, and the norm of its gradients."""
-    model, optimizer = make_objects(ctx)
+    model, optimizer = make_objects(ctx, experts=experts)
     if "recompute" in how:
         accel.checkpoint_activations(model, Block, keep="products" if "products" in how else ())
     if "compile" in how:
         accel.compile_model(model, Block, backend="aot_eager")
     if "fp16" in how:
         model.float()
-    loader = accel.prepare_loader(ctx, DataLoader(rows(), batch_size=4), global_batch=4)
-    plan = accel.Plan(tensor=STYLES, context="heads")
-    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
+    loader = accel.prepare_loader(ctx, DataLoader(rows(6), batch_size=4), global_batch=4)
+    model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan_of(experts, context="heads"))
     state = accel.train_state(ctx)
     if "fp16" in how:
         state = msgspec.structs.replace(state, scaler=accel.loss_scale(ctx, initial=256.0))
@@ -63,14 +65,23 @@ def _train(ctx: accel.DistContext, how: str) -> list[tuple[bool, float]]:
     return steps
 
 
-def _check(ranks: Simulator, axes: Axes, strategy: Any, how: str, *, rel: float, precision: Any = None) -> None:
-    def rank(ctx: accel.DistContext, mesh: str, **settings: Any) -> Any:
-        return _train(accel.replace(ctx, mesh=mesh, precision=precision, **settings), how)
+@functools.cache
+def _alone(precision: Any, experts: int) -> list[tuple[bool, float]]:
+    """The steps of one process, neither recomputed nor compiled."""
 
-    expected = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)[0]
-    found = ranks.run(
-        lambda ctx: rank(ctx, str(axes), strategy=strategy), axes.world_size, default_group=True, timeout_s=300
-    )
+    def rank(ctx: accel.DistContext) -> Any:
+        return _train(accel.replace(ctx, mesh="dp=1", precision=precision), precision or "", experts)
+
+    return simulate(rank, 1, default_group=True)[0]
+
+
+def _check(ranks: Simulator, axes: Axes, strategy: Any, how: str, *, rel: float, precision: Any = None) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        return _train(accel.replace(ctx, mesh=str(axes), precision=precision, strategy=strategy), how, experts)
+
+    experts = 4 if axes.ep > 1 else 0
+    expected = _alone(precision, experts)
+    found = ranks.run(rank, axes.world_size, default_group=True, timeout_s=300)
     for steps in found:
         assert [stepped for stepped, _ in steps] == [stepped for stepped, _ in expected]
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in expected], rel=rel)
@@ -81,8 +92,14 @@ def test_recomputed_stages_are_those_of_one_process(ranks: Simulator) -> None:
 
 
 @pytest.mark.slow
-@ON_EACH
-@pytest.mark.parametrize("how", ["recompute", "recompute products"])
+@pytest.mark.parametrize(
+    ("axes", "strategy", "how"),
+    [
+        *((*mesh, "recompute") for mesh in MESHES),
+        *((*mesh, "recompute products") for mesh in (*MESHES[1:5], MESHES[8])),
+    ],
+    ids=str,
+)
 def test_recomputed_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes, strategy: str, how: str) -> None:
     _check(ranks, axes, strategy, how, rel=1e-12)
 
@@ -91,7 +108,7 @@ def test_recomputed_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes
 @pytest.mark.filterwarnings("ignore")  # torch makes an autograd function while it traces one, and warns of it
 @pytest.mark.parametrize(
     ("axes", "strategy", "how"),
-    [*((*mesh, "compile") for mesh in MESHES[1:5]), (Axes(dp=2), "fsdp", "recompute compile")],
+    [*((*mesh, "compile") for mesh in (*MESHES[2:5], *MESHES[8:])), (Axes(dp=2), "fsdp", "recompute compile")],
     ids=str,
 )
 def test_compiled_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes, strategy: str, how: str) -> None:
@@ -105,14 +122,22 @@ def test_a_loss_scale_of_fp16_takes_the_steps_of_one_process(ranks: Simulator, a
     _check(ranks, axes, strategy, "fp16", rel=2e-2, precision="fp16")
 
 
-def test_gathered_keys_are_refused_where_outputs_are_kept(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> str:
-        ctx = accel.replace(ctx, mesh="cp=2")
-        model, _ = make_objects(ctx)
-        accel.checkpoint_activations(model, Block, keep="products")
-        part = accel.split_sequence(ctx, {"ids": rows(2)}, shift=())
-        with pytest.raises(accel.ConfigError, match="cannot be masked where outputs of operators are kept") as caught:
-            model(part["ids"], part["position_ids"])
-        return caught.value.fix
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gather", "ring"])
+@pytest.mark.parametrize("keep", ["products", ("aten.addmm.default",)])
+def test_kept_outputs_are_those_of_one_process_by_any_method(ranks: Simulator, method: Any, keep: Any) -> None:
+    def rank(ctx: accel.DistContext, mesh: str) -> float:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model, optimizer = make_objects(ctx)
+        accel.checkpoint_activations(model, Block, keep=keep)
+        plan = accel.Plan(tensor=STYLES, context=method)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
+        part = accel.split_sequence(ctx, {"ids": rows(4)}, shift=())
+        scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
+        _, accum = accel.forward_backward(
+            ctx, model, scaler, accum, part, loss_fn=lambda logits: logits.square().sum(), weight=part["ids"].numel()
+        )
+        return float(accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5).grad_norm)
 
-    assert all("context='heads'" in fix for fix in ranks.run(rank, 2, default_group=True))
+    (expected,) = ranks.run(lambda ctx: rank(ctx, "dp=1"), 1, default_group=True)
+    assert ranks.run(lambda ctx: rank(ctx, "cp=2"), 2, default_group=True) == pytest.approx([expected] * 2, rel=1e-12)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of two real processes: every schedule trains, and a stage that fails is told by both ranks."""
+"""Pipelines of real processes: every schedule trains, and a stage that fails is told by all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_pipelines import SCHEDULES
 import accel
 
 SCRIPT = """
-import os, time
+import os, sys
 import torch, accel
 from torch import nn
 from pipelines import Words, batch_of, loss_sum
@@ -24,13 +24,15 @@ from pipelines import Words, batch_of, loss_sum
 class Failing(nn.Module):
     def forward(self, hidden):
         if torch.is_grad_enabled() and os.path.exists("fail"):
+            if sys.argv[1] == "dies":
+                os._exit(9)
             raise ValueError("no such thing")
         return hidden
 
 torch.set_num_threads(1)
-with accel.session(device="cpu", mesh="pp=2", timeout_s=60) as ctx:
+with accel.session(device="cpu", mesh="pp=-1", timeout_s=60) as ctx:
     whole = Words()
-    whole.blocks[6] = Failing()
+    whole.blocks[int(sys.argv[2])] = Failing()
     model = accel.prepare_model(ctx, whole, plan=accel.Plan(micro_batches=4))
     ids, targets = batch_of(0, 8)
     scaler = accel.loss_scale(ctx)
@@ -70,14 +72,19 @@ def test_every_schedule_trains_in_two_processes() -> None:
     run_ranks(_trains, job(2))
 
 
+def _written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    script = folder / "fails.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})" + SCRIPT)
+    return script
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_stage_that_fails_ends_both_ranks_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / "fails.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})" + SCRIPT)
+    script = _written(tmp_path, monkeypatch)
     began = time.monotonic()
-    with script_ranks(script, job(2), folder=tmp_path) as ranks:
+    with script_ranks(script, job(2), "raises", 6, folder=tmp_path) as ranks:
         assert [rank.wait(60) for rank in ranks] == [3, 3], [rank.said() for rank in ranks]
         first, second = (rank.said() for rank in ranks)
     assert time.monotonic() - began < patience(40)
@@ -85,3 +92,16 @@ def test_a_stage_that_fails_ends_both_ranks_within_seconds(tmp_path: Path, monke
     assert "stage 1 of 2, micro-batch 1 of 4, rank 1" in second
     assert "told: 2 PeerError" in first
     assert "which exchanges with rank 1" in first
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_others_are_told_of_a_rank_that_dies_inside_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = _written(tmp_path, monkeypatch)
+    began = time.monotonic()
+    with script_ranks(script, job(3), "dies", 4, folder=tmp_path) as ranks:  # a block of the stage between
+        assert [rank.wait(60) for rank in ranks] == [3, 9, 3], [rank.said() for rank in ranks]
+        for rank in (ranks[0], ranks[2]):
+            assert "told: 2 PeerError" in rank.said()
+            assert "which exchanges with rank 1. Another rank has left or hangs" in rank.said()
+    assert time.monotonic() - began < patience(40)  # and not the 60 s of the time-out

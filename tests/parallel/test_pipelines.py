@@ -50,12 +50,9 @@ def test_a_schedule_takes_the_steps_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_four_ranks_take_the_steps_of_one_process(
-    ranks: Simulator, schedule: Any, per: int, micro: int, accumulation: int
-) -> None:
+def test_four_ranks_take_the_steps_of_one_process(ranks: Simulator, schedule: Any, per: int, micro: int) -> None:
     plan = accel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=max(micro, 8))
-    _check(ranks, 4, plan, tied=True, accumulation=accumulation)
+    _check(ranks, 4, plan, tied=True, accumulation=3)
 
 
 REPLICAS = [
@@ -68,10 +65,12 @@ REPLICAS = [
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy", "schedule", "per", "tied"),
-    [pytest.param(*each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(REPLICAS)],
+    ("mesh", "strategy", "schedule", "per", "tied", "accumulation"),
+    [
+        (*REPLICAS[0], 1),
+        *(pytest.param(*each, 2, marks=pytest.mark.slow if at else ()) for at, each in enumerate(REPLICAS)),
+    ],
 )
-@pytest.mark.parametrize("accumulation", [1, 2])
 def test_stages_are_sharded_and_replicated(
     ranks: Simulator, mesh: str, strategy: Any, schedule: Any, per: int, tied: bool, accumulation: int
 ) -> None:
@@ -332,6 +331,18 @@ def test_plans_that_do_not_fit_are_refused_before_anything_moves(ranks: Simulato
         assert isinstance(error, PrepareError | accel.ConfigError)
         assert told in str(error)
         assert untouched
+
+
+def test_stages_without_peers_take_the_options_of_stages_with_peers(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        _ = accel.prepare_model(ctx, Words(), find_unused_parameters=True, broadcast_buffers=False)
+        return caught(lambda: accel.prepare_model(ctx, Words(), bucket_cap_mb=1.0))
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, accel.ConfigError)
+        assert "on a sharded model" in str(error)
+        assert "fully_shard exchanges gradients under the strategy ddp too" in str(error)
 
 
 def test_memory_of_other_stages_is_freed_and_optimizers_leave_them_out(ranks: Simulator) -> None:

@@ -245,8 +245,14 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *((name, False) for name in NORMS),
+        ("layer norm", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in NORMS if name != "layer norm"),
+    ],
+)
 def test_norms_compute_with_fp32_parameters_whatever_their_inputs(ranks: Simulator, name: str, compiled: bool) -> None:
     def rank(ctx: accel.DistContext) -> Any:
         with torch.random.fork_rng():

@@ -23,7 +23,7 @@ LAYOUTS = {
     "tp4": (4, "tp=4", "ddp"),
     "dp2tp2": (4, "dp=2,tp=2", "fsdp"),
 }
-OPTIONS = {"heads_of_keys": 2, "tied": True}
+OPTIONS = {"heads_of_keys": 2, "tied": True, "classes": 11, "hidden": 23}  # parts of several lengths
 EXACT = {"rtol": 0, "atol": 1e-10}
 
 
@@ -77,16 +77,16 @@ def _check_pair(ranks: Simulator, saved: str, loaded: str, folder: Path, *, fuse
         torch.testing.assert_close(went_on, stayed, **EXACT)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("one", "tp2"), ("tp2", "one"), ("tp4", "dp2tp2")])
+@pytest.mark.parametrize(("saved", "loaded"), [("one", "tp2"), ("tp4", "one")])
 def test_a_checkpoint_goes_on_on_another_mesh(ranks, tmp_path, saved, loaded):
     _check_pair(ranks, saved, loaded, tmp_path, fused=False)
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
-@given(saved=st.sampled_from(sorted(LAYOUTS)), loaded=st.sampled_from(sorted(LAYOUTS)), fused=st.booleans())
-def test_all_pairs_of_meshes_go_on(ranks, tmp_path_factory, saved, loaded, fused):
-    _check_pair(ranks, saved, loaded, tmp_path_factory.mktemp("run"), fused=fused)
+@settings(max_examples=8, deadline=None)
+@given(layouts=st.permutations(sorted(LAYOUTS)), fused=st.booleans())
+def test_all_pairs_of_meshes_go_on(ranks, tmp_path_factory, layouts, fused):
+    _check_pair(ranks, *layouts[:2], tmp_path_factory.mktemp("run"), fused=fused)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2tp2"])

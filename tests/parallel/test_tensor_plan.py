@@ -143,8 +143,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         "nowhere: matches no module",
         "blocks.0.mlp.up: both 'blocks.*.mlp.up' and 'blocks.0.mlp.*' match it",
         "blocks.*.attention.o: unknown style 'columnwise'",
-        "blocks.0.mlp.gate: 16 inputs, not a multiple of tp=3",
-        "blocks.0.attention.q: 16 outputs, not a multiple of tp=3",
+        "blocks.0.attention.q: 4 heads, not a multiple of tp=3; tp=2 or 4 divides them",
         "norm: colwise is of linear layers",
         "head: embedding_rowwise is of nn.Embedding, and it is a Linear",
         "embedding: colwise_gather_output is of linear layers",
@@ -153,7 +152,12 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 
 ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
-    "heads": (lambda: made(heads_of_keys=2), {"blocks.*.attention.k": "colwise"}, 8, "2 heads, which tp=8 does not"),
+    "heads": (
+        lambda: made(heads_of_keys=2),
+        {"blocks.*.attention.k": "colwise"},
+        8,
+        "2 heads, not a multiple of tp=8; tp=2 divides them",
+    ),
     "packs": (lambda: made(fused=True), {"blocks.*.attention.qkv": "packed_colwise_3"}, 32, "3 packs of tp=32"),
     "tied": (lambda: made(tied=True), {"head": "colwise"}, 2, r"tied to embedding\.weight.*dimension 0 beside whole"),
     "around": (made, {"norm": "copy_input"}, 2, "without parameters of their own, and it has weight, bias"),
@@ -172,7 +176,12 @@ ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
         2,
         "max_norm",
     ),
-    "rows": (lambda: nn.Sequential(nn.Embedding(5, 2)), {"0": "embedding_rowwise"}, 2, "5 embeddings"),
+    "rows": (
+        lambda: nn.Sequential(nn.Embedding(5, 2)),
+        {"0": "embedding_rowwise"},
+        4,
+        "5 embeddings, of which the last",
+    ),
 }
 
 
@@ -221,3 +230,21 @@ def test_every_style_has_a_page() -> None:
 
     text = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text()
     assert [style for style in STYLES if f"`{style}`" not in text] == []
+
+
+def test_the_head_gets_its_style_and_the_embedding_tied_to_it() -> None:
+    assert accel.tensor_plan(made(tied=True), head="colwise") == {"embedding": "embedding_rowwise", "head": "colwise"}
+    assert accel.tensor_plan(made(), head="colwise_gather_output") == {"head": "colwise_gather_output"}
+
+
+@pytest.mark.parametrize(
+    ("make", "head", "problem"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "colwise", "got none"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), "colwise", "got 1, 2"),
+        (made, "rowwise", "not a style of a head"),
+    ],
+)
+def test_a_head_that_is_not_known_is_refused(make: Any, head: Any, problem: str) -> None:
+    with pytest.raises((PrepareError, ConfigError), match=problem):
+        accel.tensor_plan(make(), head=head)

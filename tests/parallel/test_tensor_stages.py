@@ -16,7 +16,6 @@ ENDS: Any = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
 MESHES = [
     ("pp=2,tp=2", "ddp", "copies", "1F1B", 1),
     ("pp=2,tp=2", "ddp", "sequence", "1F1B", 1),
-    ("pp=2,tp=2", "ddp", "copies", "GPipe", 1),
     ("pp=2,dp=2,tp=2", "fsdp", "copies", "1F1B", 1),
 ]
 

@@ -85,7 +85,7 @@ def train(ctx: accel.DistContext, run: Run) -> tuple[dict[str, Tensor], list[flo
     model, optimizer = accel.prepare(ctx, model, optimizer)
     state = accel.train_state(ctx, seed=1, accumulation=run.accumulation)
     norms: list[float] = []
-    mean = accel.Mean()
+    mean = accel.running_metrics(loss="mean")
     for batch in accel.batches(ctx, loader, state):
         state = state.next(batch)
         batch.data["labels"][int(batch.valid) :] = -100
@@ -96,12 +96,12 @@ def train(ctx: accel.DistContext, run: Run) -> tuple[dict[str, Tensor], list[flo
             summed = cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")
             loss = summed / tokens.clamp(min=1)
             state = accel.backward(ctx, loss, state, weight=tokens)
-        mean = mean.add(loss, weight=tokens)  # without the batch: each rank has tokens of its own
+        mean = mean.add(tokens, loss=loss)
         if state.sync:
             state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.05)
             norms.append(float(state.grad_norm))  # type: ignore[arg-type]
     weights = {name: each.clone() for name, each in accel.get_state_dict(ctx, model, dst=None).items()}
-    return weights, norms, float(mean.value(ctx))
+    return weights, norms, mean.read(ctx)[0]["loss"]
 
 
 def check_equal(ranks: Simulator, size: int, run: Run) -> None:

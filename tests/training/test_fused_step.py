@@ -63,7 +63,7 @@ def grouped(model: Tied) -> list[dict[str, Any]]:
     return [{"params": [each for each in model.parameters() if each is not last[0]]}, {"params": last, "lr": 0.05}]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(name=st.sampled_from(sorted(OPTIMIZERS)), depth=st.integers(1, 3), recomputed=st.booleans())
 def test_parameters_and_state_are_those_of_a_step_after_backward(name: str, depth: int, recomputed: bool) -> None:
     ctx, plain, fused = accel.single(), Tied(depth), Tied(depth)
@@ -154,8 +154,7 @@ def _sharded(ctx: accel.DistContext) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of views, which nothing here changes in place
-@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "nonfinite"), [("AdamW", "ignore"), *((name, "raise") for name in OPTIMIZERS)])
 def test_sharded_models_are_stepped_by_the_mean_over_ranks(ranks: Simulator, name: str, nonfinite: Any) -> None:
     def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
         model = _sharded(ctx)

@@ -131,6 +131,12 @@ def _one_more_parameter(objects):
     return (objects[0], optimizer)
 
 
+def _without_statistics():
+    model = nn.BatchNorm1d(2)
+    model.running_var = model.running_var.to("meta")
+    return model
+
+
 REFUSED = {
     "nothing": (lambda objects: (), PrepareError, "nothing to prepare"),
     "tensor": (lambda objects: (*objects, torch.zeros(1)), PrepareError, "got Tensor - at prepare, argument 5"),
@@ -145,7 +151,7 @@ REFUSED = {
     "some other parameters": (_one_more_parameter, PrepareError, r"1 of 1 .*param_groups\[1\]\['params'\]\[0\]"),
     "other optimizer": (_other_schedulers, PrepareError, "argument 3"),
     "stream": (lambda objects: (*objects[:3], DataLoader([1], batch_size=None)), DataError, "prepare_loader"),
-    "device": (lambda objects: (nn.Linear(1, 1, device="meta"),), DeviceError, "meta.*prepare_model, weight"),
+    "device": (lambda objects: (_without_statistics(),), DeviceError, "meta.*prepare_model, running_var"),
 }
 
 
@@ -170,8 +176,7 @@ def test_what_does_not_belong_together_is_refused_and_nothing_has_changed(ranks,
 
 
 def test_a_buffer_on_another_device_is_named():
-    model = nn.BatchNorm1d(2)
-    model.running_var = model.running_var.to("meta")
+    model = _without_statistics()
     with pytest.raises(DeviceError, match=r"expected cpu or cpu, got meta|got meta - at prepare_model, running_var"):
         accel.prepare_model(accel.single(), model)
 

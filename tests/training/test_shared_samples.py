@@ -35,7 +35,8 @@ def _loader(samples: int, batch_size: int) -> DataLoader[Any]:
 def _train(ctx: accel.DistContext, model: nn.Module, loader: Any, steps: int, how: str) -> Any:
     """Two epochs of clipped steps: the norms of gradients, and the mean loss as metrics count it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    accum, scaler, mean, norms = accel.Accumulation(steps), accel.loss_scale(ctx), accel.Mean(), []
+    accum, scaler, norms = accel.Accumulation(steps), accel.loss_scale(ctx), []
+    mean = accel.running_metrics(loss="mean")
     cursor = accel.Cursor(seed=4)
     while cursor.epoch < 2:
         for batch in accel.batches(ctx, loader, cursor):
@@ -44,12 +45,12 @@ def _train(ctx: accel.DistContext, model: nn.Module, loader: Any, steps: int, ho
             with accel.accumulate(ctx, accum, model):
                 loss = model(batch.data[0]).square().mean()
                 accum = accel.backward(ctx, loss, scaler, accum, weight=weight)
-            mean = mean.add(loss, batch)
+            mean = mean.add(batch.weight, loss=loss)
             if accum.sync:
                 step = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.05)
                 accum, scaler = step.accum, step.scaler
                 norms.append(step.grad_norm)
-    return norms, mean.value(ctx)
+    return norms, mean.read(ctx)[0]["loss"]
 
 
 def _told(ctx: accel.DistContext, layout: str) -> tuple[accel.DistContext, nn.Module]:
@@ -82,7 +83,7 @@ windows = {
 }
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(share=st.sampled_from([1, 2, 4]), **windows)
 def test_replicas_that_share_samples_step_as_one_process(ranks, share, samples, per_step, steps, how):
     def rank(ctx):
@@ -109,7 +110,7 @@ def _check_on_mesh(
 
 
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(**windows)
 def test_a_mesh_alone_says_who_shares_samples(ranks, layout, samples, per_step, steps, how):
     _check_on_mesh(ranks, layout, 4, samples=samples, per_step=per_step, steps=steps, how=how)

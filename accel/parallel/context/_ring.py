@@ -95,7 +95,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> tuple[Attended, Ke
         kernel = kernel or kernel_of(queries, keys, values, masked)
         block = kernel.forward(queries, keys, values, masked, ring.scale)
         if total is None:  # the own keys: every query sees one of them
-            total = Attended(block.out.to(wide), block.lse.to(wide).contiguous(), block.seeds)
+            # copies, as others may keep what a kernel returns: checkpoint_activations(keep=)
+            lse = block.lse.to(wide, copy=True, memory_format=torch.contiguous_format)
+            total = Attended(block.out.to(wide, copy=True), lse, block.seeds)
         else:
             _merge_(total.out[:, :, rows], total.lse[:, :, rows], block)
         held = held if arriving is None else arriving()

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accel.errors import ConfigError
-
 Documents = tuple[Tensor, Tensor]
 
 
@@ -38,23 +36,17 @@ def attend(
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:
-    """Return torch's sign for the mask of the last queries, which needs no memory.
+    """Return torch's sign for the mask of the last queries, which needs no memory; the mask where torch has no sign.
 
-    Raises:
-        ConfigError: torch cannot make it, where `checkpoint_activations` keeps the outputs of operators.
+    That is in the forward of blocks that keep the outputs of some operators, by `checkpoint_activations(keep=)`.
     """
     from torch.nn.attention import bias  # its import loads torch.compile and writes to the environment
 
+    queries, keys = q.shape[2], k.shape[2]
     try:
-        return cast(Any, bias).causal_lower_right(q.shape[2], k.shape[2])
-    except RuntimeError as error:
-        raise ConfigError(
-            "keys that are gathered from other ranks cannot be masked where outputs of operators are kept",
-            expected="checkpoint_activations(model) without keep=, or the method 'heads'",
-            got=str(error),
-            where="context_attention",
-            fix="Leave keep= out, or take Plan(context='heads').",
-        ) from error
+        return cast(Any, bias).causal_lower_right(queries, keys)
+    except RuntimeError:
+        return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def document_mask(of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> Tensor:

@@ -47,7 +47,8 @@ def _check(ctx: DistContext, model: nn.Module, options: ContextOptions) -> None:
         check_transformers(path, each)
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_empty: bool) -> nn.Module:
+    _ = is_empty
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
     setattr(model, _MARK, options.context)

@@ -45,8 +45,8 @@ class DispatchedExperts(Mixin):
 
     Attributes:
         accel_run: `run_dispatched`, hidden from torch.compile.
-        accel_alike: mesh of the ranks whose tokens are alike, each of which brings its part of them; None if no others
-            have this rank's tokens.
+        accel_alike: mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other
+            rank holds them.
     """
 
     accel_run: Run

@@ -19,6 +19,12 @@ _OF_TRANSFORMERS = "ep_dispatch_experts"  # their name of "dispatch"; their othe
 _WHERE = "prepare_model, Plan.experts"
 
 
+_STACK = (
+    "Give one module parameters of shape [experts, ...], as torch.stack makes them of the experts' own: every rank"
+    " along ep has a part of each, under one name."
+)
+
+
 def expert_plan(model: nn.Module) -> dict[str, str]:
     """Return what a model says of its experts: a style for each of their modules, by path. No communication.
 
@@ -62,7 +68,8 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
     problems = [] if experts == "model" else list(_pattern_problems(model, experts))
     problems += [each for path in styles for each in _module_problems(model, path, ranks)]
     if problems:
-        raise _refused(ranks, "; ".join(problems))
+        listed = any(_holds_modules(model, path) for path in styles)
+        raise _refused(ranks, "; ".join(problems), fix=_STACK if listed else "")
     if not styles:
         raise _refused(ranks, "a model that names none", fix=_suggestion(model))
     return styles
@@ -130,6 +137,11 @@ def _module_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
     others = {id(each) for other in model.modules() if other is not module for each in other.parameters(recurse=False)}
     if tied := [key for key, each in own.items() if id(each) in others]:
         yield f"{name}: shares {', '.join(tied)} with another module"
+
+
+def _holds_modules(model: nn.Module, path: str) -> bool:
+    """Whether experts are modules of a list, of which each rank would have other parameters."""
+    return any(isinstance(each, nn.ModuleList) for each in model.get_submodule(path).modules())
 
 
 def _suggestion(model: nn.Module) -> str:

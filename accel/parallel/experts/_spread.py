@@ -13,6 +13,7 @@ from accel.comm import adopt, broadcast_flat
 from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.mixins import add_mixin
+from accel.parallel._empty import values_or_room
 from accel.parallel._labels import replace_parameter
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import unwrap_model
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _WHERE = "prepare_model, ep of ctx.mesh"
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 class ExpertOptions(SpreadOptions, frozen=True, kw_only=True):
     """Options of expert parallelism; see `Plan`."""
 
     experts: Mapping[str, str] | Literal["model"] = "model"
-    schedule: str = "1F1B"
 
 
 def _is_done(ctx: DistContext, model: nn.Module) -> bool:
@@ -49,13 +48,6 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
             where=_WHERE,
             fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
         )
-    if ctx.axes.pp > 1 and options.schedule in _SPLIT_BACKWARD:
-        raise PrepareError(
-            "gradients of experts would be lost in a backward that computes those of weights later",
-            expected="a schedule with one backward, such as 1F1B or Interleaved1F1B, beside ep",
-            got=options.schedule,
-            where="prepare_model, Plan.schedule",
-        )
     styles = resolve_experts(unwrap_model(model), options.experts, ctx.axes.ep)
     alone = [path for path, style in styles.items() if style == "local"]
     if alone and ctx.axes.tp > 1:
@@ -68,7 +60,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
         )
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions, *, is_empty: bool) -> nn.Module:
     inner = unwrap_model(model)
     compare_models(ctx, options, dict(inner.named_parameters()))
     styles = held_experts(inner, options.experts)
@@ -76,7 +68,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> nn.Mo
     for path in styles:
         module = inner.get_submodule(path)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            part = _own_experts(ctx, parameter, mesh)
+            part = _own_experts(ctx, parameter, mesh, is_empty=is_empty)
             setattr(module, name, part)
             replace_parameter(f"{path}.{name}" if path else name, parameter, part)
     _add_forwards(ctx, inner, styles)
@@ -92,13 +84,16 @@ def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str])
     add_mixin(called["local"], LocalExperts, accel_run=staticmethod(hide(run_local)))
 
 
-def _own_experts(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return this rank's experts of a stacked parameter, which begin with the values of the first rank along `ep`."""
+def _own_experts(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh, *, is_empty: bool) -> nn.Parameter:
+    """Return this rank's experts of a stacked parameter, which begin with the values of the first rank along `ep`.
+
+    Of a rank that has none, these are no values, and those of rank 0 follow when the experts are sharded.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
     whole = parameter.detach()
-    if not whole.is_meta:
-        whole = whole.to(ctx.device)
+    if not is_empty:
+        whole = values_or_room(whole, ctx.device)
         broadcast_flat(adopt(mesh.get_group(), ctx.device), whole, source=0)
     part = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
     shape = whole.shape

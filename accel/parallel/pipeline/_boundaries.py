@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of what passes between stages: found by one forward without gradients, stage after stage.
+"""Shapes of the activations between stages, found by one forward without gradients, stage after stage.
 
-The same forward checks that the model is a chain: what a stage is given must reach its first module unchanged, and what
-its last module returns must leave the stage unchanged.
+The same forward checks that the model is a chain: the input of a stage reaches its first module unchanged, and the
+output of its last module leaves the stage unchanged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model cut into stages: what the model object knows of its pipeline, and how a batch runs through it."""
+"""A model cut into stages: its layout on the ranks, and the run of a batch through it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Pipeline:
         facts = _facts(ctx, model, work, trains)
         passed = self._known.get(facts)
         if _missing_somewhere(ctx, self.comm, passed is None):
-            with working(stages, work._replace(finish=_whole_output)):
+            with working(stages, work._replace(finish=_whole_output, micro_batches=work.probe or work.micro_batches)):
                 passed = find_boundaries(self.comm, self.layout, stages, mains[0], ctx.device)
             self._known[facts] = passed
         assert passed is not None
@@ -119,7 +119,7 @@ class Pipelined(Mixin):
             "a pipelined model cannot be called, as this rank has some of its stages only",
             expected="loss, state = accel.forward_backward(ctx, model, state, inputs, loss_fn=...)",
             got="model(inputs)",
-            fix="To evaluate, call accel.forward(ctx, model, inputs).",
+            fix="To evaluate, call accel.forward(ctx, model, inputs); to add tokens, accel.generate(ctx, model, ids).",
         )
 
     def train(self, mode: bool = True) -> Any:
@@ -156,7 +156,7 @@ def attach(model: nn.Module, pipeline: Pipeline, stages: Sequence[StageModule]) 
 def _facts(ctx: DistContext, model: nn.Module, work: Work, trains: bool) -> object:
     """Return the facts that shapes between stages depend on; micro-batches of one batch are alike."""
     first = work.micro_batches[0]
-    listed = (first.args, dict(first.kwargs))
+    listed = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
     shapes = tuple((path, each.dtype, tuple(each.shape)) for path, each in tensors(listed, work.containers))
     device = ctx.device.type
     cast_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

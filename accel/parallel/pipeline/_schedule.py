@@ -23,7 +23,7 @@ from accel.parallel.pipeline._stage_module import StageModule
 
 
 class _Stage(PipelineStage):
-    """A stage whose gradients wait for the end of the window, and whose gradients of earlier batches stay."""
+    """A stage that reduces gradients at the end of the window only, and keeps those of earlier batches."""
 
     holds: Callable[[], bool]
 

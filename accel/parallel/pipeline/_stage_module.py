@@ -21,6 +21,26 @@ from accel.tree import Containers
 _EMBEDDINGS = "inputs_embeds"  # where models of Hugging Face take what an embedding would return
 
 
+class ByStage:
+    """An argument of a model that each stage has one of, such as a cache of its layers.
+
+    Attributes:
+        made: the arguments of this rank's stages, by stage.
+    """
+
+    __slots__ = ("_make", "made")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.made: dict[int, Any] = {}
+
+    def of(self, stage: int) -> Any:
+        """Return the argument of a stage; made when it is asked for first."""
+        if stage not in self.made:
+            self.made[stage] = self._make()
+        return self.made[stage]
+
+
 class Work(NamedTuple):
     """The computation of a rank's stages in one call.
 
@@ -29,12 +49,17 @@ class Work(NamedTuple):
         finish: maps the last stage's output and the micro-batch to the tensor to run backward from, or to return.
         around: context of each forward, such as autocast.
         containers: kinds of containers besides those that `accel.tree` knows.
+        probe: micro-batches for the forward that finds shapes, where another run of one would have an effect; None for
+            `micro_batches`.
+        shapes: tree of the tensors on which shapes between stages depend; None for all inputs.
     """
 
     micro_batches: Sequence[MicroBatch]
     finish: Callable[[Any, MicroBatch], torch.Tensor]
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     containers: Containers = ()
+    probe: Sequence[MicroBatch] | None = None
+    shapes: Any = None
 
 
 class StageModule(nn.Module):
@@ -77,7 +102,7 @@ class StageModule(nn.Module):
         assert work is not None
         at = int(micro.item())
         with self._named(f"micro-batch {at + 1} of {len(work.micro_batches)}"):
-            batch = work.micro_batches[at]
+            batch = self._own(work.micro_batches[at])
             with work.around():
                 output = self.call(hidden, batch)
                 if self.is_last:
@@ -85,6 +110,13 @@ class StageModule(nn.Module):
             found = first_tensor(output)
             return found.clone() if is_view(found) else found  # schedules detach outputs in place
         raise AssertionError
+
+    def _own(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with this stage's arguments."""
+        if not any(isinstance(each, ByStage) for each in batch.kwargs.values()):
+            return batch
+        kwargs = {key: each.of(self.index) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
+        return batch._replace(kwargs=kwargs)
 
     def call(self, hidden: torch.Tensor, batch: MicroBatch) -> Any:
         """Run the stage's modules, with `hidden` in the place of the model's first input behind the first stage."""

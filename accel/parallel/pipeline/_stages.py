@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from accel.comm import adopt
 from accel.context import DistContext, group_of
 from accel.errors import PrepareError
 from accel.mixins import add_mixin
+from accel.parallel._empty import make_room
 from accel.parallel._labels import drop_parameter, label_parameters
 from accel.parallel._move import move_model
+from accel.parallel._paths import named_modules
 from accel.parallel._replicas import begin_with_rank_0_
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import is_pipelined, unwrap_model, wrapped_name
@@ -61,14 +64,6 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
             where="prepare_model, ctx.mesh",
             fix="Leave them out of the mesh, or leave pp out.",
         )
-    if empty := [name for name, each in model.named_parameters() if each.is_meta]:
-        raise PrepareError(
-            "a model without values cannot be cut into stages",
-            expected="parameters on the CPU or on the context's device",
-            got=f"{len(empty)} on the meta device, such as {empty[0]}",
-            where=_WHERE,
-            fix="Give it values first: model.to_empty(device='cpu'), then load or initialise them.",
-        )
     layout, stages = _plan(ctx, model, options)
     if ctx.world_size > layout.ranks:
         _check_ties(model, layout, stages)
@@ -108,14 +103,15 @@ def _plan(ctx: DistContext, model: nn.Module, options: StageOptions) -> tuple[La
     return layout, stages
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: StageOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
     layout, stages = _plan(ctx, model, options)
     compare_models(ctx, options, dict(model.named_parameters()))
-    begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
     names = tied_names(model)
     order = tuple(model.state_dict(keep_vars=True))
     mine = own_stages(layout, ctx.axis("pp").rank)
     elsewhere = [path for at, paths in enumerate(stages) if at not in mine for path in paths]
+    if not is_empty:
+        _begin_alike(ctx, model, elsewhere)
     for each in remove_modules(model, elsewhere):
         drop_parameter(each)
     move_model(model, ctx.device)
@@ -127,6 +123,26 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions) -> nn.Mod
     add_mixin([model], Pipelined)
     attach(model, Pipeline(adopt(group, ctx.device), group, layout, names, order, ties), modules)
     return model
+
+
+def _begin_alike(ctx: DistContext, model: nn.Module, elsewhere: Sequence[str]) -> None:
+    """Give every rank rank 0's values, one tensor after another. Ranks keep none that only other ranks' stages have."""
+    held = [module for path, module in named_modules(model) if not _below(path, elsewhere)]
+    kept = {id(each) for module in held for each in _own_tensors(module)}
+    for each in [*model.parameters(), *model.buffers()]:
+        if each.is_meta and id(each) not in kept:
+            begin_with_rank_0_(ctx, [torch.empty_like(each.detach(), device=ctx.device)])
+            continue
+        make_room([each], ctx.device)
+        begin_with_rank_0_(ctx, [each])
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _below(path: str, above: Sequence[str]) -> bool:
+    return any(f"{path}.".startswith(f"{each}.") for each in above)
 
 
 def _stage(ctx: DistContext, model: nn.Module, stages: Stages, mine: Sequence[int], at: int) -> StageModule:

@@ -17,6 +17,7 @@ from accel.comm import Comm
 from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._ddp import replica_of
+from accel.parallel._empty import allocate, make_room
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._move import move_model
 from accel.parallel._refusals import check_all
@@ -25,8 +26,8 @@ from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
 from accel.parallel._spread import Spread, compare_models
 from accel.parallel._unwrap import is_pipelined, stage_modules, unwrap_model
 from accel.parallel.experts import exchange_mesh, expert_modules, shard_experts
+from accel.parallel.pipeline import SPLIT_BACKWARDS, pipeline_of
 from accel.parallel.shard._chosen import ignored_ids, ignored_parameters, units_in
-from accel.parallel.shard._empty import allocate_shards, check_empty, expect_values, make_room, stays_empty
 from accel.parallel.shard._first_values import begin_alike
 from accel.parallel.shard._formats import check_formats, compute_in, wide_parameters, wire_format
 from accel.parallel.shard._hooks import follow_first, gather_outside_of_inference, prefetch, reshard_after_evaluation
@@ -52,7 +53,6 @@ def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
     inner = unwrap_model(model)
     checks = (
         lambda: _check_device(ctx),
-        lambda: check_empty(ctx, inner),
         lambda: check_formats(options.gather_dtype, ctx.precision),
         lambda: ignored_parameters(inner, options.ignored),
         lambda: plan_units(
@@ -79,7 +79,7 @@ def _check_device(ctx: DistContext) -> None:
         )
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_empty: bool) -> nn.Module:
     inner = unwrap_model(model)
     before = dict(inner.named_parameters())
     compare_models(ctx, options, before)
@@ -91,11 +91,9 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions) -> nn.Mod
         return model
     below = ignored_ids(inner, options.ignored)
     ignored = [each for each in inner.parameters() if id(each) in below]
-    is_empty = stays_empty(ctx, stage, inner)
     units = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
     if is_empty:
-        allocate_shards(inner, torch.device("cpu") if options.offload else ctx.device)
-        expect_values(stage, inner)
+        allocate(inner, torch.device("cpu") if options.offload else ctx.device)
     else:
         make_room(ignored, ctx.device)
         _move(ignored, ctx.device)
@@ -130,7 +128,8 @@ def _shard(
 ) -> Sequence[nn.Module]:
     """Shard one unit after another, so that the device needs room for one whole one at a time, and return them.
 
-    Parameters of a pipeline's stages stay whole between micro-batches: schedules with split backward passes need them.
+    Parameters of a pipeline's stages stay whole between micro-batches. Those of experts do where a schedule computes
+    gradients of weights later: it looks for the parameters that the forward has used.
 
     Args:
         ctx, mesh, stage, options: as of `_spread`.
@@ -165,7 +164,7 @@ def _shard(
         travels = wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
         if travels.gather is not None:
             compute_in(travels.gather, unit, ctx.device.type)
-        stays = is_pipelined(model) and name not in experts
+        stays = is_pipelined(model) and (name not in experts or _splits_backward(model))
         reshard = False if stays else reshard_setting(options.reshard_after_forward, along.size(along.ndim - 1))
         how: dict[str, Any] = {
             "mp_policy": MixedPrecisionPolicy(travels.gather, travels.reduce, cast_forward_inputs=False),
@@ -186,6 +185,11 @@ def _shard(
         for each in own:
             _release(each)
     return [root.get_submodule(name) for name in names]
+
+
+def _splits_backward(model: nn.Module) -> bool:
+    pipeline = pipeline_of(model)
+    return pipeline is not None and pipeline.layout.schedule in SPLIT_BACKWARDS
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from accel.comm import merged_mesh, merged_order, mesh_of_group
 from accel.context import DistContext
 from accel.errors import DeviceError, PrepareError
+from accel.parallel._local_mark import APART, is_local
 from accel.parallel.experts import is_expert_parameter
 from accel.parallel.shard._axes import shard_axes
 from accel.parallel.shard._options import check_reshard
@@ -82,7 +83,10 @@ def _spread(model: nn.Module) -> Iterator[DTensor]:
 
 
 def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
-    """Return the axes of the context's mesh, by number, for each dimension of the mesh to shard over."""
+    """Return the axes of the context's mesh, by number, for each dimension of the mesh to shard over.
+
+    Of local SGD these are the axes along which ranks share samples.
+    """
     if any(True for _ in _spread(model)):
         _check_tensor_parallel(ctx, model)
     if ctx.mesh is None:
@@ -95,7 +99,8 @@ def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
             where=f"{_WHERE}, mesh=",
         )
     names, sizes = ctx.mesh.mesh_dim_names, ctx.mesh.shape
-    replicas, shards = shard_axes(names, sizes, tuple(taken), whole=ctx.strategy == "ddp")
+    apart = [name for name in names or () if is_local(model) and dimension_of(name) in APART]
+    replicas, shards = shard_axes(names, sizes, (*taken, *apart), whole=ctx.strategy == "ddp")
     if not replicas and not shards:
         return ()
     parts = (replicas, shards) if replicas else (shards,)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,11 +12,14 @@ from torch import nn
 from torch.nn import functional
 
 from accel.comm import copied, gathered, summed
+from accel.parallel.tensor._dropout import Streams
 from accel.parallel.tensor._layers import LocalParameters, needed_rows
 
 
 class Attention(LocalParameters):
     """An nn.MultiheadAttention of which each rank computes some of the heads."""
+
+    accel_streams: Streams
 
     def forward(
         self,
@@ -41,12 +45,14 @@ class Attention(LocalParameters):
         mask = self._mask(key_padding_mask, attn_mask, projected[0])
         dropout = own.dropout if own.training else 0.0
         weights = None
-        if need_weights:
-            heads, weights = _weighted(projected, mask, dropout)
+        with self.accel_streams.divided() if dropout else nullcontext():
+            if need_weights:
+                heads, weights = _weighted(projected, mask, dropout)
+            else:
+                query_, key_, value_ = projected
+                heads = functional.scaled_dot_product_attention(query_, key_, value_, attn_mask=mask, dropout_p=dropout)
+        if weights is not None:
             weights = self._joined(weights, average=average_attn_weights)
-        else:
-            query_, key_, value_ = projected
-            heads = functional.scaled_dot_product_attention(query_, key_, value_, attn_mask=mask, dropout_p=dropout)
         output = own.out_proj(heads.transpose(1, 2).flatten(2))
         if query.ndim == 2:
             return output[0], None if weights is None else weights[0]

@@ -17,7 +17,7 @@ from accel.comm import copied, exchanged, gathered, gathered_summed, own_part, s
 from accel.errors import ConfigError
 from accel.mixins import Mixin
 from accel.parallel.tensor._rows import RowExchange, row_exchange
-from accel.parallel.tensor._styles import COLWISE, ROWWISE, Rule, output_dim
+from accel.parallel.tensor._styles import COLWISE, ROWWISE, Rule, output_dim, part_length
 from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -97,7 +97,13 @@ class Colwise(LocalParameters):
         if not layer.rule.copied:
             args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: copied(x, layer.group))
         output = super().forward(*args, **kwargs)
-        return _gathered(output, -1, layer) if layer.rule.style == "colwise_gather_output" else output
+        if layer.rule.style != "colwise_gather_output":
+            return output
+        if not layer.rule.uneven:
+            return _gathered(output, -1, layer)
+        missing = part_length(layer.rule.uneven, layer.size) - output.shape[-1]
+        padded = nn.functional.pad(output, (0, missing))  # the last rank's, as messages are of one length
+        return gathered(padded, -1, layer.group)[..., : layer.rule.uneven].contiguous()
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return this rank's rows, after an exchange where it stores others than it needs."""
@@ -148,8 +154,8 @@ class Embedding(LocalParameters):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
         """Return the embeddings of all ids on every rank."""
         layer = self.accel_layer
-        rows = cast(Any, self).num_embeddings // layer.size
-        at = input - layer.rank * rows
+        first, rows = _rows_here(cast(nn.Embedding, self), layer)
+        at = input - first
         others = (at < 0) | (at >= rows)
         own = super().forward(at.masked_fill(others, 0))
         return summed(own.masked_fill(others.unsqueeze(-1), 0), layer.group)
@@ -158,9 +164,8 @@ class Embedding(LocalParameters):
     def padding_idx(self) -> int | None:
         """The row without gradients among those of this rank."""
         own = cast(Any, self).__dict__["padding_idx"]
-        layer = self.accel_layer
-        rows = cast(Any, self).num_embeddings // layer.size
-        return own - layer.rank * rows if own is not None and own // rows == layer.rank else None
+        first, rows = _rows_here(cast(nn.Embedding, self), self.accel_layer)
+        return own - first if own is not None and first <= own < first + rows else None
 
 
 class Around(Mixin):
@@ -217,6 +222,12 @@ def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
         "split_sequence": Around,
         "gather_sequence": Around,
     }.get(rule.style, LocalParameters)
+
+
+def _rows_here(embedding: nn.Embedding, layer: Layer) -> tuple[int, int]:
+    """This rank's first row, and the number of its rows."""
+    most = part_length(embedding.num_embeddings, layer.size)
+    return layer.rank * most, min(most, embedding.num_embeddings - layer.rank * most)
 
 
 def _entered(x: torch.Tensor, layer: Layer) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.parallel._paths import matching, named_modules
 from accel.parallel.tensor._fuse import with_copies
+from accel.parallel.tensor._head import HeadStyle, with_head
 from accel.parallel.tensor._known import known_styles
 from accel.parallel.tensor._sequence import with_sequence
 from accel.topology import TensorStyle
@@ -31,7 +32,7 @@ _DECLARED: Mapping[str, TensorStyle] = {
 }
 
 
-def tensor_plan(model: nn.Module, *, sequence: bool = False) -> dict[str, TensorStyle]:
+def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | None = None) -> dict[str, TensorStyle]:
     """Return the styles by which `prepare` divides a model among the ranks along tp. Pure, no communication.
 
     They are those that a model of transformers declares in its `tp_plan`. Of other models they are found where the
@@ -44,13 +45,18 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False) -> dict[str, Tensor
         model: without wrappers; adapters of peft may be in it.
         sequence: whether ranks share the tokens between these layers; for models of transformers with a `tp_plan`, and
             GPT-2.
+        head: style of the layer that gives the logits: "colwise" leaves each rank those of its part of the vocabulary,
+            for `vocab_cross_entropy`, and "colwise_gather_output" gathers them. An embedding tied to it is divided too.
+            None for the style that the model declares.
 
     Returns:
         Styles by pattern, in which `*` stands for one component of a path; empty where nothing is known. Change it and
         pass it as `Plan(tensor=...)`.
 
     Raises:
-        PrepareError: the model declares styles that are unknown here, or its tokens cannot be shared; all in one error.
+        PrepareError: the model declares styles that are unknown here, its tokens cannot be shared, or no layer is known
+            as its head.
+        ConfigError: an unknown style of the head.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
@@ -63,6 +69,8 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False) -> dict[str, Tensor
     styles = with_copies(model, styles)
     if sequence:
         styles = with_sequence(model, styles)
+    if head is not None:
+        styles = with_head(model, styles, head)
     return _collapsed(styles, [path for path, _ in named_modules(model)])
 
 

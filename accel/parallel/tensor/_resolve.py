@@ -22,6 +22,7 @@ from accel.parallel.tensor._styles import (
     output_dim,
     problems_of,
     rule_for,
+    uneven_heads,
 )
 from accel.tensors import is_dtensor
 from accel.topology import TensorStyle
@@ -140,10 +141,10 @@ def _heads(model: nn.Module, path: str, style: str, size: int) -> tuple[int, dic
     if outputs % width or not heads or heads % size == 0:
         return 0, {}, []
     groups: Any = getattr(around, "num_key_value_groups", None)
-    if size % heads == 0 and type(groups) is int and heads * groups % size == 0:
+    if size % heads == 0 and outputs % size == 0 and type(groups) is int and heads * groups % size == 0:
         # a rank has heads * groups / size queries for one head of keys
         return heads, {holder: {"num_key_value_groups": heads * groups // size}}, []
-    return 0, {}, [f"{heads} heads, which tp={size} does not divide"]
+    return 0, {}, [uneven_heads(heads, size)]
 
 
 def _holder(model: nn.Module, path: str) -> str:

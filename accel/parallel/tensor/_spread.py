@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from accel.comm import Comm, broadcast_flat, mesh_of_dims
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import add_mixin
+from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
 from accel.parallel._replicas import stage_comm
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import unwrap_model
 from accel.parallel.tensor._attention import Attention
+from accel.parallel.tensor._dropout import drop_apart
 from accel.parallel.tensor._layers import Layer, mixin_for
 from accel.parallel.tensor._plan import tensor_plan
 from accel.parallel.tensor._resolve import rules_of
@@ -77,11 +80,9 @@ def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
                 where=_WHERE,
                 fix="Prepare both as one module.",
             )
-        if parameter.is_meta:
-            raise PrepareError("a parameter has no values yet", got=f"{name} on the meta device", where=_WHERE)
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions) -> nn.Module:
+def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_empty: bool) -> nn.Module:
     inner = unwrap_model(model)
     is_stage = ctx.axis("pp").size > 1
     rules = rules_of(inner, _styles(inner, options), _size(ctx), is_stage=is_stage)
@@ -95,32 +96,40 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions) -> nn.Mo
             if is_dtensor(whole):  # of experts
                 continue
             if id(whole) not in made:
-                made[id(whole)] = _divided(ctx, stage, mesh, whole, rule.dims.get(name))
+                values = whole.detach() if is_empty else _first_values(ctx, stage, whole)
+                made[id(whole)] = _divided(mesh, whole, values, rule.dims.get(name))
                 replace_parameter(f"{path}.{name}" if path else name, whole, made[id(whole)])
             module.register_parameter(name, made[id(whole)])
         _install(module, rule, mesh)
+    drop_apart(inner, rules, mesh.get_local_rank(), ctx.device)
     for module in inner.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            values = buffer.detach().to(ctx.device)
-            broadcast_flat(stage, values, source=0)
+            if is_empty and buffer.is_meta:
+                continue
+            values = buffer.detach().to(ctx.device) if is_empty else _first_values(ctx, stage, buffer)
             if values.device != buffer.device:
                 setattr(module, name, values)
     label_parameters(inner)
     return model
 
 
-def _divided(ctx: DistContext, stage: Comm, mesh: DeviceMesh, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
-    """Make the DTensor of a parameter from the values of its stage's first rank. The whole one's memory is freed."""
+def _first_values(ctx: DistContext, stage: Comm, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that a stage's first rank has of a tensor. A collective."""
+    values = values_or_room(tensor, ctx.device).contiguous()
+    broadcast_flat(stage, values, source=0)
+    return values
+
+
+def _divided(mesh: DeviceMesh, whole: nn.Parameter, values: torch.Tensor, dim: int | None) -> nn.Parameter:
+    """Make the DTensor of a parameter from its values, or from nothing on the meta device. Frees the whole's memory."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    values = whole.detach().to(ctx.device).contiguous()
-    broadcast_flat(stage, values, source=0)
     placement = Replicate() if dim is None else Shard(dim)
     part = values if dim is None else values.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
     stored = DTensor.from_local(
         part.contiguous(), mesh, [placement], run_check=False, shape=values.shape, stride=values.stride()
     )
-    if part is not values:
+    if part is not values and not whole.is_meta:
         whole.data = values.new_empty(0)
     return nn.Parameter(stored, whole.requires_grad)
 

@@ -32,6 +32,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         dims: dimension along which each parameter is split, by name; those not named are replicated.
         summands: whether the gradients of its replicated parameters are summands, one on each rank.
         copied: whether a module around it sums the gradients of its input.
+        uneven: number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere.
         rows: number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
         needed: those rows that each rank computes with, where they are not those that it stores.
         first: name of the first argument of its forward.
@@ -42,6 +43,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     dims: Mapping[str, int] = {}
     summands: bool = False
     copied: bool = False
+    uneven: int = 0
     rows: int = 0
     needed: Sequence[Sequence[range]] = ()
     first: str = "input"
@@ -59,7 +61,7 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, 
         heads: number of heads that its outputs are of, where ranks share them; 0 for outputs that any rank can divide.
     """
     dims = _dims(module, style)
-    rows = 0
+    rows = uneven = 0
     needed: Sequence[Sequence[range]] = ()
     if style.startswith("packed_colwise"):
         rows = module.get_parameter("weight").shape[dims["weight"]]
@@ -70,11 +72,15 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, 
     elif style == "colwise" and heads % size:
         rows = module.get_parameter("weight").shape[dims["weight"]]
         needed = needed_heads(rows, heads, size)
+    elif style == "colwise_gather_output":
+        outputs = module.get_parameter("weight").shape[dims["weight"]]
+        uneven = outputs if outputs % size else 0
     return Rule(
         style=style,
         dims=dims,
         summands=style in _SUMMANDS,
         copied=copied,
+        uneven=uneven,
         rows=rows,
         needed=needed,
         first=next(iter(inspect.signature(module.forward).parameters), "input"),
@@ -96,6 +102,22 @@ def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[st
         yield from _embedding_problems(module, size)
     elif style == "multihead_attention":
         yield from _attention_problems(module, size)
+
+
+def part_length(length: int, size: int) -> int:
+    """Return the length of each rank's part of a dimension but the last's, which may be shorter, as torch divides."""
+    return -(-length // size)
+
+
+def leaves_ranks_out(length: int, size: int) -> bool:
+    """Return whether a dimension is too short for each rank to have a part of it."""
+    return part_length(length, size) * (size - 1) >= length
+
+
+def uneven_heads(heads: int, size: int) -> str:
+    """Return the problem of heads that ranks cannot share, with the numbers of ranks that could."""
+    able = [str(each) for each in range(2, heads + 1) if heads % each == 0]
+    return f"{heads} heads, not a multiple of tp={size}; tp={' or '.join(able)} divides them"
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -139,18 +161,22 @@ def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterat
     weight = module.get_parameter("weight")
     dim = _dims(module, style)["weight"]
     packs = int(style[-1]) if style.startswith("packed") else 1
-    if weight.shape[dim] % (packs * size):
-        what = "outputs" if dim == output_dim(module) else "inputs"
-        times = f"{packs} packs of " if packs > 1 else ""
-        yield f"{weight.shape[dim]} {what}, not a multiple of {times}tp={size}"
+    length = weight.shape[dim]
+    what = "outputs" if dim == output_dim(module) else "inputs"
+    if packs > 1 or style == "rowwise_split_input" or is_transposed(module):
+        if length % (packs * size):
+            times = f"{packs} packs of " if packs > 1 else ""
+            yield f"{length} {what}, not a multiple of {times}tp={size}"
+    elif leaves_ranks_out(length, size):
+        yield f"{length} {what}, of which the last of tp={size} would have none"
 
 
 def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
     if not isinstance(module, nn.Embedding):
         yield f"embedding_rowwise is of nn.Embedding, and it is a {_named(module)}"
         return
-    if module.num_embeddings % size:
-        yield f"{module.num_embeddings} embeddings, not a multiple of tp={size}"
+    if leaves_ranks_out(module.num_embeddings, size):
+        yield f"{module.num_embeddings} embeddings, of which the last of tp={size} would have none"
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             yield f"an embedding with {option}, for which a rank needs all rows"
@@ -162,7 +188,7 @@ def _attention_problems(module: nn.Module, size: int) -> Iterator[str]:
         return
     heads = cast(int, cast(Any, module).num_heads)
     if heads % size:
-        yield f"{heads} heads, not a multiple of tp={size}"
+        yield uneven_heads(heads, size)
     if module.bias_k is not None or module.add_zero_attn:
         yield "keys and values that the attention adds itself (add_bias_kv, add_zero_attn)"
 

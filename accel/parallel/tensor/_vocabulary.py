@@ -25,8 +25,8 @@ def vocab_cross_entropy(
 
     Args:
         ctx: the context.
-        logits: this rank's classes in the order of ranks, shape [..., classes / tp], as a head of the style "colwise"
-            gives them; fp16 and bf16 are computed in fp32.
+        logits: this rank's classes in the order of ranks, shape [..., classes / tp rounded up, less on the last rank],
+            as a head of the style "colwise" gives them; fp16 and bf16 are computed in fp32.
         targets: classes, int64 of shape [...], alike on all ranks along tp. One that is no class makes the loss NaN.
         ignore_index: the target of rows that do not count.
 
@@ -69,16 +69,20 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm) -> torch.Tensor:
         classes = logits.shape[1]
-        largest = all_reduce_flat(comm, logits.amax(1), "max")
+        # the last rank may have fewer classes than others and learns their number with the maxima, at no message more
+        widest = logits.new_full((1,), classes)
+        maxima = all_reduce_flat(comm, torch.cat([logits.amax(1), widest]), "max")
+        largest, width = maxima[:-1], maxima[-1].long()
         powers = (logits - largest[:, None]).exp_()
-        at = targets - comm.rank * classes
+        at = targets - comm.rank * width
         here = (at >= 0) & (at < classes)
         at = at.masked_fill(~here, 0)
         own = (logits.gather(1, at[:, None])[:, 0] - largest).masked_fill_(~here, 0.0)
-        sums = torch.stack([powers.sum(1), own])
+        sums = functional.pad(torch.stack([powers.sum(1), own]), (0, 1), value=classes)
         total, target = all_reduce_flat(comm, sums, "sum")
+        is_class = (targets >= 0) & (targets < total[-1])
+        total, target = total[:-1], target[:-1]
         ctx.save_for_backward(powers.div_(total[:, None]), at, here)
-        is_class = (targets >= 0) & (targets < classes * comm.size)
         return torch.where(is_class, total.log() - target, torch.nan)
 
     @staticmethod

@@ -19,30 +19,10 @@ import msgspec
 import torch
 
 from accel.errors import TreeError
+from accel.tree._container import Container, Containers
 
 T = TypeVar("T")
 Leaf = tuple[str, Any]
-
-
-class Container(msgspec.Struct, frozen=True):
-    """Describes one more kind of container, subclasses included.
-
-    Attributes:
-        kind: the class.
-        take_apart: maps a value to its children by name; equal structures give equal names in equal order.
-        put_together: maps a value and its new children by name to the new value, of the same class.
-
-    >>> from collections import UserDict
-    >>> Container(UserDict, take_apart=dict, put_together=lambda old, children: type(old)(children)).kind.__name__
-    'UserDict'
-    """
-
-    kind: type[Any]
-    take_apart: Callable[[Any], Mapping[Any, object]]
-    put_together: Callable[[Any, dict[Any, Any]], object]
-
-
-Containers = Sequence[Container]
 _Trail = tuple[Any, object] | None  # trail of the parent and the key in it; None at the root
 
 _ATOMS = (torch.Tensor, str, bytes, bytearray, memoryview, int, float, complex, type(None))
@@ -108,6 +88,7 @@ def map_leaves(
     containers: Containers = (),
     *,
     is_leaf: Callable[[object], bool] | None = None,
+    skip_keys: Sequence[str] = (),
 ) -> T:
     """Return a copy of the tree in which every leaf is replaced by `function(leaf)`; containers keep type and order.
 
@@ -116,14 +97,36 @@ def map_leaves(
         tree: any nesting of containers.
         containers: further kinds of containers.
         is_leaf: returns whether a node is a leaf; checked before containers, of known or unknown kind.
+        skip_keys: keys of mappings and names of fields whose values are kept as they are, of whatever kind.
 
     Raises:
         TreeError: as `leaves`; or a `Container` returned a value of another class.
     """
     try:
-        return cast(T, _map(function, tree, None, containers, is_leaf))
+        return cast(T, _map(function, tree, None, containers, is_leaf, skip_keys))
     except RecursionError as error:
         raise _endless() from error
+
+
+def map_movable(
+    move: Callable[[Any], object], tree: T, containers: Containers = (), *, skip_keys: Sequence[str] = ()
+) -> T:
+    """Return a copy of the tree in which every tensor, and object with `.to`, is replaced by `move(leaf)`."""
+    return map_leaves(
+        lambda leaf: move(leaf) if has_method(leaf, "to") else leaf,
+        tree,
+        containers,
+        is_leaf=lambda node: has_method(node, "to"),
+        skip_keys=skip_keys,
+    )
+
+
+def has_method(node: object, name: str) -> bool:
+    """Return whether a node has a method, whatever a `__getattr__` of the user's raises."""
+    try:
+        return callable(getattr(node, name, None))
+    except Exception:
+        return False
 
 
 def replace_tensors(tree: T, new: Iterable[object], containers: Containers = ()) -> T:
@@ -177,13 +180,18 @@ def _map(
     trail: _Trail,
     containers: Containers,
     is_leaf: Callable[[object], bool] | None,
+    skip_keys: Sequence[str],
 ) -> object:
     parts = None if is_leaf is not None and is_leaf(node) else _parts(node, trail, containers)
     if parts is None:
         return function(node)
     keys, children = parts
     new = [
-        function(child) if type(child) is torch.Tensor else _map(function, child, (trail, key), containers, is_leaf)
+        child
+        if key in skip_keys
+        else function(child)
+        if type(child) is torch.Tensor
+        else _map(function, child, (trail, key), containers, is_leaf, skip_keys)
         for key, child in zip(keys, children, strict=True)
     ]
     return _put_together(node, keys, new, trail, containers)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The skeleton of a model: its blocks, the modules beside them, and ties by identity."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from accel.bigmodel._call_order import call_order
+from accel.bigmodel._dtypes import check_dtype, dtypes, name_of
+from accel.bigmodel.plan import Segment, Skeleton, Weight
+from accel.errors import ConfigError, did_you_mean
+from accel.parallel import Select, named_modules, repeated, selected
+from accel.tensors import local_part
+
+M = TypeVar("M", bound=nn.Module)
+
+SMALL_BYTES = 2**20  # buffers, and modules without submodules, that do not stream
+
+
+class _Part(NamedTuple):
+    """A part of the model that becomes a segment.
+
+    Attributes:
+        name: its path.
+        module: the module.
+        whole: whether submodules belong to it, too.
+        aliases: further paths of the module.
+    """
+
+    name: str
+    module: nn.Module
+    whole: bool
+    aliases: list[str]
+
+
+class _Found(NamedTuple):
+    """A parameter or buffer at one of its paths."""
+
+    path: str
+    segment: str
+    tensor: torch.Tensor
+    stored: bool
+
+
+def describe(
+    model: M,
+    *,
+    blocks: Select | None = None,
+    dtype: torch.dtype | None = None,
+    call: Callable[[M], object] | None = None,
+    storage_dtype: torch.dtype | None = None,
+    storage_skip: str | Collection[str] = (),
+) -> Skeleton:
+    """Return the skeleton of a model, which may be empty. No communication.
+
+    Each block is a segment. So is each largest module without a block in it, and the parameters and buffers that a
+    module with blocks in it has itself. Segments stand in the order of registration, or in that of a call. A tensor
+    with several paths is one weight, found by identity. Of a DTensor the part that this rank holds counts.
+
+    Args:
+        model: the model, on any device.
+        blocks: modules that move together: a class or several, or a function of a module's path and the module. By
+            default the entries of each ModuleList, and the blocks of a Sequential that holds several of one class.
+        dtype: dtype that floating-point weights will have; None for their own.
+        call: calls the model once, as in `lambda model: model(ids)`, without gradients. Segments then stand in the
+            order of their first calls, which matters where it is not that of registration. Of an empty model, inputs
+            are empty too: on "meta".
+        storage_dtype: dtype of matrices while they are away from their computing device, such as torch.float8_e4m3fn;
+            they are cast on the way to it (layer-wise casting). Embeddings, buffers, and weights of less than two
+            dimensions, as norms and biases have, keep theirs. None for no cast.
+        storage_skip: names of further weights that keep their dtype, or patterns such as "*.router.*".
+
+    Raises:
+        ConfigError: `blocks` chooses nothing, a weight has no shape yet, a dtype that cannot be stored, or a pattern of
+            `storage_skip` that matches nothing, or means nothing without a storage dtype.
+    """
+    check_dtype(dtype, where="describe(dtype=)")
+    parts = _parts(model, _blocks(model, blocks))
+    found = [each for part in parts for each in _found_in(part)]
+    by_tensor: dict[int, list[_Found]] = {}
+    for each in found:
+        by_tensor.setdefault(id(each.tensor), []).append(each)
+    weights: dict[str, list[Weight]] = {each.segment: [] for each in found}
+    names = {known: name for name, known in dtypes().items()}
+    for group in by_tensor.values():
+        weights[group[0].segment].append(_weight(group, names))
+    segments = {part.name: _segment(part, weights[part.name]) for part in parts if part.name in weights}
+    order = list(segments)
+    if call is not None:
+        order = call_order(model, {part.name: part.module for part in parts if part.name in weights}, call)
+    skeleton = Skeleton(segments=tuple(segments[name] for name in order))
+    if dtype is not None:
+        skeleton = skeleton.cast(name_of(dtype))
+    skip = (storage_skip,) if isinstance(storage_skip, str) else storage_skip
+    if storage_dtype is not None:
+        return _store(model, skeleton, name_of(storage_dtype), skip)
+    if skip:
+        problem = "storage_skip= without storage_dtype="
+        raise ConfigError(problem, where="describe", fix="Pass storage_dtype=torch.float8_e4m3fn.")
+    return skeleton
+
+
+def _store(model: nn.Module, skeleton: Skeleton, dtype: str, skip: Collection[str]) -> Skeleton:
+    names = [name for weight in skeleton.weights() for name in (weight.name, *weight.tied)]
+    unmatched = [pattern for pattern in skip if not fnmatch.filter(names, pattern)]
+    if unmatched:
+        fix = did_you_mean(unmatched[0], names)
+        raise ConfigError("no such weight", got=", ".join(map(repr, unmatched)), where="storage_skip=", fix=fix)
+    kept = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for path, module in named_modules(model, every_path=True):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            kept |= {f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)}
+    return skeleton.store(dtype, skip=[*skip, *kept])
+
+
+def _blocks(model: nn.Module, blocks: Select | None) -> set[int]:
+    """Return the `id` of each module that moves as one."""
+    if blocks is not None:
+        return {id(module) for module in selected(model, blocks, "describe(blocks=)").values()}
+    entries = {id(entry) for holder in model.modules() if isinstance(holder, nn.ModuleList) for entry in holder}
+    return entries | repeated(model)
+
+
+def _parts(model: nn.Module, blocks: set[int]) -> Sequence[_Part]:
+    """Return the parts of a model in the order of registration, each once."""
+    parts: dict[int, _Part] = {}
+
+    def visit(path: str, module: nn.Module) -> None:
+        if id(module) in parts:
+            parts[id(module)].aliases.append(path)
+            return
+        inner = any(id(each) in blocks for each in module.modules() if each is not module)
+        whole = id(module) in blocks or not (inner or module is model)
+        parts[id(module)] = _Part(path, module, whole, [])
+        if not whole:
+            for name, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]
+                if child is not None:
+                    visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return list(parts.values())
+
+
+def _found_in(part: _Part) -> Iterator[_Found]:
+    """Yield the tensors of a part at each of their paths."""
+    modules = list(named_modules(part.module, every_path=True)) if part.whole else [("", part.module)]
+    for root in (part.name, *part.aliases):
+        for inner, module in modules:
+            prefix = "".join(f"{each}." for each in (root, inner) if each)
+            for name, tensor in module.named_parameters(recurse=False):
+                yield _Found(prefix + name, part.name, tensor, True)
+            for name, tensor in module.named_buffers(recurse=False):
+                stored = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+                yield _Found(prefix + name, part.name, tensor, stored)
+
+
+def _weight(group: Sequence[_Found], names: Mapping[torch.dtype, str]) -> Weight:
+    first = group[0]
+    if is_lazy(first.tensor):
+        raise ConfigError(
+            "a weight without a shape",
+            expected="a model whose weights have shapes",
+            where=first.path,
+            fix="Call the model once with a batch, so that its lazy modules become what they are.",
+        )
+    tensor = local_part(first.tensor)
+    if tensor.dtype not in names:
+        raise ConfigError(
+            "a weight of a dtype that cannot be stored",
+            expected=", ".join(sorted(names.values())),
+            got=str(tensor.dtype),
+            where=first.path,
+        )
+    stored = any(each.stored for each in group)
+    small = not isinstance(first.tensor, nn.Parameter) and tensor.nbytes < SMALL_BYTES
+    shared = any(each.segment != first.segment for each in group)
+    return Weight(
+        name=first.path,
+        shape=tuple(tensor.shape),
+        dtype=names[tensor.dtype],
+        tied=tuple(each.path for each in group[1:]),
+        stored=stored,
+        moves=stored and not small and not shared,
+    )
+
+
+def _segment(part: _Part, weights: Sequence[Weight]) -> Segment:
+    moving = sum(weight.memory for weight in weights if weight.moves)
+    is_leaf = next(part.module.children(), None) is None
+    movable = part.whole and not (is_leaf and moving < SMALL_BYTES)
+    return Segment(
+        name=part.name,
+        weights=tuple(weights),
+        movable=movable,
+        rows=movable and _moves_by_rows(part.module),
+        aliases=tuple(part.aliases),
+    )
+
+
+def _moves_by_rows(module: nn.Module) -> bool:
+    """Return whether a forward reads the rows of a table that are looked up, and writes none."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    return module.max_norm is None

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices and device maps as callers name them, checked before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from accel.bigmodel.plan import DeviceMap
+from accel.errors import ConfigError, DeviceError
+
+
+def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
+    """Return a device with its number, as its tensors have it; the host is "cpu", also for "cpu:0".
+
+    Args:
+        device: a CUDA device's number, or a device of torch.
+        where: the function, for errors.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        fix = str(error).partition("\n")[0]
+        raise DeviceError("no such device", got=repr(device), where=where, fix=f"torch: {fix}") from error
+
+
+def check_map(device_map: object, *, where: str) -> None:
+    """Refuse what is no device map, such as "auto" or a dict of places.
+
+    Raises:
+        ConfigError: the argument is none; with the call that makes one of it.
+    """
+    if isinstance(device_map, DeviceMap):
+        return
+    got = repr(device_map)
+    make = "accel.infer_device_map(accel.describe(model), max_memory)"
+    if isinstance(device_map, Mapping):
+        make = "accel.check_device_map(accel.describe(model), places)"
+    raise ConfigError("not a device map", expected="an accel.DeviceMap", got=got, where=where, fix=f"Pass {make}.")

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_checkpoint_in_model`: headers, all problems, bytes, and only then the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from accel.bigmodel._dtypes import dtype_of, name_of
+from accel.bigmodel.load._destinations import DeviceChoice
+from accel.bigmodel.load._jobs import new_memory, page_offset, plan_comparison, plan_jobs
+from accel.bigmodel.load._match import Facts, Match, Patterns, match, refusal
+from accel.bigmodel.load._open import Rename, open_weights
+from accel.bigmodel.load._targets import Target, fill, find_targets, place_others
+from accel.bigmodel.load._weights import FileWeights
+from accel.checkpoint import Strided, cut
+from accel.comm import Call, agreed, agreed_values, call_site
+from accel.context import DistContext, context_first
+from accel.errors import CheckpointError
+from accel.storage import Passed, RemotePath, Wanted
+from accel.tensors import local_part
+from accel.terminal import byte_progress
+
+M = TypeVar("M", bound=nn.Module)
+
+_NAME = "load_checkpoint_in_model"
+
+
+@context_first
+def load_checkpoint_in_model(
+    ctx: DistContext,
+    model: M,
+    path: str | os.PathLike[str] | RemotePath,
+    device_map: DeviceChoice = None,
+    *,
+    dtype: torch.dtype | None = None,
+    rename: Rename = (),
+    allow_missing: Patterns = (),
+    allow_unexpected: Patterns = (),
+    readers: int = 4,
+    advance: Callable[[int], object] | None = None,
+    show: bool = False,
+) -> M:
+    """Load weights into a model, all of them or nothing. A collective. Mutates the model.
+
+    Each rank reads the bytes of its own shards, from the page cache what is there and past it what is not. Bytes that
+    several ranks of a host want go through the page cache, so that the disk reads them once. Tensors of an empty model
+    get memory into which the bytes are read directly; a load into tensors with values keeps both until the end. Beside
+    the result, memory holds 8 MiB for each reader.
+
+    Args:
+        ctx: the context.
+        model: built by `init_empty_weights` or with values, before or after `prepare`.
+        path: a safetensors file, a file of torch.save, the index of several, a folder with either, a checkpoint of
+            accel, or a run's folder; on a local disk or in a store.
+        device_map: home of each segment, or one device. None for the context's device where tensors are empty; those
+            with values stay where they are. Segments with a home in files stay empty.
+        dtype: of floating-point tensors of an empty model; None for that of each tensor. The storage dtypes of a
+            device map count first.
+        rename: maps a stored name to the model's; or recipes, for models that are stored otherwise than they run.
+        allow_missing: names of the model that may be missing, or patterns of such names. They stay as they are.
+        allow_unexpected: stored names that the model may lack, or patterns of such names.
+        readers: number of threads that read.
+        advance: called with numbers of bytes that this rank has read, for a progress bar of the caller's.
+        show: whether the main rank shows a bar of its own, on a terminal and once it takes long.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CheckpointError: weights that are missing, unexpected, or of other shapes or dtypes, all in one error; a file
+            that is missing, damaged, or changes meanwhile. The model is unchanged. The same on every rank.
+        ConfigError: no weights at the path, a map of another model, or a dtype that tensors with values do not have.
+        DeviceError: the device is not there.
+        StreamError: the model's weights are elsewhere, by `dispatch_model`.
+    """
+    site = call_site()
+    with ExitStack() as stack:
+        stages = ctx.axis("pp").size > 1
+
+        def plan() -> list[str]:
+            source = stack.enter_context(open_weights(path, rename=rename, readers=readers))
+            targets = find_targets(model, device_map, dtype, ctx.device)
+            matched = match([_facts(each) for each in targets], _stored(source), allow_missing)
+            planned.append((source, targets, matched))
+            if not stages and (error := refusal(matched, matched.unused, _stored(source), allow_unexpected, where)):
+                raise error
+            return matched.unused if stages else []
+
+        planned: list[tuple[FileWeights, list[Target], Match]] = []
+        where = os.fspath(path) if not isinstance(path, RemotePath) else str(path)
+        unused = agreed_values(ctx.comm, Call(f"{_NAME}: headers", site=site), plan, list)
+        source, targets, matched = planned[0]
+        with agreed(ctx.comm, Call(f"{_NAME}: names", site=site)):
+            nobody = set(matched.unused).intersection(*unused) if stages else set[str]()
+            common = [name for name in matched.unused if name in nobody]
+            if stages and (error := refusal(matched, common, _stored(source), allow_unexpected, where)):
+                raise error
+        with agreed(ctx.comm, Call(f"{_NAME}: reading", site=site)):
+            bar = show and ctx.is_main_process
+            made = _read(source, targets, matched, advance, has_peers=ctx.local_world_size > 1, show=bar)
+        for target, tensor in made:
+            fill(target, tensor)
+        place_others(model, device_map, any(target.is_empty for target, _ in made), ctx.device)
+    return model
+
+
+def _read(
+    source: FileWeights,
+    targets: Sequence[Target],
+    matched: Match,
+    advance: Callable[[int], object] | None,
+    *,
+    has_peers: bool,
+    show: bool,
+) -> list[tuple[Target, torch.Tensor]]:
+    """Read the tensors of this rank into memory of their own; of a prepared empty model into its own.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tied tensor has two values.
+    """
+    made: list[tuple[Target, torch.Tensor]] = []
+    straight: list[torch.Tensor] = []
+    jobs: list[Wanted | Passed] = []
+    twins: list[Passed] = []
+    differing: list[str] = []
+    for target, names in zip(targets, matched.found, strict=True):
+        if not names or target.device is None or target.box is None:
+            continue
+        stored = cut(source.stored[names[0]], target.box)
+        if target.is_unknown:
+            memory = local_part(target.live)
+            straight.append(memory)
+        else:
+            memory = _memory(target, stored)
+            made.append((target, memory))
+        is_shared = has_peers and target.is_copied
+        jobs += plan_jobs(stored, memory, name=names[0], is_shared=is_shared, has_peers=has_peers)
+        for name in names[1:]:
+            twin = cut(source.stored[name], target.box)
+            if twin.parts != stored.parts and memory.device.type == "cpu":
+                note = f"{names[0]!r} and {name!r}"
+                twins += plan_comparison(twin, memory, lambda note=note: differing.append(note))
+    try:
+        with byte_progress("load", sum(job.nbytes for job in jobs)) if show else nullcontext() as bar:
+            source.ranges.read(jobs, partial(_tell, [each for each in (bar, advance) if each is not None]))
+        source.ranges.read(twins)
+        if differing:
+            raise CheckpointError(
+                "two different tensors for one that the model ties",
+                got=", ".join(sorted(set(differing))[:5]),
+                fix="Build the model without the tie, or leave one of them out by rename=.",
+            )
+    except BaseException:
+        for memory in straight:  # as `prepare` left it
+            _ = memory.fill_(float("nan"))
+        raise
+    return made
+
+
+def _tell(listeners: Sequence[Callable[[int], object]], nbytes: int) -> None:
+    for each in listeners:
+        _ = each(nbytes)
+
+
+def _memory(target: Target, stored: Strided) -> torch.Tensor:
+    source = dtype_of(stored.dtype)
+    if target.device is not None and target.device.type == "cpu":
+        aligned = page_offset(stored, source.itemsize) if source == target.dtype else None
+        return new_memory(target.shape, target.dtype, aligned)
+    return torch.empty(target.shape, dtype=target.dtype, device=target.device)
+
+
+def _facts(target: Target) -> Facts:
+    return Facts(target.names, name_of(target.live.dtype), tuple(target.live.shape))
+
+
+def _stored(source: FileWeights) -> dict[str, Facts]:
+    return {name: Facts((name,), each.dtype, each.shape, each.where) for name, each in source.entries.items()}

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model without its values: names, shapes, dtypes and ties of its weights, and the segments that move together."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from accel.errors import ConfigError, did_you_mean
+from accel.storage import ITEM_BITS
+
+ALIGNMENT = 512  # bytes to which torch's CUDA allocator rounds each tensor
+_BITS = {**ITEM_BITS, "C128": 128}  # not in files, but in memory
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_STORED = _FLOATS | {"F8_E4M3", "F8_E5M2"}
+
+
+class Weight(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter or buffer.
+
+    Attributes:
+        name: its path in the model; the first one, if it has several.
+        shape: sizes.
+        dtype: safetensors' name of the dtype that it has in memory, such as "BF16"; "C128" for complex128.
+        tied: its further paths.
+        stored: whether checkpoints hold it; False for a non-persistent buffer.
+        moves: whether it streams with its segment. Others stay on the segment's computing device: buffers below 1 MiB,
+            buffers that are not stored, and weights that another segment uses too.
+        storage_dtype: dtype that it has in its home, where that is not its computing device; None for `dtype`.
+
+    Raises:
+        ConfigError: an unknown dtype, a negative size, a weight that moves but is not stored, or a storage dtype of a
+            weight that does not move or is not of floating point.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    tied: tuple[str, ...] = ()
+    stored: bool = True
+    moves: bool = True
+    storage_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        where = f"Weight {self.name!r}"
+        if self.dtype not in _BITS:
+            raise ConfigError("unknown dtype", got=repr(self.dtype), where=where, fix=did_you_mean(self.dtype, _BITS))
+        if any(type(size) is not int or size < 0 for size in self.shape):
+            raise ConfigError("not a shape", expected="sizes from 0", got=repr(self.shape), where=where)
+        if self.moves and not self.stored:
+            raise ConfigError("a weight that moves must be stored", got="stored=False, moves=True", where=where)
+        if self.storage_dtype is not None:
+            _check_storage(self, where)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return _nbytes(self.shape, self.dtype)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes in memory: `nbytes` rounded up to 512."""
+        return _aligned(self.nbytes)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it has another dtype in its home than where it computes."""
+        return self.storage_dtype not in (None, self.dtype)
+
+    @property
+    def home_memory(self) -> int:
+        """Bytes that it takes in a home other than its computing device, in units of 512."""
+        return _aligned(_nbytes(self.shape, self.storage_dtype or self.dtype))
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights that move together: a block of the model, or the weights beside the blocks.
+
+    Attributes:
+        name: the module's path; "" for the model itself.
+        weights: each once, in the first segment that has it.
+        movable: whether the segment may stream. A parent's own parameters may not: the parent would hold them while it
+            waits for its blocks. Modules without submodules below 1 MiB do not either.
+        rows: whether the module is an embedding: away from its device only the rows that are looked up move, and it
+            takes no slot.
+        aliases: further paths of the module, if the model holds it in several places.
+
+    Raises:
+        ConfigError: a segment that moves by rows and may not move.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    movable: bool = True
+    rows: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rows and not self.movable:
+            raise ConfigError("rows of a segment that may not move", got="rows=True", where=f"Segment {self.name!r}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of all weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def moving(self) -> int:
+        """Bytes of memory of the weights that move: the least size of a slot."""
+        return sum(weight.memory for weight in self.weights if weight.moves) if self.movable else 0
+
+    @property
+    def home_memory(self) -> int:
+        """Bytes of the weights that move in a home other than the computing device: `moving`, or what casts leave."""
+        return sum(weight.home_memory for weight in self.weights if weight.moves) if self.movable else 0
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether a weight that moves has another dtype in its home."""
+        return self.movable and any(weight.is_cast for weight in self.weights)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of memory of the weights that stay on the computing device."""
+        return sum(weight.memory for weight in self.weights if not (weight.moves and self.movable))
+
+    def offsets(self) -> Mapping[str, int]:
+        """Return the first byte of each weight that moves, by name, in a slot that holds the segment."""
+        found = dict[str, int]()
+        at = 0
+        for weight in self.weights:
+            if weight.moves and self.movable:
+                found[weight.name] = at
+                at += weight.memory
+        return found
+
+
+class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as its segments.
+
+    Attributes:
+        segments: in the order of execution.
+
+    Raises:
+        ConfigError: two segments or two weights with one name, or a weight that moves although another segment uses it.
+    """
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        _refuse_twice("segments", (path for segment in self.segments for path in (segment.name, *segment.aliases)))
+        _refuse_twice("weights", (name for weight in self.weights() for name in (weight.name, *weight.tied)))
+        names = self._names()
+        for segment in self.segments:
+            for weight in segment.weights:
+                users = {segment.name, *(_holder(names, path) for path in weight.tied)} if weight.tied else ()
+                if len(users) > 1 and weight.moves and segment.movable:
+                    raise ConfigError(
+                        "a weight moves with one segment while another uses it",
+                        got=" and ".join(map(repr, sorted(users))),
+                        where=f"Weight {weight.name!r}",
+                        fix="Give it moves=False.",
+                    )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of all weights."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the model takes on one device."""
+        return sum(segment.moving + segment.fixed for segment in self.segments)
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield the weights of all segments."""
+        for segment in self.segments:
+            yield from segment.weights
+
+    def segment_of(self, path: str) -> str:
+        """Return the name of the segment that a path of a weight or a module lies in; "" if in no other."""
+        return _holder(self._names(), path)
+
+    def tied_segments(self) -> tuple[tuple[str, ...], ...]:
+        """Return groups of segments that use common weights, in order: each group computes on one device."""
+        names = self._names()
+        group_of = {segment.name: [segment.name] for segment in self.segments}
+        for segment in self.segments:
+            for path in (path for weight in segment.weights for path in weight.tied):
+                group, other = group_of[segment.name], group_of.get(_holder(names, path), [])
+                if other and other is not group:
+                    group += other
+                    group_of |= dict.fromkeys(other, group)
+        order = {segment.name: at for at, segment in enumerate(self.segments)}
+        groups = {id(group): sorted(group, key=order.__getitem__) for group in group_of.values() if len(group) > 1}
+        return tuple(sorted(map(tuple, groups.values()), key=lambda group: order[group[0]]))
+
+    def cast(self, dtype: str) -> Skeleton:
+        """Return the skeleton with floating-point weights of 16 to 64 bits in another dtype, others as they are."""
+        segments = (
+            msgspec.structs.replace(segment, weights=tuple(_cast(weight, dtype) for weight in segment.weights))
+            for segment in self.segments
+        )
+        return Skeleton(segments=tuple(segments))
+
+    def store(self, dtype: str, *, skip: str | Collection[str] = ()) -> Skeleton:
+        """Return the skeleton with matrices in another dtype while they are in a home other than their device.
+
+        Weights of less than two dimensions, those that do not move and segments that move by rows stay as they are.
+
+        Args:
+            dtype: safetensors' name of the dtype, such as "F8_E4M3".
+            skip: names of further weights that stay, or patterns such as "*.router.*".
+        """
+        skip = (skip,) if isinstance(skip, str) else skip
+        names = frozenset(skip)
+        patterns = [each for each in skip if any(mark in each for mark in "*?[")]
+        segments = (
+            segment
+            if segment.rows or not segment.movable
+            else msgspec.structs.replace(
+                segment, weights=tuple(_store(weight, dtype, names, patterns) for weight in segment.weights)
+            )
+            for segment in self.segments
+        )
+        return Skeleton(segments=tuple(segments))
+
+    def _names(self) -> Mapping[str, str]:
+        """Return the name of each segment by its paths."""
+        return {path: segment.name for segment in self.segments for path in (segment.name, *segment.aliases)}
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return -(-math.prod(shape) * _BITS[dtype] // 8)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _cast(weight: Weight, dtype: str) -> Weight:
+    return msgspec.structs.replace(weight, dtype=dtype) if weight.dtype in _FLOATS else weight
+
+
+def _store(weight: Weight, dtype: str, skip: Collection[str], patterns: Collection[str]) -> Weight:
+    if not weight.moves or weight.dtype not in _FLOATS or len(weight.shape) < 2:
+        return weight
+    for name in (weight.name, *weight.tied):
+        if name in skip or any(fnmatchcase(name, each) for each in patterns):
+            return weight
+    return msgspec.structs.replace(weight, storage_dtype=dtype)
+
+
+def _check_storage(weight: Weight, where: str) -> None:
+    if weight.storage_dtype not in _STORED:
+        raise ConfigError(
+            "not a dtype to store a weight in",
+            expected=", ".join(sorted(_STORED)),
+            got=repr(weight.storage_dtype),
+            where=f"{where}, storage_dtype",
+        )
+    if weight.dtype not in _FLOATS or not weight.moves:
+        what = f"dtype={weight.dtype!r}, moves={weight.moves}"
+        raise ConfigError("a storage dtype is for floating-point weights that move", got=what, where=where)
+
+
+def _holder(names: Mapping[str, str], path: str) -> str:
+    """Return the innermost segment around a path; "" for none."""
+    while path and path not in names:
+        path = path.rpartition(".")[0]
+    return names.get(path, path)
+
+
+def _refuse_twice(kind: str, names: Iterator[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ConfigError(f"two {kind} with one name", got=", ".join(map(repr, twice[:5])), where="Skeleton")

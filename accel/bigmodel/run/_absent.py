@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight that is not in memory: a tensor of true shape, dtype and device that fetches itself where it is used."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, Protocol, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only  # pyright: ignore[reportUnknownVariableType]
+
+from accel.errors import StreamError
+
+_APPLY_DEPTH = 8  # frames between an operator and the `Module._apply` that asks for it, and some to spare
+
+_Kind = Literal["compute", "view", "alias", "write"]
+
+
+class Origin(Protocol):
+    """The place that an absent weight's values come from."""
+
+    name: str
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model is no longer dispatched."""
+        ...
+
+    def values(self) -> torch.Tensor:
+        """Return the values on the computing device; the memory may last no longer than the block that now runs."""
+        ...
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor | None:
+        """Return rows, of shape [*index.shape, *weight.shape[1:]]; None where the whole weight is to be fetched."""
+        ...
+
+    def stored(self) -> torch.Tensor:
+        """Return the values on the host: the memory that has them, or a copy."""
+        ...
+
+
+class AbsentTensor(torch.Tensor):
+    """A tensor without memory; an operator that reads it gets the values, and a view of it is absent too.
+
+    What autograd saves of such a view holds no memory either, and the backward pass fetches the values again.
+
+    Attributes:
+        origin: the place of the values.
+        steps: the views that lead from the weight to this tensor.
+    """
+
+    origin: Origin
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+
+    # torch's default would turn the results of functions into this class
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @staticmethod
+    def __new__(
+        cls: type[AbsentTensor],
+        like: torch.Tensor,
+        origin: Origin,
+        device: torch.device,
+        steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
+    ) -> AbsentTensor:
+        made = cast(Any, torch.Tensor)._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=device,
+            requires_grad=like.requires_grad,
+        )
+        made.origin = origin
+        made.steps = steps
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"AbsentTensor({self.origin.name!r}, {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StreamError(
+            "a weight that is not in memory cannot be copied with its model",
+            where=self.origin.name,
+            fix="Copy the model before dispatch_model or after run.close(); weight.clone() copies one weight.",
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StreamError(
+            "a weight that is not in memory cannot be pickled",
+            where=self.origin.name,
+            fix="Save with accel.save_model(ctx, run.model, folder), or the tensors of run.tensors() one by one.",
+        )
+
+    def present(self) -> torch.Tensor:
+        """Return the values; the memory may last no longer than the block that now runs."""
+        return _apply(self.steps, self.origin.values())
+
+    def stored(self) -> torch.Tensor:
+        """Return the values on the host: the memory that has them, or a copy."""
+        return _apply(self.steps, self.origin.stored())
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind == "write":
+            _refuse_writes(func, args, kwargs)
+        elif kind == "view" and isinstance(args[0], AbsentTensor):
+            return _view(func, args[0], args[1:], kwargs)
+        elif func is torch.ops.aten.embedding.default:
+            rows = _gathered(args[0], args[1])
+            if rows is not None:
+                return rows
+        elif func in (torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default):
+            _refuse_apply(args[0])
+        # a result that shares the slot's memory would change with it
+        fetch = _own if kind == "alias" else AbsentTensor.present
+        found_args, found_kwargs = cast(Any, tree_map_only)(AbsentTensor, fetch, (args, kwargs))
+        return func(*found_args, **found_kwargs)
+
+
+def absent_parameter(like: torch.Tensor, origin: Origin, device: torch.device) -> torch.Tensor:
+    """Return an absent tensor of a weight's shape, dtype and strides, a Parameter where the weight is one."""
+    absent = AbsentTensor(like, origin, device)
+    if not isinstance(like, nn.Parameter):
+        return absent
+    return nn.Parameter(absent, requires_grad=like.requires_grad)
+
+
+def _view(func: Any, absent: AbsentTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbsentTensor:
+    """Return the view that an operator makes, absent; shape and strides are found without memory."""
+    if func is torch.ops.aten.detach.default:  # as for each Parameter: all of it, in its own shape
+        return AbsentTensor(_blank(absent), absent.origin, absent.device, absent.steps)
+    blank = _blank(absent)
+    step = functools.partial(_call, func, tuple(args), dict(kwargs))
+    return AbsentTensor(func(blank, *args, **kwargs), absent.origin, absent.device, (*absent.steps, step))
+
+
+def _blank(absent: AbsentTensor) -> torch.Tensor:
+    return torch.empty_strided(absent.shape, absent.stride(), dtype=absent.dtype, device="meta")
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
+    return func(tensor, *args, **kwargs)
+
+
+def _apply(steps: Sequence[Callable[[torch.Tensor], torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
+    for step in steps:
+        tensor = step(tensor)
+    return tensor
+
+
+def _own(absent: AbsentTensor) -> torch.Tensor:
+    return absent.present().clone()
+
+
+def _gathered(table: object, index: object) -> torch.Tensor | None:
+    """Return rows of an absent table, without moving the rest; None where all of it is needed."""
+    if isinstance(table, AbsentTensor) and not table.steps and isinstance(index, torch.Tensor):
+        return table.origin.rows(index)
+    return None
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an operator that changes an absent tensor in place.
+
+    Raises:
+        StreamError: the change would be lost.
+    """
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        target = args[at] if at < len(args) else kwargs.get(argument.name)
+        if isinstance(target, AbsentTensor):
+            raise StreamError(
+                "a weight that is not in memory cannot be changed in place",
+                got=str(func),
+                where=target.origin.name,
+                fix="Keep its segment on the device that computes, or change the model before dispatch_model.",
+            )
+
+
+def _refuse_apply(absent: object) -> None:
+    """Refuse `module.to()` and its like, which would fetch a whole model and keep it; a single weight may be copied.
+
+    Raises:
+        StreamError: `torch.nn.Module._apply` is at work.
+    """
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    moves = cast(Any, nn.Module)._apply.__code__
+    for _ in range(_APPLY_DEPTH):
+        if frame.f_code is moves and isinstance(absent, AbsentTensor):
+            raise StreamError(
+                "a model whose weights are elsewhere cannot be moved or cast as a whole",
+                where=absent.origin.name,
+                fix="Give devices and dtypes by the device map, or change the model before dispatch_model.",
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(func: Any) -> _Kind:
+    """Return the way in which an operator treats the memory of its arguments."""
+    schema = func._schema
+    if schema.is_mutable:
+        return "write"
+    if func is torch.ops.aten._unsafe_view.default:  # shares memory, and says that it does not
+        return "view"
+    if all(each.alias_info is None for each in schema.returns):
+        return "compute"
+    alone = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+    return "view" if alone else "alias"

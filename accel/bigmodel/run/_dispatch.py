@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dispatch_model`: weights move to their homes, and the model runs from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from accel.bigmodel._devices import check_map, device_of
+from accel.bigmodel._source import WeightSource
+from accel.bigmodel.load import open_weights
+from accel.bigmodel.plan import DeviceMap
+from accel.bigmodel.run._crossings import move_inputs
+from accel.bigmodel.run._dispatched import Dispatched
+from accel.bigmodel.run._install import Streaming, put_blocks, put_mapped, put_table, settle
+from accel.bigmodel.run._origins import Fetches
+from accel.bigmodel.run._places import check_undispatched, find_places
+from accel.bigmodel.run._slots import Block, make_slots
+from accel.bigmodel.run._supplies import check_tasks, list_tasks, make_supplies, read_residents
+from accel.bigmodel.run._supply import TensorSource
+
+M = TypeVar("M", bound=nn.Module)
+
+Weights = Mapping[str, torch.Tensor] | WeightSource | str | os.PathLike[str]
+
+
+def dispatch_model(
+    model: M, device_map: DeviceMap, *, source: Weights | None = None, prefetch: bool = True
+) -> Dispatched[M]:
+    """Let a model run with its weights where a map says. Mutates the model until the result is closed.
+
+    Segments at home on their computing device stay there, without hooks. The others stream: a block's weights are put
+    into the model while it runs, and those of the next block are fetched meanwhile, in the order in which blocks ran
+    last. Wherever else such a weight is used, it fetches itself. No forward is patched. With several devices, inputs go
+    to the device of the segment that takes them, and outputs to that of the model's inputs.
+
+    Args:
+        model: the model; parameters on the meta device are taken from the source.
+        device_map: homes and computing devices, such as `infer_device_map` gives.
+        source: weights by name that the model has no values of, and those with the home "disk": tensors, what
+            `open_weights` gives, or the path of a checkpoint. None for a model that has all of them.
+        prefetch: whether a thread fetches blocks ahead of their use.
+
+    Returns:
+        The handle; close it, or use it in a `with` block.
+
+    Raises:
+        CheckpointError: the source lacks weights, or cannot be read; the model is as before.
+        ConfigError: the map is of another model, weights have no values and no source, or a weight cannot be stored in
+            the map's storage dtype: its values are too large, or the files that are its home have another.
+        DeviceError: the computing device is not there.
+        StreamError: the model is dispatched already.
+    """
+    check_map(device_map, where="dispatch_model")
+    check_undispatched(model)
+    with ExitStack() as opened, torch.inference_mode(False):
+        if isinstance(source, str | os.PathLike):
+            source = open_weights(source)
+            opened.callback(source.close)
+        elif isinstance(source, Mapping):
+            source = TensorSource(source)
+        return _dispatch(model, device_map, source, opened, prefetch)
+
+
+def _dispatch(
+    model: M, device_map: DeviceMap, source: WeightSource | None, opened: ExitStack, prefetch: bool
+) -> Dispatched[M]:
+    devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}
+    tasks = list_tasks(device_map, devices, find_places(model, device_map.skeleton))
+    check_tasks(tasks, source)
+    supplies = make_supplies(tasks, source)
+    read = read_residents(tasks, source)
+    slots = {
+        name: make_slots(device_map.slots, device_map.slot_bytes(name), device)
+        for name, device in devices.items()
+        if device_map.slot_bytes(name)
+    }
+
+    # the model changes from here on
+    fetches = {task.segment.name: Fetches() for task in tasks if task.way in ("streamed", "rows")}
+    for task in tasks:
+        name = task.weight.name
+        if task.way == "resident":
+            settle(task, read.get(name), opened)
+        elif task.way == "mapped":
+            put_mapped(task, supplies[name])
+        elif task.way == "rows":
+            put_table(task, supplies[name], fetches[task.segment.name], opened)
+    blocks: dict[str, Block] = {}
+    for runs, memory in slots.items():
+        names = [name for name in device_map.order if device_map.runs[name] == runs]
+        segments = {
+            name: [task for task in tasks if task.segment.name == name and task.way == "streamed"] for name in names
+        }
+        streaming = Streaming(segments, supplies, fetches, memory, devices[runs], prefetch)
+        blocks |= put_blocks(model, streaming, opened)
+    move_inputs(model, device_map, opened)
+    return Dispatched(model, device_map, blocks, fetches, opened.pop_all())

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of a model that is dispatched, each with the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from accel.bigmodel._dtypes import dtype_of
+from accel.bigmodel.run._absent import absent_parameter
+from accel.bigmodel.run._hooks import hook_block
+from accel.bigmodel.run._origins import BlockOrigin, Fetches, TableOrigin
+from accel.bigmodel.run._places import has_values, kind_of, put
+from accel.bigmodel.run._slots import Block, Holder, Slot, StreamedWeight
+from accel.bigmodel.run._stream import Stream
+from accel.bigmodel.run._supplies import Task
+from accel.bigmodel.run._supply import Supply
+from accel.bigmodel.run._transfer import transfer_to
+
+Close = Callable[[], None]
+
+
+def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
+    """Put a resident weight on its device, in its dtype.
+
+    Args:
+        task: the weight.
+        read: the values, where the model has none.
+        opened: receives the way back: to the device that it came from. A weight that was read stays.
+    """
+    if read is not None:
+        put(task.places, read)
+        return
+    before = task.places[0].tensor
+    dtype = dtype_of(task.weight.dtype)
+    if before.device == task.device and before.dtype == dtype:
+        return
+    device = before.device
+    if isinstance(before, nn.Parameter):
+        before.data = before.data.to(task.device, dtype)
+
+        def back() -> None:
+            before.data = before.data.to(device)
+    else:
+        put(task.places, before.to(task.device, dtype))
+
+        def back() -> None:
+            put(task.places, task.places[0].tensor.to(device))
+
+    opened.callback(back)
+
+
+def put_mapped(task: Task, supply: Supply) -> None:
+    """Put a mapped file's tensor into the model."""
+    assert supply.tensor is not None
+    if not has_values(task.places[0].tensor):
+        put(task.places, supply.tensor)
+
+
+def put_table(task: Task, supply: Supply, fetches: Fetches, opened: ExitStack) -> None:
+    """Put a placeholder for a table of which rows alone move into the model."""
+    origin = TableOrigin(task.weight.name, supply, fetches, task.device)
+    absent = absent_parameter(kind_of(task.weight, task.places), origin, task.device)
+    _put_absent(task, absent, supply, opened)
+    opened.callback(origin.close)
+
+
+class Streaming(NamedTuple):
+    """The streamed segments of one device.
+
+    Attributes:
+        segments: tasks of the weights that move, by segment, in the planned order.
+        supplies: supplies of weights by name.
+        fetches: counts by segment.
+        slots: the device's slots.
+        device: the computing device.
+        prefetch: whether blocks are fetched ahead of their use.
+    """
+
+    segments: dict[str, list[Task]]
+    supplies: dict[str, Supply]
+    fetches: dict[str, Fetches]
+    slots: list[Slot]
+    device: torch.device
+    prefetch: bool
+
+
+def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dict[str, Block]:
+    """Put placeholders for streamed blocks into the model, and register the hooks of the blocks.
+
+    Returns:
+        The blocks by segment.
+    """
+    blocks = {name: Block(at, name, model.get_submodule(name)) for at, name in enumerate(streaming.segments)}
+    stream = Stream(tuple(blocks.values()), streaming.slots, transfer_to(streaming.device))
+    for name, tasks in streaming.segments.items():
+        block, fetches = blocks[name], streaming.fetches[name]
+        offsets = tasks[0].segment.offsets()
+        weights: list[StreamedWeight] = []
+        for at, task in enumerate(tasks):
+            supply = streaming.supplies[task.weight.name]
+            origin = BlockOrigin(task.weight.name, block, at, stream, fetches, streaming.device)
+            absent = absent_parameter(kind_of(task.weight, task.places), origin, streaming.device)
+            holders = tuple(Holder(place.registry, place.key, absent) for place in task.places)
+            weights.append(StreamedWeight(supply, offsets[task.weight.name], holders))
+            _put_absent(task, absent, supply, opened)
+        block.weights = tuple(weights)
+    for block in blocks.values():
+        for handle in hook_block(stream, block):
+            opened.callback(handle.remove)
+    opened.callback(stream.close)
+    stream.start(prefetch=streaming.prefetch)
+    return blocks
+
+
+def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitStack) -> None:
+    """Put a placeholder into the model; `opened` receives the way back to a weight in memory, if there is one."""
+    before = task.places[0].tensor
+    put(task.places, absent)
+    if not has_values(before) or task.home == "disk":
+        found = supply.tensor
+        in_memory = task.weight.is_cast and task.home == "cpu"
+        if found is None or not (found.dtype == absent.dtype or in_memory):
+            return  # the placeholder stays: the model has no values to go back to
+
+        def back() -> None:
+            _hand_over(absent, put(task.places, found.to(absent.dtype)))
+    else:
+        device = before.device
+        if supply.tensor is not None and (device.type != "cpu" or task.weight.is_cast):
+            before.data = supply.tensor  # gives the memory free that it had
+
+        def back() -> None:
+            if before.device != device or task.weight.is_cast:
+                before.data = before.data.to(device, absent.dtype)
+            _hand_over(absent, put(task.places, before))
+
+    opened.callback(back)
+
+
+def _hand_over(absent: torch.Tensor, restored: torch.Tensor) -> None:
+    """Give a weight that is back the gradient that its placeholder has received."""
+    if isinstance(restored, nn.Parameter) and absent.grad is not None:
+        restored.grad = absent.grad.to(restored.device)

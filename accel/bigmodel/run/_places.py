@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places of a weight in a model: the dicts of parameters and buffers that hold it, under each of its names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel.bigmodel._dtypes import dtype_of
+from accel.bigmodel.plan import Skeleton, Weight
+from accel.bigmodel.run._absent import AbsentTensor
+from accel.errors import ConfigError, StreamError
+
+_SHOWN = 5
+
+
+class Place(NamedTuple):
+    """One place of a weight: a module's dict of parameters or buffers, and the key in it."""
+
+    registry: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that is there now."""
+        return self.registry[self.key]
+
+
+def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[Place, ...]]:
+    """Return the places of each weight by its name; several where it is tied.
+
+    Raises:
+        ConfigError: the model has other weights than the skeleton.
+    """
+    found: dict[str, tuple[Place, ...]] = {}
+    problems: list[str] = []
+    for weight in skeleton.weights():
+        places = [_place(model, name) for name in (weight.name, *weight.tied)]
+        here = tuple(place for place in places if place is not None)
+        if len(here) < len(places):
+            problems.append(f"no {weight.name!r}")
+        elif tuple(here[0].tensor.shape) != weight.shape:
+            problems.append(f"{weight.name!r} of shape {tuple(here[0].tensor.shape)}, not {weight.shape}")
+        found[weight.name] = here
+    known = {name for weight in skeleton.weights() for name in (weight.name, *weight.tied)}
+    here = {name for name, _ in _named(model)}
+    problems += [f"{name!r}, which the map does not have" for name in sorted(here - known)]
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ConfigError(
+            "the device map is of another model",
+            got=", ".join(problems[:_SHOWN]) + more,
+            where="dispatch_model",
+            fix="Make the map of this model: infer_device_map(describe(model), ...).",
+        )
+    return found
+
+
+def check_undispatched(model: nn.Module) -> None:
+    """Refuse a model whose weights an open handle streams.
+
+    Raises:
+        StreamError: such a model.
+    """
+    for name, tensor in _named(model):
+        if isinstance(tensor, AbsentTensor) and not tensor.origin.is_closed:
+            raise StreamError(
+                "the model is dispatched already",
+                where=f"dispatch_model, {name!r}",
+                fix="Close that first: run.close().",
+            )
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a model has memory."""
+    return not tensor.is_meta and not isinstance(tensor, AbsentTensor)
+
+
+def put(places: tuple[Place, ...], tensor: torch.Tensor) -> torch.Tensor:
+    """Put a tensor into all places of a weight, as a Parameter where one was; return what was put.
+
+    A Parameter asks for a gradient as the one before it did.
+    """
+    before = places[0].tensor
+    if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
+    for place in places:
+        place.registry[place.key] = tensor
+    return tensor
+
+
+def kind_of(weight: Weight, places: tuple[Place, ...]) -> torch.Tensor:
+    """Return a meta tensor that is like a weight in the model: its class, shape and whether it asks for a gradient."""
+    before = places[0].tensor
+    blank = torch.empty(weight.shape, dtype=dtype_of(weight.dtype), device="meta")
+    return nn.Parameter(blank, requires_grad=before.requires_grad) if isinstance(before, nn.Parameter) else blank
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _place(model: nn.Module, name: str) -> Place | None:
+    path, _, key = name.rpartition(".")
+    try:
+        module: Any = model.get_submodule(path)
+    except AttributeError:
+        return None
+    for registry in (module._parameters, module._buffers):
+        if registry.get(key) is not None:
+            return Place(registry, key)
+    return None

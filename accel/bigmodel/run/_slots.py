@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots: fixed memory that streamed blocks pass through, and the blocks with the places of their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.bigmodel.run._supply import Supply
+
+PAGE = 4096
+_LEAST_STEP = 4096  # elements of a cast in place; fewer go through a copy
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Holder:
+    """One place of a weight in the model.
+
+    Attributes:
+        registry: the dict of parameters or buffers of the module that has it.
+        key: its name there.
+        absent: the placeholder, while the block does not run.
+    """
+
+    registry: dict[str, Any]
+    key: str
+    absent: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StreamedWeight:
+    """A weight of a streamed block.
+
+    Attributes:
+        supply: the place of its bytes.
+        offset: its first byte in a slot.
+        holders: its places in the model; several where it is tied.
+    """
+
+    supply: Supply
+    offset: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A streamed segment.
+
+    Attributes:
+        index: its number in the planned order.
+        name: path of the module.
+        module: the module.
+        weights: the weights that move.
+        slot: the slot that holds it, or is being filled with it.
+        waiting: number of calls that wait for it; above 0 its slot is not filled with another.
+        absents: number of running calls that need placeholders, because autograd may keep what they use.
+        is_in: whether the slot's tensors are in the model.
+        hits, waits, waited_s, moved_bytes: counts of `RunStats`.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    weights: Sequence[StreamedWeight] = ()
+    slot: Slot | None = None
+    waiting: int = 0
+    absents: int = 0
+    is_in: bool = False
+    hits: int = 0
+    waits: int = 0
+    waited_s: float = 0.0
+    moved_bytes: int = 0
+
+    def put_out(self) -> None:
+        """Put the placeholders back into the model."""
+        self.is_in = False
+        for weight in self.weights:
+            for holder in weight.holders:
+                holder.registry[holder.key] = holder.absent
+
+
+@dataclass(eq=False, slots=True)
+class SlotView:
+    """Tensors of a block on a slot, made once: addresses stay, so that compiled code and captured graphs hold.
+
+    Attributes:
+        tensors: by weight of the block.
+        places: places in the model, with placeholder and tensor.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    places: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Memory for one block at a time.
+
+    Attributes:
+        memory: bytes on the computing device.
+        staging: bytes of pinned host memory on the way to it; the same tensor where the device is the host.
+        block: the block that it holds, or is being filled with.
+        ready: whether the fill has ended.
+        failed: error of the fill.
+        users: number of running calls that use it; above 0 it is not filled anew.
+        version: count of changes that torch saw when the fill ended.
+        filled: event of the device after the fill.
+        left: events of the device after the calls that used it.
+    """
+
+    memory: torch.Tensor
+    staging: torch.Tensor
+    block: Block | None = None
+    ready: bool = False
+    failed: BaseException | None = None
+    users: int = 0
+    version: int = 0
+    filled: torch.Event | None = None
+    left: list[torch.Event] = field(default_factory=list[torch.Event])
+    views: dict[int, SlotView] = field(default_factory=dict[int, SlotView])
+
+    def view(self, block: Block) -> SlotView:
+        """Return the tensors of a block on this slot."""
+        found = self.views.get(block.index)
+        if found is None:
+            found = self.views[block.index] = _view(self.memory, block)
+        return found
+
+
+def make_slots(count: int, nbytes: int, device: torch.device) -> list[Slot]:
+    """Allocate slots.
+
+    Args:
+        count: number of slots.
+        nbytes: size of each.
+        device: the computing device.
+    """
+    slots: list[Slot] = []
+    for _ in range(count):
+        if device.type == "cpu":
+            memory = staging = _aligned(nbytes)
+        else:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        slots.append(Slot(memory, staging))
+    return slots
+
+
+def part(memory: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:
+    """Return a weight's part of a slot's memory, in the weight's shape and dtype."""
+    supply = weight.supply
+    nbytes = math.prod(supply.shape) * supply.dtype.itemsize
+    return memory[weight.offset : weight.offset + nbytes].view(supply.dtype).view(supply.shape)
+
+
+def narrow_part(memory: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:
+    """Return the end of a weight's part of a slot's memory, in the weight's shape and the dtype that it is stored in.
+
+    A weight of a smaller dtype arrives there, and `widen` casts it in place, so that the cast takes no more memory.
+    """
+    supply, stored = weight.supply, weight.supply.stored_dtype()
+    count = math.prod(supply.shape)
+    end = weight.offset + count * supply.dtype.itemsize
+    return memory[end - count * stored.itemsize : end].view(stored).view(supply.shape)
+
+
+def widen(memory: torch.Tensor, weight: StreamedWeight) -> None:
+    """Cast a weight from `narrow_part` to `part`, front to back: no step writes what is still to be read."""
+    source = narrow_part(memory, weight).view(-1)
+    target = part(memory, weight).view(-1)
+    narrow, wide = source.itemsize, target.itemsize
+    count, done = source.numel(), 0
+    while done < count:
+        step = (count - done) * (wide - narrow) // wide
+        if step < _LEAST_STEP:
+            target[done:] = source[done:].clone()
+            return
+        target[done : done + step] = source[done : done + step]
+        done += step
+
+
+def _aligned(nbytes: int) -> torch.Tensor:
+    """Return host memory that begins at a page, as reads past the page cache want it."""
+    whole = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE
+    return whole[start : start + nbytes]
+
+
+def _view(memory: torch.Tensor, block: Block) -> SlotView:
+    tensors: list[torch.Tensor] = []
+    places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+    for weight in block.weights:
+        tensor = part(memory, weight)
+        if isinstance(weight.holders[0].absent, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        tensors.append(tensor)
+        places += [(each.registry, each.key, each.absent, tensor) for each in weight.holders]
+    return SlotView(tensors, places)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streamed blocks of one device: which slot holds which, which calls use them, and what is fetched next."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from accel.bigmodel.run._calls import Call, drop_abandoned
+from accel.bigmodel.run._feeder import Feeder
+from accel.bigmodel.run._order import ObservedOrder, choose_fill
+from accel.bigmodel.run._slots import Block, Slot
+from accel.bigmodel.run._transfer import Transfer
+from accel.errors import AccelError, StreamError, describe, rebuild
+
+CLOSED = "the dispatched model is closed"
+REOPEN = "Call the model inside of `with accel.dispatch_model(...)`, or dispatch it again."
+
+
+class Stream:
+    """Blocks that pass through the slots of one device.
+
+    All fields of blocks and slots change under one lock. `enter` and `leave` are called around each call of a block, by
+    any thread; the feeder's thread fills slots.
+    """
+
+    def __init__(self, blocks: Sequence[Block], slots: Sequence[Slot], transfer: Transfer) -> None:
+        self.blocks = blocks
+        self.slots = slots
+        self._transfer = transfer
+        self._ahead = 0
+        self._scarce = False
+        self._order = ObservedOrder(len(blocks))
+        self._lock = threading.Lock()
+        self._filled = threading.Condition(self._lock)
+        self._demanded: list[int] = []
+        self._closed = False
+        self._calls = threading.local()
+        self._feeder = Feeder(self, blocks[0].name)
+        self._wake = self._feeder.wake
+
+    def start(self, *, prefetch: bool) -> None:
+        """Begin to fetch blocks ahead of their use, if `prefetch`."""
+        if prefetch:
+            self._ahead = 2 * len(self.slots)
+            self._scarce = len(self.slots) < len(self.blocks)  # else no call makes room for another block
+            self._wake(True)
+
+    def calls(self) -> list[Call]:
+        """Return the calls of blocks that the calling thread is in, the outermost first."""
+        try:
+            return self._calls.stack
+        except AttributeError:
+            self._calls.stack = list[Call]()
+            return self._calls.stack
+
+    def enter(self, block: Block) -> None:
+        """Take a slot that holds the block, and put its tensors into the model if nothing may outlive the call.
+
+        Under autograd placeholders stay in: its saved tensors of them hold no memory. A call inside of another
+        block's call never waits for a slot, as that other one may hold the last.
+
+        Raises:
+            AccelError: the error of the fill; the next call tries again.
+            StreamError: the stream is closed, or somebody has replaced a weight of the block.
+        """
+        plain = not torch.is_grad_enabled()
+        calls = self.calls()
+        if calls:
+            drop_abandoned(calls, self._release)
+        with self._lock:
+            if self._closed:
+                raise StreamError(CLOSED, where=block.name, fix=REOPEN)
+            surprise = self._order.ran(block.index)
+            slot = block.slot
+            if slot is not None and slot.ready and slot.failed is None:
+                block.hits += 1
+            elif calls:
+                slot = None
+                block.waits += 1
+            else:
+                slot = self._wait(block)
+            if slot is not None:
+                if plain and not block.absents and not block.is_in:
+                    _put_in(block, slot)
+                slot.users += 1
+            if slot is None or not plain:
+                block.absents += 1
+                if block.is_in:
+                    block.put_out()
+            if surprise:
+                self._wake(True)
+        calls.append(Call(block, slot, plain))
+        if slot is not None and slot.filled is not None:
+            self._transfer.arrived(slot)
+
+    def leave(self, block: Block) -> None:
+        """End the thread's innermost call of a block; of none if `enter` raised.
+
+        Raises:
+            StreamError: the call has changed the block's weights.
+        """
+        calls = self.calls()
+        if calls and calls[-1].block is block:
+            self._release(calls.pop())
+
+    def _release(self, call: Call) -> None:
+        block, slot = call.block, call.slot
+        if slot is not None:
+            self._transfer.left(slot)
+        changed = False
+        with self._lock:
+            if slot is None or not call.plain:
+                block.absents -= 1
+            if slot is None:
+                return
+            slot.users -= 1
+            if slot.users:
+                return
+            if block.is_in:
+                block.put_out()
+            if changed := slot.memory._version != slot.version:
+                _empty(slot)
+            if self._scarce or self._demanded:
+                self._wake(True)
+        if changed:
+            raise StreamError(
+                "a streamed block has changed its own weights or buffers, and the change is lost",
+                where=block.name,
+                fix="Keep its segment on the device that computes.",
+            )
+
+    def _wait(self, block: Block) -> Slot:
+        """Wait until a slot holds the block; the lock is held before and after.
+
+        Raises:
+            AccelError: the error of the fill.
+            StreamError: the stream was closed meanwhile.
+        """
+        began = time.perf_counter()
+        block.waits += 1
+        block.waiting += 1
+        try:
+            while (slot := block.slot) is None or not slot.ready:
+                if slot is None and block.index not in self._demanded:
+                    self._demanded.append(block.index)
+                    self._wake(True)
+                self._filled.wait()
+                if self._closed:
+                    raise StreamError(CLOSED, where=block.name, fix=REOPEN)
+        finally:
+            block.waiting -= 1
+            block.waited_s += time.perf_counter() - began
+        if slot.failed is not None:
+            error = slot.failed
+            _empty(slot)
+            raise _shown(error, block) from error
+        return slot
+
+    def fill_expected(self) -> None:
+        """Fill slots until nothing more is worth fetching. Called by the feeder's thread."""
+        while True:
+            with self._lock:
+                chosen = None if self._closed else self._choose()
+                if chosen is None:
+                    return
+                block, slot = chosen
+                _empty(slot)
+                slot.block, block.slot = block, slot
+            failed: BaseException | None = None
+            try:
+                self._transfer.fill(slot, block)
+                slot.view(block)
+            except BaseException as error:  # raised in the call that needs the block
+                failed = error
+            torch.autograd.graph.increment_version(slot.memory)
+            with self._lock:
+                slot.version = slot.memory._version
+                slot.failed = failed
+                slot.ready = True
+                block.moved_bytes += 0 if failed else sum(weight.supply.nbytes for weight in block.weights)
+                self._filled.notify_all()
+
+    def _choose(self) -> tuple[Block, Slot] | None:
+        held = [None if slot.block is None else slot.block.index for slot in self.slots]
+        free = [slot.block is None or (slot.ready and not slot.users and not slot.block.waiting) for slot in self.slots]
+        self._demanded = [block for block in self._demanded if block not in held]
+        chosen = choose_fill(held, free, self._demanded, self._order.ahead(self._ahead))
+        return None if chosen is None else (self.blocks[chosen[0]], self.slots[chosen[1]])
+
+    def here(self, block: Block, weight: int) -> torch.Tensor | None:
+        """Return a weight of a block: on its slot if the thread is in a call of the block, else a copy of that.
+
+        Returns:
+            The tensor; None if no slot holds the block.
+
+        Raises:
+            StreamError: the stream is closed.
+        """
+        slot = next((call.slot for call in reversed(self.calls()) if call.block is block and call.slot), None)
+        if slot is not None:
+            return slot.view(block).tensors[weight].detach()
+        with self._lock:
+            if self._closed:
+                raise StreamError(CLOSED, where=block.name, fix=REOPEN)
+            slot = block.slot
+            if slot is None or not slot.ready or slot.failed is not None:
+                return None
+            slot.users += 1  # it stays until the copy is made
+        try:
+            self._transfer.arrived(slot)
+            return slot.view(block).tensors[weight].detach().clone()
+        finally:
+            self._transfer.left(slot)
+            with self._lock:
+                slot.users -= 1
+                if not slot.users and block.is_in:
+                    block.put_out()
+            self._wake(True)
+
+    def is_in_call(self, block: Block) -> bool:
+        """Return whether the calling thread is in a call of a block that has a slot."""
+        return any(call.block is block and call.slot is not None for call in self.calls())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def check_open(self, where: str) -> None:
+        """Raise if the stream is closed.
+
+        Raises:
+            StreamError: the stream is closed.
+        """
+        if self._closed:
+            raise StreamError(CLOSED, where=where, fix=REOPEN)
+
+    def close(self) -> None:
+        """End the feeder, and wake threads that wait for a block, which raise. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._filled.notify_all()
+        self._feeder.close()
+
+
+def _put_in(block: Block, slot: Slot) -> None:
+    """Put the slot's tensors into the model.
+
+    Raises:
+        StreamError: a place holds another tensor than the placeholder.
+    """
+    places = slot.view(block).places
+    for registry, key, absent, tensor in places:
+        if registry.get(key) is not absent:
+            for other, name, before, here in places:
+                if other.get(name) is here:
+                    other[name] = before
+            raise StreamError(
+                "a weight of a streamed block was replaced, as model.to() and load_state_dict(assign=True) do",
+                where=f"{block.name}, {key!r}",
+                fix="Change the model before dispatch_model or after run.close().",
+            )
+        registry[key] = tensor
+    block.is_in = True
+
+
+def _empty(slot: Slot) -> None:
+    if slot.block is not None:
+        slot.block.slot = None
+    slot.block = slot.failed = None
+    slot.ready = False
+
+
+def _shown(error: BaseException, block: Block) -> AccelError:
+    """Return the error of a fill as one of this package: a new one for each call, of the same type where it has one."""
+    if isinstance(error, AccelError):
+        return rebuild(describe(error))
+    return StreamError(f"{block.name!r} could not be fetched", got=f"{type(error).__name__}: {error}", where=block.name)

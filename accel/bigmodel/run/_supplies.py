@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supplies of all weights of a map: checked before anything is read, then read where the map keeps them in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from accel.bigmodel._dtypes import copy_in_range, dtype_of
+from accel.bigmodel._source import WeightSource
+from accel.bigmodel.plan import STORES, DeviceMap, Segment, Weight
+from accel.bigmodel.run._absent import AbsentTensor
+from accel.bigmodel.run._places import Place, has_values
+from accel.bigmodel.run._supply import Mappable, Supply, TensorSource, fill
+from accel.errors import CheckpointError, ConfigError, did_you_mean
+
+Way = Literal["resident", "mapped", "streamed", "rows"]
+
+_SHOWN = 5
+
+
+class Task(NamedTuple):
+    """A weight, and how the model gets it.
+
+    Attributes:
+        weight: the weight.
+        segment: its segment.
+        way: "resident" on the computing device, "mapped" in place, "streamed" through slots, or "rows" looked up.
+        home: place of its bytes between uses.
+        device: the computing device.
+        places: its places in the model.
+    """
+
+    weight: Weight
+    segment: Segment
+    way: Way
+    home: str
+    device: torch.device
+    places: tuple[Place, ...]
+
+
+def list_tasks(
+    device_map: DeviceMap, devices: Mapping[str, torch.device], places: Mapping[str, tuple[Place, ...]]
+) -> list[Task]:
+    """Return the tasks of all weights of a map, in its order."""
+    tasks: list[Task] = []
+    streamed = set(device_map.order)
+    for segment in device_map.skeleton.segments:
+        home = device_map.home[segment.name]
+        runs = device_map.runs[segment.name]
+        for weight in segment.weights:
+            moves = segment.movable and weight.moves and home != runs
+            way: Way = "resident"
+            if moves and segment.rows:
+                way = "rows"
+            elif moves:
+                way = "streamed" if segment.name in streamed else "mapped"
+            place = home if moves else runs
+            tasks.append(Task(weight, segment, way, place, devices[runs], places[weight.name]))
+    return tasks
+
+
+def stored_name(weight: Weight, source: WeightSource | None) -> str | None:
+    """Return the name under which a source has a weight; None if it has not."""
+    if source is None:
+        return None
+    return next((name for name in (weight.name, *weight.tied) if name in source.entries), None)
+
+
+def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
+    """Refuse weights that neither the model nor the source has.
+
+    Raises:
+        CheckpointError: the source has no such weight, or another shape; all of them are listed.
+        ConfigError: weights without values and no source, mapped ones of a source that maps nothing, files of
+            another dtype than the map's storage dtype, or quantized weights away from their device.
+    """
+    for task in tasks:
+        _check_is_plain(task)
+    wanted = [task for task in tasks if needs_source(task)]
+    if wanted and source is None:
+        raise ConfigError(
+            f"{len(wanted)} weights have no values",
+            got=", ".join(repr(task.weight.name) for task in wanted[:_SHOWN]),
+            where="dispatch_model, source=",
+            fix="Give the checkpoint that has them: source=path, or a mapping of tensors.",
+        )
+    problems: list[str] = []
+    for task in wanted:
+        assert source is not None
+        name = stored_name(task.weight, source)
+        if name is None:
+            hint = did_you_mean(task.weight.name, source.entries)
+            problems.append(f"missing {task.weight.name!r}" + (f" ({hint})" if hint else ""))
+        elif (entry := source.entries[name]).shape != task.weight.shape:
+            problems.append(
+                f"{name!r}: expected {task.weight.shape}, got {entry.shape} in {entry.where or 'the source'}"
+            )
+        elif task.weight.is_cast and task.home in STORES and entry.dtype != task.weight.storage_dtype:
+            raise ConfigError(
+                "a file holds a weight in another dtype than the map says",
+                expected=str(task.weight.storage_dtype),
+                got=f"{entry.dtype} in {entry.where or 'the source'}",
+                where=f"{name!r}, storage_dtype",
+                fix="Save it in that dtype, or use the home 'cpu'.",
+            )
+        elif task.home == "mmap" and not isinstance(source, Mappable):
+            raise ConfigError("a source that maps no files", where=name, fix="Use the home 'disk' or 'cpu'.")
+    if problems:
+        more = f"; {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{len(problems)} weights of the model are not in the source",
+            got="; ".join(problems[:_SHOWN]) + more,
+            where="dispatch_model, source=",
+            fix="Give source= all of them; or dispatch first, and add modules such as adapters after that.",
+        )
+
+
+def _check_is_plain(task: Task) -> None:
+    """Refuse a weight away from its device that is more than its elements, such as one with a quantizer's scales."""
+    kind = type(task.places[0].tensor)
+    if task.way != "resident" and kind not in (torch.Tensor, nn.Parameter, AbsentTensor):
+        raise ConfigError(
+            "a weight of a class of its own, as quantizers have, stays on its device",
+            expected="a plain parameter or buffer",
+            got=kind.__name__,
+            where=f"dispatch_model, {task.weight.name!r}",
+            fix="Give its segment its computing device as home, or describe(model, storage_dtype=) for smaller bytes.",
+        )
+
+
+def needs_source(task: Task) -> bool:
+    """Return whether a weight's values must come from the source."""
+    return task.home == "disk" or not has_values(task.places[0].tensor)
+
+
+def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, Supply]:
+    """Return the supply of each weight that is away, by its name; reads those that the map keeps in host memory.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        ConfigError: values that a storage dtype does not hold.
+    """
+    supplies: dict[str, Supply] = {}
+    reads: list[tuple[Supply, torch.Tensor]] = []
+    for task in tasks:
+        if task.way == "resident":
+            continue
+        name, shape, dtype = task.weight.name, task.weight.shape, dtype_of(task.weight.dtype)
+        at_home = dtype_of(task.weight.storage_dtype or task.weight.dtype)
+        if not needs_source(task):
+            here = task.places[0].tensor.detach().to("cpu")
+            supplies[name] = Supply(name, shape, dtype, _stored_as(here, at_home, task), None)
+            continue
+        stored = stored_name(task.weight, source)
+        assert stored is not None
+        from_file = Supply(stored, shape, dtype, None, source)
+        if isinstance(source, Mappable) and (task.home == "mmap" or task.way == "rows" or is_memory(source)):
+            supplies[name] = Supply(stored, shape, dtype, _stored_as(source.mapped(stored), at_home, task), None)
+        elif task.home == "cpu":
+            target = torch.empty(shape, dtype=at_home)
+            supplies[name] = Supply(stored, shape, dtype, target, None)
+            if from_file.stored_dtype() == at_home:
+                reads.append((from_file, target))
+            else:  # one at a time, so that the host holds one before its cast
+                fill([(from_file, target)])
+        else:
+            supplies[name] = from_file
+    fill(reads)
+    return supplies
+
+
+def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Tensor:
+    """Return a weight's values as they lie at home: cast, if the map casts it."""
+    if not task.weight.is_cast or tensor.dtype == dtype:
+        return tensor
+    made = torch.empty(tensor.shape, dtype=dtype)
+    copy_in_range(made, tensor, name=task.weight.name)
+    return made
+
+
+def is_memory(source: WeightSource) -> bool:
+    """Return whether a source is the caller's own mapping of tensors."""
+    return isinstance(source, TensorSource)
+
+
+def read_residents(tasks: list[Task], source: WeightSource | None) -> dict[str, torch.Tensor]:
+    """Return the values of weights that stay on their device and that the model has no values of, by name.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    found: dict[str, torch.Tensor] = {}
+    reads: list[tuple[Supply, torch.Tensor]] = []
+    for task in tasks:
+        if task.way != "resident" or not needs_source(task):
+            continue
+        stored = stored_name(task.weight, source)
+        assert stored is not None
+        dtype = dtype_of(task.weight.dtype)
+        target = torch.empty(task.weight.shape, dtype=dtype)
+        supply = Supply(stored, task.weight.shape, dtype, None, source)
+        if task.device.type == "cpu":
+            reads.append((supply, target))
+        else:  # one at a time, so that the host holds one
+            fill([(supply, target)])
+            target = target.to(task.device)
+        found[task.weight.name] = target
+    fill(reads)
+    return found

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`swap_models`: whole models that take turns on a device, one there at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel.bigmodel._devices import device_of
+from accel.bigmodel.run._calls import running_modules
+from accel.bigmodel.run._places import has_values
+from accel.errors import ConfigError, StreamError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Swap:
+    """Models that take turns on a device. Made by `swap_models`; use it in a `with` block."""
+
+    def __init__(self, device: torch.device, models: Sequence[nn.Module]) -> None:
+        self._device = device
+        self._models = models
+        self._present: nn.Module | None = None
+        self._away: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # tensor, its memory on the host, its version
+        self._uses: list[tuple[nn.Module, bool]] = []  # of one thread: the model, and whether in a `with` block
+        self._user: int | None = None
+        self._turn = threading.Condition()
+        self._handles = [handle for model in models for handle in self._hook(model)]
+
+    @contextlib.contextmanager
+    def use(self, model: M) -> Generator[M]:
+        """Keep a model on the device in a `with` block, for calls of other methods than its forward.
+
+        Args:
+            model: one of the models.
+
+        Raises:
+            ConfigError: another model than those given.
+            StreamError: the thread is using another one of them.
+        """
+        self._begin(model, scoped=True)
+        try:
+            yield model
+        finally:
+            self._end(model)
+
+    def close(self) -> None:
+        """Bring every model back to the host, and remove the hooks. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        with self._turn:
+            self._bring_back()
+
+    def __enter__(self) -> Swap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hook(self, model: nn.Module) -> list[Any]:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._begin(model, scoped=False)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self._user == threading.get_ident() and self._uses[-1][0] is model:  # else `before` has raised
+                self._end(model)
+
+        return [
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(after, always_call=True),
+        ]
+
+    def _begin(self, model: nn.Module, *, scoped: bool) -> None:
+        if not any(model is each for each in self._models):
+            raise ConfigError("a model that is not swapped", got=type(model).__name__, where="Swap.use")
+        me = threading.get_ident()
+        with self._turn:
+            if self._user == me:
+                self._drop_abandoned()
+            if self._present is not model and self._user == me:
+                raise StreamError(
+                    "two models at a time",
+                    got=f"{type(model).__name__} while {type(self._present).__name__} runs",
+                    where="Swap",
+                    fix="End the use of one first, or let dispatch_model stream both.",
+                )
+            self._turn.wait_for(lambda: not self._uses or self._user == me)
+            if self._present is not model:
+                self._bring_back()
+                self._bring_in(model)
+            self._user = me
+            self._uses.append((model, scoped))
+
+    def _end(self, model: nn.Module) -> None:
+        with self._turn:
+            self._drop_abandoned(inside=model)
+            self._pop()
+
+    def _pop(self) -> None:
+        self._uses.pop()
+        if not self._uses:
+            self._user = None
+            self._turn.notify_all()
+
+    def _drop_abandoned(self, inside: nn.Module | None = None) -> None:
+        """End calls that no longer run: torch runs no hook after a KeyboardInterrupt."""
+        running = running_modules()
+        while self._uses:
+            model, scoped = self._uses[-1]
+            if scoped or model is inside or id(model) in running:
+                return
+            self._pop()
+
+    def _bring_in(self, model: nn.Module) -> None:
+        self._present = model
+        with torch.no_grad():
+            for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
+                if tensor.device != self._device or self._device.type == "cpu":  # a copy on the host is a rehearsal
+                    host = tensor.data
+                    tensor.data = host.to(self._device, copy=True)
+                    self._away.append((tensor, host, tensor._version))
+
+    def _bring_back(self) -> None:
+        """Give the present model its host memory again; values that changed meanwhile are copied to it."""
+        with torch.no_grad():
+            for tensor, host, version in self._away:
+                if tensor._version != version:
+                    host.copy_(tensor.data)
+                tensor.data = host
+        self._away.clear()
+        self._present = None
+
+
+def swap_models(device: int | str | torch.device, *models: nn.Module) -> Swap:
+    """Let models that do not fit on a device together take turns on it. Mutates the models until the result is closed.
+
+    A call of a model brings it to the device, and the one before it back to the host, where its memory stays. Only
+    values that changed are copied back. What threads call waits for its turn.
+
+    Args:
+        device: the computing device; a number is a CUDA device.
+        models: models on the host, each called alone, as the parts of a diffusion pipeline are.
+
+    Returns:
+        The handle; close it, or use it in a `with` block.
+
+    Raises:
+        ConfigError: fewer than two models, or one without values.
+        DeviceError: the device is not there.
+    """
+    if len(models) < 2:
+        raise ConfigError("models take turns", expected="two or more", got=str(len(models)), where="swap_models")
+    for model in models:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if not has_values(tensor):
+                raise ConfigError(
+                    "a model without values takes no turns",
+                    got=f"{type(model).__name__}, {name!r}",
+                    where="swap_models",
+                    fix="Load its weights first.",
+                )
+    return Swap(device_of(device, where="swap_models"), models)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Metrics`: running values as one frozen record. Adding never waits for the device; reading is one collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from accel.context import DistContext, check_context
+from accel.errors import ConfigError, check_choice, did_you_mean
+from accel.metrics._adding import States, add_others
+from accel.metrics._groups import Groups, Scalars, fetched
+from accel.metrics._kinds import KINDS, START, Kind, Weight, merged_number
+from accel.metrics._nested import Nested
+from accel.metrics._reading import gather_rows
+from accel.metrics._rows import (
+    Number,
+    Row,
+    combine_nested,
+    combine_numbers,
+    filled,
+    nested_row,
+    rank_values,
+    spread_of,
+    values_of,
+)
+
+_RESERVED = ("step", "time")  # of a line in a run's folder
+
+
+class Metrics(msgspec.Struct, frozen=True, eq=False):
+    """Running metrics of this rank, from `running_metrics`. A record: `add` and `read` return new ones.
+
+    A checkpoint keeps every rank's own numbers. The same number of ranks goes on with the same bits; of another number,
+    rank 0 goes on with all of them together.
+
+    Attributes:
+        kinds: kind of each metric by name.
+        by_rank: metrics whose median and largest value over ranks are read too.
+        numbers: states on the host by name: sums of values times weight, sums, extremes, last values.
+        weights: the weights behind the states.
+        groups: states of scalars on an accelerator.
+        nested: states of tensors with dimensions, and of containers.
+    """
+
+    kinds: dict[str, Kind] = {}
+    by_rank: tuple[str, ...] = ()
+    numbers: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    groups: Groups = {}
+    nested: dict[str, Nested] = {}
+
+    def add(self, weight: Weight, /, **values: Any) -> Metrics:
+        """Return the record with values added. No communication, and no wait for an accelerator.
+
+        Values of weight 0 are left out, whatever they are: those of a batch without samples, or nan as the mean of no
+        tokens. Everything is added in float64.
+
+        Args:
+            weight: units behind the values, such as `batch.weight` or the number of valid tokens: a number from 0, or a
+                tensor of shape []. Or one weight for each sample, shape [rows], such as `batch.weights`.
+            values: by declared name. A number or a tensor of shape [] is a mean over the weight, a sum, an extreme or
+                the last value, as declared. A tensor of another shape, or nested containers, is a metric of several
+                numbers, of the same form each time. With one weight for each sample, tensors of shape [rows, ...] are
+                one value a sample.
+
+        Raises:
+            ConfigError: a name that was not declared, or a weight below 0.
+            DataError: values of another form than before, or without a row for each weight.
+            TreeError: a container that cannot be taken apart, or a leaf that is no real number.
+
+        Example:
+            >>> metrics = accel.running_metrics(loss="mean", lr="last")
+            >>> metrics = metrics.add(3, loss=2.0, lr=0.1).add(1, loss=6.0, lr=0.05)
+            >>> metrics.read(accel.single())[0]
+            {'loss': 3.0, 'lr': 0.05}
+        """
+        if weight.__class__ is torch.Tensor and weight.is_cpu and not weight.ndim:  # pyright: ignore
+            weight = cast("float", weight.item())  # pyright: ignore
+        if isinstance(weight, torch.Tensor):
+            return self._with_others(weight, values)
+        if not _is_weight(weight):
+            raise ConfigError("not a weight", expected="a number from 0", got=repr(weight), where="metrics.add")
+        kinds = self.kinds
+        numbers = self.numbers.copy()
+        weights = self.weights.copy()
+        elsewhere = bool(self.groups or self.nested)
+        others: dict[str, Any] = {}
+        for name, value in values.items():
+            kind = kinds.get(name)
+            if kind is None:
+                raise self._undeclared(name)
+            if value.__class__ is torch.Tensor:
+                if value.ndim or not value.is_cpu or value.is_complex():
+                    others[name] = value
+                    continue
+                value = value.item()
+            elif value.__class__ is not float and value.__class__ is not int:
+                others[name] = value
+                continue
+            if elsewhere and name not in numbers:
+                others[name] = value
+                continue
+            if weight:
+                if kind == "mean":
+                    numbers[name] = numbers.get(name, 0.0) + value * weight
+                elif kind == "sum" or kind == "count":
+                    numbers[name] = numbers.get(name, 0.0) + value
+                else:
+                    numbers[name] = merged_number(kind, numbers.get(name, START[kind]), value)
+                weights[name] = weights.get(name, 0.0) + weight
+        after = Metrics(kinds, self.by_rank, numbers, weights, self.groups, self.nested)
+        return after._with_others(weight, others) if others else after
+
+    def read(self, ctx: DistContext) -> tuple[dict[str, Any], Metrics]:
+        """Return the values over all ranks, and an empty record to go on with. One collective.
+
+        Returns:
+            The values by name, equal on every rank: floats, a count as an int, tensors of float64 on the CPU in the
+            containers of `add`, or in plain ones on a rank that added none. A metric to which no rank added with a
+            weight above 0 has no value. For the names in `by_rank` also `<name>_median`, `<name>_max` and
+            `<name>_max_rank`, of the ranks' own values.
+
+        Raises:
+            CollectiveMismatch: ranks declare different metrics; on every rank.
+            DataError: ranks added values of different forms, or a count of parts; on every rank.
+        """
+        check_context(ctx, "metrics.read(ctx)")
+        rows = gather_rows(ctx, "metrics.read", self.kinds, lambda: own_row(self))
+        return read_values(self, rows), emptied(self)
+
+    def without_rank_part(self) -> Metrics:
+        """Return what is common to all ranks, which a checkpoint stores once: the declaration alone."""
+        return emptied(self)
+
+    def declared_as(self, live: Metrics) -> Metrics:
+        """Return a stored record with the declaration of the live one, which may have more metrics.
+
+        Raises:
+            msgspec.ValidationError: a metric of another kind than the stored one.
+        """
+        for name in self.kinds.keys() & live.kinds.keys():
+            if self.kinds[name] != live.kinds[name]:
+                raise msgspec.ValidationError(f"{name} was a {self.kinds[name]!r}, and is a {live.kinds[name]!r}")
+        return emptied(live)
+
+    def rank_part(self) -> object:
+        """Return this rank's numbers, None if there are none; a checkpoint keeps them for each rank."""
+        row = own_row(self)
+        if not row.numbers and not row.nested:
+            return None
+        nested = {name: [state.values, row.nested[name].weight] for name, state in self.nested.items()}
+        return {"numbers": {name: list(number) for name, number in row.numbers.items()}, "nested": nested}
+
+    def with_rank_part(self, part: object) -> Metrics:
+        """Return the record with numbers of one rank, from `rank_part` in plain values.
+
+        Raises:
+            msgspec.ValidationError: the part does not fit.
+        """
+        stored = msgspec.convert(part, _RankPart)
+        if unknown := {*stored.numbers, *stored.nested} - self.kinds.keys():
+            raise msgspec.ValidationError(f"numbers of {', '.join(sorted(unknown))}, which are not declared")
+        numbers = {name: value for name, (value, _) in stored.numbers.items()}
+        weights = {name: weight for name, (_, weight) in stored.numbers.items()}
+        nested = {name: Nested(values, weight) for name, (values, weight) in stored.nested.items()}
+        return Metrics(self.kinds, self.by_rank, numbers, weights, {}, nested)
+
+    def with_rank_parts(self, parts: Sequence[object]) -> Metrics:
+        """Return the record with the numbers of several ranks together.
+
+        Args:
+            parts: as of `with_rank_part`, in rank order; None for a rank without numbers.
+
+        Raises:
+            msgspec.ValidationError: a part does not fit.
+        """
+        records = [self.with_rank_part(part) for part in parts if part is not None]
+        rows = [own_row(record) for record in records]
+        after = emptied(self)
+        for name, kind in self.kinds.items():
+            states = [row.numbers[name] for row in rows if name in row.numbers]
+            if states:
+                after.numbers[name], after.weights[name] = combine_numbers(kind, states)
+            nested = [row.nested[name] for row in rows if name in row.nested]
+            if nested:
+                elements, weight = combine_nested(kind, nested)
+                template = next(record.nested[name] for record in records if name in record.nested)
+                after.nested[name] = Nested(filled(template.values, nested[0].shapes, elements), weight)
+        return after
+
+    def _with_others(self, weight: Weight, values: Mapping[str, Any]) -> Metrics:
+        for name in values:
+            if name not in self.kinds:
+                raise self._undeclared(name)
+        states = States(Scalars(self.numbers, self.weights, self.groups), self.nested)
+        after = add_others(states, self.kinds, weight, values)
+        scalars = after.scalars
+        return Metrics(self.kinds, self.by_rank, scalars.numbers, scalars.weights, scalars.groups, after.nested)
+
+    def _undeclared(self, name: str) -> ConfigError:
+        return ConfigError(
+            "a metric that was not declared",
+            expected=", ".join(self.kinds),
+            got=repr(name),
+            where="metrics.add",
+            fix=did_you_mean(
+                name, self.kinds, f'Declare it with its kind, such as {name}="mean", where the record is made.'
+            ),
+        )
+
+
+def own_row(metrics: Metrics) -> Row:
+    """Return this rank's states as plain numbers. Waits for the device."""
+    scalars = fetched(Scalars(metrics.numbers, metrics.weights, metrics.groups))
+    return Row(scalars, {name: nested_row(state) for name, state in metrics.nested.items()})
+
+
+def read_values(metrics: Metrics, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the values of all ranks' rows together; see `Metrics.read`."""
+    found = values_of(metrics.kinds, rows, metrics.nested)
+    for name in metrics.by_rank:
+        found |= spread_of(name, rank_values(metrics.kinds[name], name, rows))
+    return found
+
+
+def emptied(metrics: Metrics) -> Metrics:
+    """Return a record of the same metrics without values."""
+    return Metrics(metrics.kinds, metrics.by_rank)
+
+
+class _RankPart(msgspec.Struct, frozen=True):
+    numbers: dict[str, Number]
+    nested: dict[str, tuple[Any, float]]
+
+
+def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
+    """Return an empty record of running metrics. No communication.
+
+    Kinds: "mean", weighted; "sum"; "count", a sum of whole numbers or truths, read as an int; "min"; "max"; "last", the
+    lowest rank's that has one.
+
+    Args:
+        by_rank: names of scalars whose median and largest value over ranks are read too.
+        kinds: kind of each metric, by name, in the order in which they are read.
+
+    Raises:
+        ConfigError: no metric, an unknown kind, a reserved name ("step", "time"), or one in `by_rank` without a kind.
+
+    Example:
+        >>> metrics = accel.running_metrics(loss="mean", tokens="count")
+        >>> metrics = metrics.add(8, loss=torch.tensor(0.5), tokens=4096)
+        >>> metrics.read(accel.single())[0]
+        {'loss': 0.5, 'tokens': 4096}
+    """
+    if not kinds:
+        raise ConfigError("no metrics", expected='a kind by name, such as loss="mean"', where="running_metrics")
+    for name, kind in kinds.items():
+        check_choice(kind, KINDS, f"not a kind of metric for {name!r}", where="running_metrics")
+        if name in _RESERVED:
+            raise ConfigError("a reserved name", got=repr(name), where="running_metrics", fix="Rename the metric.")
+    for name in by_rank:
+        check_choice(name, tuple(kinds), "no such metric", where="running_metrics, by_rank=")
+    return Metrics(kinds, tuple(by_rank))
+
+
+def _is_weight(weight: object) -> bool:
+    return isinstance(weight, int | float) and 0 <= weight < math.inf

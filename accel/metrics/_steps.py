@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StepStatistics`: running metrics of training steps, with their times, rates and totals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from accel.context import DistContext, check_context
+from accel.errors import ConfigError
+from accel.metrics._kinds import Kind, Weight
+from accel.metrics._peaks import peak_flops
+from accel.metrics._reading import gather_rows
+from accel.metrics._record import Metrics, emptied, own_row, read_values, running_metrics
+from accel.metrics._rows import Row
+from accel.metrics._step_times import RankTimes, TimedBatch, step_times
+
+_OWN: dict[str, Kind] = {
+    "samples": "count",
+    "tokens": "count",
+    "skipped_steps": "count",
+    "loss_scale": "last",
+    "grad_norm": "mean",
+    "grad_norm_max": "max",
+}
+_CLOCK = "$time/"  # before the names of clocks in a row
+_TOTALS = ("samples", "tokens", "skipped_steps")
+
+
+class Scale(Protocol):
+    """A loss scale; `accel.LossScale` is one."""
+
+    @property
+    def scale(self) -> float:
+        """The factor."""
+        ...
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it follows overflows."""
+        ...
+
+
+class Window(Protocol):
+    """An accumulation window; `accel.Accumulation` is one."""
+
+    @property
+    def micro(self) -> int:
+        """Micro-batches begun in it; 0 between windows."""
+        ...
+
+
+class StepOutcome(Protocol):
+    """The state after a batch, or after the step that it ended; `accel.TrainState` is one."""
+
+    @property
+    def accum(self) -> Window:
+        """The accumulation window."""
+        ...
+
+    @property
+    def scaler(self) -> Scale:
+        """The loss scale."""
+        ...
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the latest step changed parameters."""
+        ...
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of the latest step's gradients."""
+        ...
+
+    @property
+    def backward_at(self) -> float | None:
+        """Time at which the latest batch's first backward began."""
+        ...
+
+
+class StepStatistics(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """Statistics of training steps, from `step_statistics`. A record: `add` and `read` return new ones.
+
+    Saved like `Metrics`, with each rank's own numbers. Readings of clocks are not saved: after a load, times are of the
+    steps since then.
+
+    Attributes:
+        metrics: metrics since the last `read`, the user's among them.
+        totals: samples, tokens and skipped steps of all ranks up to the last `read`.
+    """
+
+    metrics: Metrics = Metrics()
+    totals: dict[str, int] = {}
+
+    @property
+    def times(self) -> RankTimes:
+        """This rank's times since the last `read`. Neither compared nor saved."""
+        return vars(self).get("times", RankTimes())
+
+    def add(
+        self,
+        batch: TimedBatch,
+        state: StepOutcome | None = None,
+        /,
+        *,
+        tokens: float | torch.Tensor | None = None,
+        weight: Weight | None = None,
+        **values: Any,
+    ) -> StepStatistics:
+        """Return the record with a batch added. No communication, and no wait for an accelerator.
+
+        Call it at the end of the loop's body, after the optimizer's step. A batch's time is that from asking for it to
+        this call; what follows, such as logging and saving, does not count.
+
+        Args:
+            batch: the batch, from `batches`.
+            state: the state after it: `TrainState`. Without one, each batch is a step.
+            tokens: number of tokens that count on this rank.
+            weight: weight of the values; `batch.weight` by default.
+            values: by declared name, as of `Metrics.add`.
+
+        Raises:
+            ConfigError, DataError, TreeError: as `Metrics.add`; or a name that the statistics have themselves.
+        """
+        ends = state is None or not state.accum.micro
+        times = self.times.after(batch, perf_counter(), state.backward_at if state is not None else None, ends=ends)
+        found: dict[str, Any] = {"samples": batch.weight}
+        if tokens is not None:
+            found["tokens"] = tokens
+        if state is not None and ends:
+            found["skipped_steps"] = int(not state.stepped)
+            if state.scaler.dynamic:
+                found["loss_scale"] = state.scaler.scale
+            if state.grad_norm is not None and state.stepped:
+                found["grad_norm"] = state.grad_norm
+                found["grad_norm_max"] = state.grad_norm
+        metrics = self.metrics.add(1, **found)
+        if values:
+            _refuse_own(values, "statistics.add")
+            metrics = metrics.add(batch.weight if weight is None else weight, **values)
+        after = StepStatistics(metrics, self.totals)
+        vars(after)["times"] = times
+        return after
+
+    def read(
+        self, ctx: DistContext, *, flops_per_sample: float | None = None, peak: float | None = None
+    ) -> tuple[dict[str, Any], StepStatistics]:
+        """Return the statistics over all ranks, and a record that counts on. One collective.
+
+        Args:
+            ctx: the context.
+            flops_per_sample: FLOPs of forward and backward on one sample by the whole model, for the model FLOPs
+                utilisation; see `count_flops`.
+            peak: peak FLOP/s of one device, where accel does not know it.
+
+        Returns:
+            The values by name, equal on every rank. `samples`, `tokens` and `skipped_steps` count since the run began;
+            `grad_norm`, `grad_norm_max`, `loss_scale` and the declared metrics are of the steps since the last `read`.
+            Under `time` what clocks say: `step_s` (mean of the ranks, `step_s_median`, `step_s_max`), `data_wait`
+            (share of the time spent on waiting for data), `samples_per_s` and `tokens_per_s` of all ranks,
+            `peak_memory_bytes` of an accelerator, `flops_per_s`, `mfu`, and the readings that `straggler` explains.
+
+        Raises:
+            CollectiveMismatch, DataError: as `Metrics.read`.
+        """
+        check_context(ctx, "statistics.read(ctx)")
+        rows = gather_rows(ctx, "statistics.read", self.metrics.kinds, lambda: _closed_row(self, ctx))
+        found = read_values(self.metrics, rows)
+        totals = {
+            name: self.totals.get(name, 0) + found.get(name, 0) for name in _TOTALS if name in {**self.totals, **found}
+        }
+        time = _times_of(ctx, rows, found)
+        if flops_per_sample is not None and "samples_per_s" in time:
+            time |= _utilisation(ctx, flops_per_sample * time["samples_per_s"], peak)
+        values = found | totals
+        ordered = {name: values[name] for name in self.metrics.kinds if name in values}
+        return ordered | ({"time": time} if time else {}), StepStatistics(emptied(self.metrics), totals)
+
+
+def step_statistics(**kinds: Kind) -> StepStatistics:
+    """Return empty statistics of training steps. No communication.
+
+    Args:
+        kinds: further metrics and their kinds, as of `running_metrics`, so that one collective reads all.
+
+    Raises:
+        ConfigError: as `running_metrics`, or a name that the statistics have themselves.
+
+    Example:
+        >>> statistics = accel.step_statistics(loss="mean")
+        >>> statistics = statistics.add(batch, loss=0.5)
+        >>> values, statistics = statistics.read(ctx)
+        >>> values["loss"], values["samples"]
+        (0.5, 4)
+    """
+    _refuse_own(kinds, "step_statistics")
+    return StepStatistics(running_metrics(**kinds, **_OWN))
+
+
+def _refuse_own(names: Mapping[str, object], where: str) -> None:
+    for name in names.keys() & _OWN.keys():
+        problem = "a name that step statistics have themselves"
+        raise ConfigError(problem, got=repr(name), where=where, fix="Rename the metric.")
+
+
+def _closed_row(statistics: StepStatistics, ctx: DistContext) -> Row:
+    """Return this rank's row with its times; on an accelerator the interval ends when its work is done."""
+    times, memory = statistics.times, 0.0
+    if ctx.device.type not in ("cpu", "xla"):
+        began = perf_counter()
+        torch.accelerator.synchronize(ctx.device)
+        memory = float(torch.accelerator.max_memory_allocated(ctx.device)) if ctx.device.type != "mps" else 0.0
+        times = msgspec.structs.replace(times, seconds=times.seconds + perf_counter() - began)
+    if not _forward_is_own(ctx):
+        times = msgspec.structs.replace(times, own=times.wait)
+    row = own_row(statistics.metrics)
+    clocks = msgspec.structs.asdict(times) | {"memory": memory}
+    return Row(row.numbers | {_CLOCK + name: (value, 1.0) for name, value in clocks.items()}, row.nested)
+
+
+def _times_of(ctx: DistContext, rows: Sequence[Row], found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the readings of clocks over all ranks."""
+    fields = RankTimes.__struct_fields__
+    ranks = [RankTimes(**{name: row.numbers[_CLOCK + name][0] for name in fields}) for row in rows]
+    time = step_times(ranks)
+    if time and "tokens" in found and found["samples"]:
+        time["tokens_per_s"] = time["samples_per_s"] * found["tokens"] / found["samples"]
+    if memory := max(row.numbers[f"{_CLOCK}memory"][0] for row in rows):
+        time["peak_memory_bytes"] = int(memory)
+    return time
+
+
+def _forward_is_own(ctx: DistContext) -> bool:
+    """Return whether a forward pass waits for no other rank: on data-parallel replicas alone."""
+    others = (size for name, size in ctx.axes.sizes.items() if name not in ("dp", "dp_replicate"))
+    return ctx.strategy == "ddp" and all(size == 1 for size in others)
+
+
+def _utilisation(ctx: DistContext, rate: float, peak: float | None) -> dict[str, float]:
+    """Return FLOP/s of all ranks, and their share of the devices' peak if that is known and not exceeded."""
+    if peak is None and ctx.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(ctx.device), ctx.precision)
+    share = rate / (peak * ctx.world_size) if peak else 0.0
+    return {"flops_per_s": rate} | ({"mfu": share} if 0 < share <= 1 else {})  # above 1, the count or the peak is wrong

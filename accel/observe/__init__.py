@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers of a run, written to in the background; profiles of its steps."""
+
+from accel.observe import trackers as trackers
+from accel.observe._handle import Trackers as Trackers
+from accel.observe._log import (
+    log as log,
+    log_artifact as log_artifact,
+    log_figure as log_figure,
+    log_images as log_images,
+    log_table as log_table,
+)
+from accel.observe._logger import RankLogger as RankLogger, get_logger as get_logger, rich_handler as rich_handler
+from accel.observe._media import Artifact as Artifact, Figure as Figure, Images as Images, Table as Table
+from accel.observe._profile import Profile as Profile, profile as profile
+from accel.observe._tracker import Ending as Ending, Run as Run, Tracker as Tracker
+from accel.observe._tracking import (
+    end_trackers as end_trackers,
+    get_tracker as get_tracker,
+    init_trackers as init_trackers,
+    tracking as tracking,
+)

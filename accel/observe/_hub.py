@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run that trackers write: its steps, its writers, and the part that a checkpoint holds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from accel.errors import CheckpointError, ConfigError, did_you_mean
+from accel.observe._tracker import Ending, Run, Tracker
+from accel.observe._writer import LostRecords, Write, Writer
+from accel.run_folder import RUN
+
+_FLUSH_S = 30.0
+_RESTART_S = 10.0
+_SILENT_S = 2.0  # of the wait for trackers at the end
+
+
+class SavedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of a run that a checkpoint holds.
+
+    Attributes:
+        project, id, name: identity of the run.
+        step: last step that was logged; None before the first.
+        lines: calls of `log` at that step.
+    """
+
+    project: str
+    id: str
+    name: str
+    step: int | None
+    lines: int
+
+
+class Hub:
+    """A run and the writers of this rank.
+
+    Args:
+        run: the run.
+        config: its configuration, without credentials.
+        trackers: all trackers, on every rank.
+        mine: trackers for which this rank writes.
+        first_steps: lowest step of an earlier run in the places of the trackers, by name.
+        room_bytes: bytes of records that may wait for each tracker.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        config: Mapping[str, Any],
+        trackers: Sequence[Tracker],
+        mine: Sequence[Tracker],
+        first_steps: Mapping[str, int],
+        *,
+        room_bytes: int,
+    ) -> None:
+        self.run = run
+        self.all = tuple(trackers)
+        self._config = config
+        self._mine = tuple(mine)
+        self._first_steps = dict(first_steps)
+        self._room_bytes = room_bytes
+        self._step = run.step
+        self._lines = run.lines
+        self._began = self._ended = False
+        self._told = set[str]()
+        self._writers = self._make_writers()
+
+    def advance(self, step: int, where: str) -> None:
+        """Take the step of a record.
+
+        Raises:
+            ConfigError: the run has ended, the step goes back, or an earlier run in the folder was not loaded.
+        """
+        if self._ended:
+            fix = "Log inside the block of accel.tracking."
+            raise ConfigError("the trackers have ended", where=where, fix=fix)
+        if type(step) is not int or step < 0:
+            raise ConfigError("not a step", expected="an int of 0 or above", got=repr(step), where=f"{where}, step=")
+        if self._step is not None and step < self._step:
+            raise ConfigError(
+                "the step goes back",
+                expected=f"{self._step} or above",
+                got=str(step),
+                where=f"{where}, step=",
+                fix="Load a checkpoint that holds the trackers to log earlier steps again.",
+            )
+        if not self._began:
+            self._check_place(step, where)
+            self._began = True
+
+    def count_line(self, step: int) -> None:
+        """Count a call of `log`."""
+        self._lines = self._lines + 1 if step == self._step else 1
+        self._step = step
+
+    def put(self, make: Callable[[Tracker], Write | None], size: int) -> None:
+        """Queue a record for each tracker that takes it.
+
+        Args:
+            make: returns the function that writes the record to a tracker; None if the tracker does not take it.
+            size: bytes of memory of the record.
+        """
+        for writer in self._writers:
+            write = make(writer.tracker)
+            if write is not None:
+                writer.put(write, size)
+
+    def writes(self, verb: str) -> bool:
+        """Return whether this rank writes to a tracker with that function."""
+        return any(getattr(tracker, verb) is not None for tracker in self._mine)
+
+    def tell_left_out(self, what: str, names: Sequence[str]) -> None:
+        """Warn once that trackers do not take a kind of record."""
+        untold = [name for name in names if f"{name} {what}" not in self._told]
+        self._told.update(f"{name} {what}" for name in untold)
+        if untold and self._mine:
+            logging.getLogger("accel.observe").warning("%s takes no %s", ", ".join(untold), what)
+
+    def live(self, name: str, patience_s: float) -> Any:
+        """Return a tracker's live run; None on ranks that do not write it.
+
+        Raises:
+            ConfigError: no such tracker, or it did not start in time.
+        """
+        known = [tracker.name for tracker in self.all]
+        if name not in known:
+            facts = {"expected": ", ".join(known), "got": repr(name), "fix": did_you_mean(name, known)}
+            raise ConfigError("no such tracker", where="get_tracker", **facts)
+        found = [writer for writer in self._writers if writer.tracker.name == name]
+        return found[0].live(patience_s) if found else None
+
+    def trouble(self) -> str:
+        """Return the records lost on this rank as text; empty for none."""
+        return "; ".join(str(lost) for writer in self._writers if (lost := writer.trouble()))
+
+    def end(self, ending: Ending, patience_s: float) -> str:
+        """Finish all trackers; report and return the records lost on this rank. Later calls do nothing.
+
+        Args:
+            ending: the end of the run.
+            patience_s: seconds to wait for all of them.
+        """
+        if self._ended:
+            return ""
+        self._ended = True
+        for writer in self._writers:
+            if writer.tracker.name == RUN:  # also of a run that failed before its first record
+                writer.put(lambda live: None, 0)
+        lost = _end_writers(self._writers, ending, patience_s)
+        for each in lost:
+            logging.getLogger("accel.observe").warning("%s", each)
+        return "; ".join(map(str, lost))
+
+    def save(self) -> SavedRun:
+        """Return the run for a checkpoint, once local files hold all its steps.
+
+        Raises:
+            CheckpointError: a local file lacks some of them, or could not be written in time.
+        """
+        until = time.monotonic() + _FLUSH_S
+        for writer in self._writers:
+            writer.flush(until - time.monotonic())
+        return SavedRun(self.run.project, self.run.id, self.run.name, self._step, self._lines)
+
+    def load(self, saved: SavedRun) -> None:
+        """Go on with the run of a checkpoint after its last step. Trackers that have started are finished.
+
+        Raises:
+            CheckpointError: a run of another project, or a local file that is still being written.
+        """
+        if saved.project != self.run.project:
+            raise CheckpointError(
+                "the checkpoint is of another project",
+                expected=repr(saved.project),
+                got=repr(self.run.project),
+                where="tracking, project",
+                fix="Pass the project of the run, or leave the trackers out with None to begin a new run.",
+            )
+        lost = _end_writers(self._writers, Ending(), _RESTART_S)
+        late = [each.tracker for each in lost if each.unfinished and _is_durable(self._writers, each.tracker)]
+        if late:
+            raise CheckpointError("a local file is still being written", where=f"tracker {', '.join(late)}")
+        facts = {"id": saved.id, "name": saved.name, "step": saved.step, "lines": saved.lines}
+        self.run = msgspec.structs.replace(self.run, **facts)
+        self._step = saved.step
+        self._lines = saved.lines
+        self._first_steps.clear()
+        self._writers = self._make_writers()
+
+    def _make_writers(self) -> list[Writer]:
+        return [Writer(tracker, self.run, self._config, self._room_bytes) for tracker in self._mine]
+
+    def _check_place(self, step: int, where: str) -> None:
+        """Raise if a new run would stand beside an earlier one's steps, as when a resumed loop forgets its trackers."""
+        for name, first in self._first_steps.items():
+            if first < step:
+                raise ConfigError(
+                    "the folder holds an earlier run's steps, and this run begins behind them without its checkpoint",
+                    expected=f"the run loaded, or a first step of at most {first}",
+                    got=f"a new run at step {step}",
+                    where=f"{where}, tracker {name}",
+                    fix='Put the trackers among the items of save_state and resume: {"trackers": trackers}. Or pass'
+                    " another dir= for a new run.",
+                )
+
+
+def _is_durable(writers: Sequence[Writer], name: str) -> bool:
+    return any(writer.tracker.name == name and writer.tracker.flush is not None for writer in writers)
+
+
+def _end_writers(writers: Sequence[Writer], ending: Ending, patience_s: float) -> list[LostRecords]:
+    """End all writers at once; return the losses. A long wait is told, with the error that ended the run."""
+    began = time.monotonic()
+    for writer in writers:
+        writer.end(ending)
+    late = [writer.tracker.name for writer in writers if not writer.has_ended(began + min(_SILENT_S, patience_s))]
+    if late and patience_s > _SILENT_S:
+        reason = f"{ending.error}; " if ending.error else ""
+        text = "%swaiting up to %g s for %s to finish"
+        logging.getLogger("accel.observe").warning(text, reason, patience_s - _SILENT_S, ", ".join(late))
+    for writer in writers:
+        _ = writer.has_ended(began + patience_s)
+    return [lost for writer in writers if (lost := writer.losses())]

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of chosen ranks by torch.profiler: a trace for each rank, named by it, in a run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Generator, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, record_function
+
+from accel.context import DistContext, context_first
+from accel.errors import ConfigError
+from accel.observe._memory_history import recording, write_snapshot
+from accel.run_folder import PROFILE
+
+T = TypeVar("T")
+Schedule = Callable[[int], ProfilerAction]
+
+_DATA = "accel.data"  # the reader's name for waits for data
+
+
+class Profile:
+    """The profile of a rank; on ranks that were not chosen, its methods do nothing.
+
+    Attributes:
+        files: files that this rank has written.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[Path] = []
+        self._profiler: Any = None
+
+    def step(self) -> None:
+        """End a step. Call it after each `optimizer_step`; the schedule counts these calls."""
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def data(self, batches: Iterable[T]) -> Generator[T]:
+        """Yield the batches of a loop, and mark the time until each one comes as a wait for data.
+
+        Args:
+            batches: such as `accel.batches(ctx, loader, state)`.
+        """
+        if self._profiler is None:
+            yield from batches
+            return
+        source = iter(batches)
+        end = object()
+        try:
+            while True:
+                with record_function(_DATA):
+                    batch: Any = next(source, end)
+                if batch is end:
+                    return
+                yield batch
+        finally:
+            if isinstance(source, Generator):
+                source.close()
+
+
+@context_first
+@contextlib.contextmanager
+def profile(
+    ctx: DistContext,
+    *,
+    out: str | os.PathLike[str],
+    schedule: Schedule | None = None,
+    ranks: Collection[int] | None = None,
+    memory: bool = False,
+    record_shapes: bool = False,
+    with_stack: bool = False,
+) -> Generator[Profile]:
+    """Profile the steps of a loop. No communication; every rank calls it.
+
+    Each chosen rank writes the trace `out/profile/rank-00000.json.gz` when the schedule's steps are over, and those of
+    later cycles into `out/profile/cycle-2` and so on. `accel profile OUT` reads them; so do https://ui.perfetto.dev and
+    chrome://tracing. A trace that cannot be written is reported by the logger `accel.observe`.
+
+    Args:
+        ctx: the context.
+        out: a folder, best the run's. Older traces of the same ranks in it are deleted.
+        schedule: result of `torch.profiler.schedule`; by default steps 6 to 10 are recorded, after 2 of warm-up.
+        ranks: ranks to profile; None for all, an empty list for none.
+        memory: whether each trace has a snapshot of CUDA's memory beside it, `memory-00000.pickle`, with the history of
+            allocations, for https://docs.pytorch.org/memory_viz.
+        record_shapes, with_stack: as for `torch.profiler.profile`.
+
+    Returns:
+        A context manager that gives the `Profile`.
+
+    Raises:
+        ConfigError: no such rank, a folder at a URL, `memory` without CUDA, or several simulated ranks, which share one
+            profiler; on every rank.
+
+    Example:
+        >>> with accel.profile(ctx, out="runs/demo") as profile:
+        ...     for batch in profile.data(batches):
+        ...         profile.step()
+    """
+    chosen = set(range(ctx.world_size) if ranks is None else ranks)
+    folder = _check(ctx, chosen, os.fspath(out), memory=memory)
+    made = Profile()
+    if ctx.rank not in chosen:
+        yield made
+        return
+    if schedule is None:
+        torchs: Any = torch.profiler
+        schedule = torchs.schedule(wait=3, warmup=2, active=5, repeat=1)
+    _delete_old(folder, ctx.rank)
+
+    def write(ended: Any) -> None:
+        _write(ctx, ended, folder, made.files, memory=memory)
+
+    with recording() if memory else contextlib.nullcontext():
+        profiler: Any = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ctx.device.type == "cuda" else [])],
+            schedule=schedule,
+            on_trace_ready=write,
+            record_shapes=record_shapes,
+            with_stack=with_stack,
+        )
+        about = {"rank": ctx.rank, "world_size": ctx.world_size}  # torch knows the ranks of its default group alone
+        profiler.preset_metadata_json("accel", msgspec.json.encode(about).decode())
+        with profiler:
+            made._profiler = profiler  # pyright: ignore[reportPrivateUsage]
+            try:
+                yield made
+            finally:
+                made._profiler = None  # pyright: ignore[reportPrivateUsage]
+    if not made.files:
+        _logger().warning("the profile of rank %d has no trace: the schedule's steps were not reached", ctx.rank)
+
+
+def _check(ctx: DistContext, ranks: Collection[int], out: str, *, memory: bool) -> Path:
+    wrong = sorted(rank for rank in ranks if not 0 <= rank < ctx.world_size)
+    if wrong:
+        raise ConfigError(
+            "there is no such rank to profile", expected=f"0 to {ctx.world_size - 1}", got=str(wrong), where="ranks"
+        )
+    if "://" in out:
+        raise ConfigError("traces are written to local folders", got=out, where="out", fix="Name a local folder.")
+    if memory and ctx.device.type != "cuda":
+        raise ConfigError(
+            "snapshots of memory are those of CUDA's allocator",
+            expected="a context on cuda",
+            got=str(ctx.device),
+            where="memory",
+            fix="Leave memory out.",
+        )
+    if ctx.backend == "simulated" and len(ranks) > 1:  # torch 2.13 crashes
+        raise ConfigError(
+            "simulated ranks share one profiler", got=f"{len(ranks)} ranks", where="ranks", fix="Pass ranks=[0]."
+        )
+    return Path(out) / PROFILE
+
+
+def _write(ctx: DistContext, profiler: Any, folder: Path, files: list[Path], *, memory: bool) -> None:
+    """Write the trace of a cycle, whole or not at all."""
+    cycle = 1 + sum(file.name.startswith("rank-") for file in files)
+    place = folder if cycle == 1 else folder / f"cycle-{cycle}"
+    path = place / f"rank-{ctx.rank:05}.json.gz"
+    partial = place / f".rank-{ctx.rank:05}.partial.json.gz"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(partial))
+        os.replace(partial, path)
+        files.append(path)
+        if memory:
+            snapshot = place / f"memory-{ctx.rank:05}.pickle"
+            write_snapshot(snapshot)
+            files.append(snapshot)
+    except (OSError, RuntimeError) as error:  # training goes on without it
+        _logger().warning("the profile of rank %d is not written to %s: %s", ctx.rank, place, error)
+
+
+def _delete_old(folder: Path, rank: int) -> None:
+    names = (f"rank-{rank:05}.json.gz", f"memory-{rank:05}.pickle")
+    for place in (folder, *folder.glob("cycle-*")):
+        for name in names:
+            with contextlib.suppress(OSError):
+                (place / name).unlink()
+
+
+def _logger() -> logging.Logger:
+    return logging.getLogger("accel.observe")

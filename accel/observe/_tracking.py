@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tracking`: the trackers of a run, opened and finished on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from accel.comm import Call, agreed_values, call_site, exchange_values
+from accel.context import DistContext, context_first
+from accel.errors import ConfigError, TrackerError, check_choice
+from accel.observe._config import plain_config
+from accel.observe._handle import Trackers
+from accel.observe._hub import Hub
+from accel.observe._run_file import run_file
+from accel.observe._tracker import Ending, Ranks, Run, Tracker
+
+_ROOM_BYTES = 64 * 2**20
+_FINISH_S = 30.0
+_FINISH_FAILED_S = 5.0
+_LIVE_S = 60.0
+
+
+class _Opening(msgspec.Struct, frozen=True):
+    """Identity of a new run, and the lowest steps of earlier runs by tracker; rank 0's count."""
+
+    id: str
+    name: str
+    first_steps: dict[str, int]
+
+
+@context_first
+@contextlib.contextmanager
+def tracking(
+    ctx: DistContext,
+    project: str,
+    *,
+    to: Sequence[Tracker],
+    config: object = None,
+    dir: str | os.PathLike[str] | None = None,
+    run: str | None = None,
+    strict: bool = False,
+    debug: bool = False,
+    room_bytes: int = _ROOM_BYTES,
+    finish_s: float = _FINISH_S,
+) -> Generator[Trackers]:
+    """Give the trackers of a run, and finish them at the end of the block. A collective at the start.
+
+    If the block raises, trackers end with the status "failed" and the error. Nothing else is closed. Each tracker has a
+    background thread on the ranks that write: one that fails or hangs delays no step. Lost records are counted, and
+    reported when the block ends.
+
+    Args:
+        ctx: the context.
+        project: name of the project.
+        to: the trackers, such as `[accel.trackers.jsonl(), accel.trackers.wandb(mode="offline")]`.
+        config: configuration to store: a mapping, Struct, dataclass or Namespace; rank 0's. Credentials become stars.
+        dir: folder of the run's files, made if it is missing; best the one given to `save_state`.
+        run: name of the run for people; a date and part of its identity by default.
+        strict: whether lost records raise `TrackerError`, on every rank at the same `log`. Each `log` is then a
+            collective of one small message.
+        debug: whether each `log` compares the values of all ranks. A collective that waits for the device.
+        room_bytes: bytes of records that may wait for each tracker; the oldest beyond it are dropped.
+        finish_s: seconds to wait for all trackers at the end; at most 5 after an exception.
+
+    Returns:
+        A context manager that gives the `Trackers`.
+
+    Raises:
+        ConfigError: an argument out of range, or a folder that cannot be written; on every rank.
+        MissingExtraError: the package of a tracker is missing; on every rank.
+        TrackerError: records were lost and `strict` is set; on every rank.
+
+    Example:
+        >>> with accel.tracking(ctx, "demo", to=[accel.trackers.jsonl()], dir="runs/demo") as trackers:
+        ...     accel.log(ctx, trackers, {"loss": 0.5}, step=1)
+        >>> Path("runs/demo/metrics.jsonl").read_text()[:22]
+        '{"step":1,"loss":0.5,"'
+    """
+    trackers = init_trackers(
+        ctx, project, to=to, config=config, dir=dir, run=run, strict=strict, debug=debug, room_bytes=room_bytes
+    )
+    try:
+        yield trackers
+    except BaseException as error:
+        end_trackers(ctx, trackers, error=error, finish_s=finish_s)
+        raise
+    end_trackers(ctx, trackers, finish_s=finish_s)
+
+
+@context_first
+def init_trackers(
+    ctx: DistContext,
+    project: str,
+    *,
+    to: Sequence[Tracker],
+    config: object = None,
+    dir: str | os.PathLike[str] | None = None,
+    run: str | None = None,
+    strict: bool = False,
+    debug: bool = False,
+    room_bytes: int = _ROOM_BYTES,
+) -> Trackers:
+    """Return the trackers of a run; pair it with `end_trackers`. A collective. Arguments and errors: see `tracking`.
+
+    A tracker starts with its first record, so that a checkpoint loaded before decides which run goes on.
+    """
+    if not isinstance(to, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        fix = "Pass a list, as in to=[accel.trackers.jsonl()]."
+        raise ConfigError("not a list of trackers", got=type(to).__name__, where="tracking, to=", fix=fix)
+    names = [tracker.name for tracker in to if isinstance(tracker, Tracker)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    detail = f"project {project!r}, to {', '.join(names)}, strict {strict}, debug {debug}"
+    folder = None if dir is None else Path(os.path.abspath(dir))  # trackers start later, maybe elsewhere
+    ident = uuid.uuid4().hex
+    new = Run(
+        project=project,
+        id=ident,
+        name=run or f"{time.strftime('%Y%m%d-%H%M%S')}-{ident[:6]}",
+        folder=folder,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+    )
+    mine = list[Tracker]()
+    stored: tuple[Mapping[str, Any], tuple[str, ...]] = ({}, ())
+
+    def open_places() -> _Opening:
+        nonlocal stored
+        _check(project, to, run, room_bytes)
+        if dir is not None and ctx.is_main_process:
+            _make_folder(os.fspath(dir))
+        stored = plain_config(config)
+        mine.extend(tracker for tracker in to if _writes(ctx, tracker.ranks))
+        for tracker in mine:
+            if tracker.check is not None:
+                _ = tracker.check(new)
+        steps = {each.name: step for each in mine if (step := _first_step(each, new)) is not None}
+        return _Opening(new.id, new.name, steps)
+
+    call = Call("tracking", detail, call_site())
+    opening = agreed_values(ctx.comm, call, open_places, _Opening)[0]
+    if folder is not None and ctx.is_main_process:
+        mine.append(run_file(ctx, stored[1]))
+    run_now = msgspec.structs.replace(new, id=opening.id, name=opening.name)
+    hub = Hub(run_now, stored[0], to, mine, opening.first_steps, room_bytes=room_bytes)
+    return Trackers(hub, strict=strict, debug=debug)
+
+
+@context_first
+def end_trackers(
+    ctx: DistContext, trackers: Trackers, *, error: BaseException | None = None, finish_s: float = _FINISH_S
+) -> None:
+    """Finish the trackers, and report the records that they lost. Ending twice does nothing.
+
+    A collective if the trackers are strict and there is no error; else no communication. The context stays open.
+
+    Args:
+        ctx: the context.
+        trackers: from `init_trackers`.
+        error: exception that ended the loop; trackers get the status "failed" and its text.
+        finish_s: seconds to wait for all trackers; at most 5 with an error.
+
+    Raises:
+        TrackerError: records were lost and the trackers are strict; on every rank.
+    """
+    if error is not None:
+        text = f"{type(error).__name__}: {error}"
+        _ = trackers.hub.end(Ending("failed", text), min(finish_s, _FINISH_FAILED_S))
+        return
+    lost = trackers.hub.end(Ending(), finish_s)
+    if trackers.strict:
+        raise_lost(exchange_values(ctx.comm, Call("end_trackers"), lost, str), "end_trackers")
+
+
+def get_tracker(trackers: Trackers, name: str, *, patience_s: float = _LIVE_S) -> Any:
+    """Return a tracker's own run object, such as wandb's run. No communication.
+
+    It belongs to the tracker's thread. Clients of wandb and MLflow take calls from several threads.
+
+    Args:
+        trackers: the trackers.
+        name: name of the tracker.
+        patience_s: seconds to wait for its start.
+
+    Returns:
+        The object; None on ranks that do not write to it.
+
+    Raises:
+        ConfigError: no such tracker, or it did not start in time.
+    """
+    return trackers.hub.live(name, patience_s)
+
+
+def raise_lost(lost: Sequence[str], where: str) -> None:
+    """Raise `TrackerError` if any rank has lost records.
+
+    Args:
+        lost: text of the losses by rank; empty for none.
+        where: the call.
+    """
+    for rank, text in enumerate(lost):
+        if text:
+            raise TrackerError(
+                "a tracker lost records, and the trackers are strict",
+                got=f"on rank {rank}: {text}",
+                where=where,
+                fix="Pass strict=False to train on without them.",
+            )
+
+
+def _writes(ctx: DistContext, ranks: Ranks) -> bool:
+    return ranks == "every" or (ranks == "host" and ctx.is_local_main_process) or ctx.is_main_process
+
+
+def _first_step(tracker: Tracker, run: Run) -> int | None:
+    return None if tracker.first_step is None else tracker.first_step(run)
+
+
+def _make_folder(folder: str) -> None:
+    """Make the folder of a run's files.
+
+    Raises:
+        ConfigError: it cannot be written, or is not on this machine.
+    """
+    where = "tracking, dir="
+    if "://" in folder:
+        fix = "Name a local folder; trackers that store files elsewhere take artifacts."
+        raise ConfigError("a run's files are local", got=folder, where=where, fix=fix)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write {folder!r}")
+    except OSError as error:
+        fix = "Name a folder that can be written."
+        raise ConfigError("the run's folder cannot be written", got=str(error), where=where, fix=fix) from error
+
+
+def _check(project: str, to: Sequence[Tracker], run: str | None, room_bytes: int) -> None:
+    for tracker in to:
+        if not isinstance(tracker, Tracker):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                "not a tracker",
+                expected="records such as accel.trackers.jsonl()",
+                got=f"{type(tracker).__name__} {tracker!r:.40}",
+                where="tracking, to=",
+            )
+        check_choice(tracker.ranks, get_args(Ranks), "unknown ranks", where=f"tracker {tracker.name}, ranks=")
+    names = [tracker.name for tracker in to]
+    if len(set(names)) < len(names):
+        fix = 'Give one another name: msgspec.structs.replace(tracker, name="second").'
+        raise ConfigError("two trackers have one name", got=", ".join(names), where="tracking, to=", fix=fix)
+    for text, where in ((project, "project"), (run, "run=")):
+        if text is not None and (not isinstance(text, str) or not text or not text.isprintable()):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError("not a name", expected="printable text", got=repr(text), where=f"tracking, {where}")
+    if room_bytes < 1:
+        raise ConfigError("no room for records", expected="1 or above", got=str(room_bytes), where="room_bytes=")

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One background thread for each tracker, behind a queue that a number of bytes bounds."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from accel.errors import CheckpointError, ConfigError
+from accel.observe._tracker import Ending, Run, Tracker
+
+Write = Callable[[Any], object]
+
+
+class LostRecords(msgspec.Struct, frozen=True):
+    """Records that a tracker did not get.
+
+    Attributes:
+        tracker: its name.
+        dropped: the oldest ones of a full queue.
+        failed: those at which the tracker raised.
+        unfinished: those that still waited at the end.
+        error: first error of the tracker; or the call that it did not come back from.
+    """
+
+    tracker: str
+    dropped: int = 0
+    failed: int = 0
+    unfinished: int = 0
+    error: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.failed or self.unfinished or self.error)
+
+    def __str__(self) -> str:
+        parts = ("dropped", self.dropped), ("failed", self.failed), ("unfinished", self.unfinished)
+        counts = ", ".join(f"{count} {kind}" for kind, count in parts if count) or "no records lost"
+        return f"tracker {self.tracker}: {counts}{': ' if self.error else ''}{self.error}"
+
+
+class Writer:
+    """A tracker's live run, in a thread of its own: one that hangs holds up no other one.
+
+    The thread is a daemon, so that it cannot hold the interpreter back. It starts with the first record. A process
+    forked from this one writes nothing.
+
+    Args:
+        tracker: the tracker.
+        run: the run to start or to go on with.
+        config: the run's configuration, without credentials.
+        room_bytes: bytes of records that may wait; the oldest beyond it are dropped.
+    """
+
+    def __init__(self, tracker: Tracker, run: Run, config: Mapping[str, Any], room_bytes: int) -> None:
+        self.tracker = tracker
+        self._run = run
+        self._config = config
+        self._room_bytes = room_bytes
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[tuple[Write, int]] = collections.deque()
+        self._bytes = 0
+        self._busy = ""  # the call that the thread is in
+        self._ending: Ending | None = None
+        self._started = self._is_live = self._done = False
+        self._live: Any = None
+        self._dropped = self._failed = self._taken = self._ended_records = 0
+        self._error = ""
+
+    def put(self, write: Write, size: int) -> None:
+        """Queue a record. Never waits for the tracker.
+
+        Args:
+            write: writes it to the live run.
+            size: its bytes of memory.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._start()
+            self._waiting.append((write, size))
+            self._bytes += size
+            while self._bytes > self._room_bytes and len(self._waiting) > 1:
+                _, dropped = self._waiting.popleft()
+                self._bytes -= dropped
+                self._dropped += 1
+                if self._dropped == 1:
+                    self._warn("is too slow: its queue is full, and the oldest records are dropped")
+            self._changed.notify_all()
+
+    def live(self, patience_s: float) -> Any:
+        """Return the tracker's live run; start it if need be.
+
+        Raises:
+            ConfigError: it did not start, or not in time.
+        """
+        with self._changed:
+            self._start()
+            began = self._changed.wait_for(lambda: self._is_live or self._error or self._done, patience_s)
+            if self._is_live:
+                return self._live
+            got = self._error if began else f"no answer in {patience_s:g} s"
+        raise ConfigError(f"the tracker {self.tracker.name} did not start", got=got, where="get_tracker")
+
+    def flush(self, patience_s: float) -> None:
+        """Wait until all records are written and durable, if the tracker has a `flush`.
+
+        Raises:
+            CheckpointError: some are lost, or it took too long.
+        """
+        flush = self.tracker.flush
+        if flush is None or not self._started:
+            return
+        ready = threading.Event()
+
+        def write(live: Any) -> None:
+            _ = flush(live)
+            ready.set()
+
+        with self._changed:
+            self._waiting.append((write, 0))
+            self._changed.notify_all()
+            until = time.monotonic() + patience_s
+            while not (ready.is_set() or self._failed) and (left := until - time.monotonic()) > 0:
+                _ = self._changed.wait(left)
+            if ready.is_set() and not (self._failed or self._dropped):
+                return
+            lost = self._lost(f"not written within {patience_s:g} s")
+        raise CheckpointError(
+            "the run's files lack records of steps that the checkpoint counts as logged",
+            got=str(lost),
+            where=f"tracker {self.tracker.name}",
+            fix="Free its disk, or leave the tracker out of `to`.",
+        )
+
+    def trouble(self) -> LostRecords | None:
+        """Return records lost so far; None for none."""
+        with self._changed:
+            return self._lost("") or None
+
+    def end(self, ending: Ending) -> None:
+        """Let the thread write the waiting records, finish the tracker, and end."""
+        with self._changed:
+            self._ending = ending
+            self._changed.notify_all()
+
+    def has_ended(self, until: float) -> bool:
+        """Wait for the end of the thread, after `end`; return whether it came.
+
+        Args:
+            until: time of `time.monotonic` at which waiting ends.
+        """
+        with self._changed:
+            if not self._started or os.getpid() != self._process:
+                return True
+            return self._changed.wait_for(lambda: self._done, max(0.0, until - time.monotonic()))
+
+    def losses(self) -> LostRecords:
+        """Return all records lost, after `end`; those that still wait count."""
+        with self._changed:
+            return self._lost(f"did not come back from {self._busy or 'its queue'}")
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._work, name=f"accel-tracker-{self.tracker.name}", daemon=True).start()
+
+    def _lost(self, why_unfinished: str) -> LostRecords:
+        ended = self._done or not self._started
+        unfinished = 0 if ended or self._ending is None else len(self._waiting) + self._taken - self._ended_records
+        late = "" if ended or not why_unfinished else why_unfinished
+        return LostRecords(self.tracker.name, self._dropped, self._failed, unfinished, self._error or late)
+
+    def _work(self) -> None:
+        try:
+            self._call("start", lambda: self._open())
+            while (write := self._next()) is not None:
+                self._taken += 1
+                if not self._is_live or not self._call("log", lambda write=write: write(self._live)):
+                    self._failed += 1
+                self._ended_records += 1
+                with self._changed:
+                    self._changed.notify_all()
+            if self._is_live and (ending := self._ending) is not None:
+                self._call("finish", lambda: self.tracker.finish(self._live, ending))
+        finally:
+            with self._changed:
+                self._done = True
+                self._changed.notify_all()
+
+    def _open(self) -> None:
+        live = self.tracker.start(self._run, self._config)
+        with self._changed:
+            self._live = live
+            self._is_live = True
+            self._changed.notify_all()
+
+    def _next(self) -> Write | None:
+        with self._changed:
+            _ = self._changed.wait_for(lambda: self._waiting or self._ending is not None)
+            if not self._waiting:
+                return None
+            write, size = self._waiting.popleft()
+            self._bytes -= size
+            return write
+
+    def _call(self, name: str, work: Callable[[], object]) -> bool:
+        """Call a function of the tracker; return whether it came back without an error."""
+        self._busy = name
+        try:
+            _ = work()
+        except BaseException as error:  # a library may exit its thread
+            if not self._error:
+                self._error = f"{name}: {type(error).__name__}: {error}"
+                self._warn(f"failed, and its records are lost: {self._error}")
+            with self._changed:
+                self._changed.notify_all()
+            return False
+        self._busy = ""
+        return True
+
+    def _warn(self, text: str) -> None:
+        logging.getLogger("accel.observe").warning("tracker %s %s", self.tracker.name, text)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dvclive`: DVCLive, tables and JSON in the run's folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from accel.observe._media import Figure, Images, png_of
+from accel.observe._tracker import Config, Ending, Run, Tracker, Values
+from accel.observe.trackers._packages import load, needs, picture
+
+
+def dvclive(**options: Any) -> Tracker:
+    """Return the tracker that writes DVCLive's files, by `dvclive.Live`. Extra: `dvclive`.
+
+    The files of a resumed run are cut back to the checkpoint's step.
+
+    Args:
+        options: of `dvclive.Live`, such as `save_dvc_exp` or `dir`, which is `dvclive` in the run's folder by default.
+    """
+
+    def place(run: Run) -> Path:
+        return Path(options.get("dir") or run.folder_for("dvclive") / "dvclive")
+
+    def start(run: Run, config: Config) -> Any:
+        folder = place(run)
+        if run.step is not None:
+            for table in folder.glob("plots/metrics/**/*.tsv"):
+                _cut(table, run.step)
+        given: dict[str, Any] = {"dir": str(folder), "resume": run.step is not None}
+        live = load("dvclive").Live(**{**given, **options})
+        live.log_params(dict(config))
+        return live
+
+    return Tracker(
+        "dvclive",
+        start,
+        _log,
+        _finish,
+        log_images=_log_images,
+        log_figure=_log_figure,
+        check=lambda run: (needs("dvclive", "dvclive")(run), place(run)),
+    )
+
+
+def _cut(table: Path, step: int) -> None:
+    """Cut a table's rows behind a step; the first column with that name has it."""
+    head, *rows = table.read_text().splitlines()
+    at = head.split("\t").index("step")
+    kept = [row for row in rows if row.split("\t")[at].isdigit() and int(row.split("\t")[at]) <= step]
+    beside = table.with_name(f"{table.name}.partial")
+    _ = beside.write_text("\n".join([head, *kept]) + "\n")
+    os.replace(beside, table)
+
+
+def _log(live: Any, values: Values, step: int) -> None:
+    live.step = step
+    for name, value in values.items():
+        live.log_metric(name, value)
+    live.make_summary()
+
+
+def _finish(live: Any, ending: Ending) -> None:
+    live.summary["status"] = ending.status
+    live.make_summary()
+    live.end()
+
+
+def _log_images(live: Any, images: Images, step: int) -> None:
+    live.step = step
+    for at, pixels in enumerate(images.tensors):
+        live.log_image(f"{images.name}-{at}.png", picture(png_of(pixels)))
+
+
+def _log_figure(live: Any, figure: Figure, step: int) -> None:
+    live.step = step
+    live.log_image(f"{figure.name}.png", picture(figure.png))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jsonl`: a line for each call of `log`, in the run's folder."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from accel.observe._media import Figure, Images, Table, png_of
+from accel.observe._tracker import Config, Run, Tracker, Values
+from accel.observe._values import split_times
+from accel.observe.trackers._line_file import LineFile, first_step, open_lines
+from accel.run_folder import METRICS, encode_line
+
+_MEDIA = "media"
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+class _Open(msgspec.Struct, frozen=True):
+    lines: LineFile
+    media: Path
+
+
+def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
+    """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG and JSON files.
+
+    The file of a resumed run is cut back to the checkpoint's last step, so that it is that of a run never killed, apart
+    from the key `time`. Checkpoints wait until it is on the disk. `accel report` reads it.
+
+    Args:
+        path: the file, in the run's folder unless it is absolute.
+    """
+
+    def place(run: Run) -> Path:
+        return run.folder_for("jsonl") / path if not Path(path).is_absolute() else Path(path)
+
+    def start(run: Run, config: Config) -> _Open:
+        del config  # in run.json
+        lines = open_lines(place(run), run)
+        lines.cut_back(run, _step_of)
+        return _Open(lines, lines.path.parent / _MEDIA)
+
+    return Tracker(
+        "jsonl",
+        start,
+        _log,
+        finish=lambda live, ending: live.lines.close(),
+        flush=lambda live: live.lines.flush(),
+        log_images=_log_images,
+        log_table=_log_table,
+        log_figure=_log_figure,
+        first_step=lambda run: first_step(place(run), _step_of),
+        check=place,
+    )
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return msgspec.json.decode(line, type=_Step).step
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _log(live: _Open, values: Values, step: int) -> None:
+    numbers, times = split_times(values)
+    live.lines.append(encode_line(step, numbers, {**times, "at": round(time.time(), 3)}))
+
+
+def _log_images(live: _Open, images: Images, step: int) -> None:
+    for at, pixels in enumerate(images.tensors):
+        _write(live, f"{images.name}-{step:08}-{at}.png", png_of(pixels))
+
+
+def _log_figure(live: _Open, figure: Figure, step: int) -> None:
+    _write(live, f"{figure.name}-{step:08}.png", figure.png)
+
+
+def _log_table(live: _Open, table: Table, step: int) -> None:
+    content: dict[str, Any] = {"columns": table.columns, "rows": table.rows}
+    _write(live, f"{table.name}-{step:08}.json", msgspec.json.encode(content))
+
+
+def _write(live: _Open, name: str, content: bytes) -> None:
+    live.media.mkdir(exist_ok=True)
+    _ = (live.media / _safe(name)).write_bytes(content)
+
+
+@functools.lru_cache(maxsize=256)
+def _safe(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name).lstrip(".")

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mlflow`: MLflow, by its client."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import msgspec
+
+from accel.observe._media import Artifact, Figure, Images, Table, png_of
+from accel.observe._tracker import Config, Ending, Ranks, Run, Tracker, Values
+from accel.observe.trackers._packages import load, needs, picture
+
+_TAG = "accel.run"
+_FIND_S = 60.0
+_POLL_S = 0.5
+_MOST_CHARACTERS = 6000
+
+
+class _Live:
+    """A run of MLflow, as `get_tracker` gives it.
+
+    Attributes:
+        client: an `MlflowClient`.
+        run_id: MLflow's id of the run.
+    """
+
+    def __init__(self, client: Any, run_id: str, prefix: str, is_main: bool) -> None:
+        self.client = client
+        self.run_id = run_id
+        self.prefix = prefix
+        self.is_main = is_main
+        self.last_steps: dict[str, int] = {}  # of metrics that an earlier process has logged
+
+    def last_step(self, key: str) -> int:
+        """Return the last step of a metric that an earlier process has logged; -1 for none."""
+        if key not in self.last_steps:
+            history = self.client.get_metric_history(self.run_id, key)
+            self.last_steps[key] = max((metric.step for metric in history), default=-1)
+        return self.last_steps[key]
+
+
+def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options: Any) -> Tracker:
+    """Return the tracker that writes to MLflow, by an `MlflowClient`. Extra: `mlflow`.
+
+    The project is the experiment. A resumed run is the same run: it is found by its tag `accel.run`. MLflow cannot
+    delete points, so steps that an earlier process has logged already are not logged again.
+
+    Args:
+        tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default as MLflow's own settings say.
+        ranks: processes that write. With several, all write to one run, each to metrics of its own: `rank_3/loss`.
+        options: of `MlflowClient.create_run`, such as `tags`; and `artifact_location` of a new experiment.
+    """
+    location = options.pop("artifact_location", None)
+
+    def start(run: Run, config: Config) -> _Live:
+        client = load("mlflow").MlflowClient(tracking_uri=tracking_uri)
+        prefix = "" if ranks == "main" else f"rank_{run.rank}/"
+        if run.rank > 0:
+            return _Live(client, _find(client, run, _FIND_S), prefix, False)
+        found = "" if run.step is None else _find(client, run, 0.0)
+        if found:
+            client.update_run(found, status="RUNNING")
+            return _Live(client, found, prefix, True)
+        tags = {**options.get("tags", {}), _TAG: run.id}
+        given = {"run_name": run.name, **options, "tags": tags}
+        made = client.create_run(_experiment(client, run.project, location), **given).info.run_id
+        _log_config(client, made, config)
+        return _Live(client, made, prefix, True)
+
+    def log(live: _Live, values: Values, step: int) -> None:
+        metric = load("mlflow.entities").Metric
+        now = int(time.time() * 1000)
+        keys = {_key(live.prefix + name): value for name, value in values.items()}
+        points = [metric(key, value, now, step) for key, value in keys.items() if live.last_step(key) < step]
+        if points:
+            live.client.log_batch(live.run_id, metrics=points)
+
+    return Tracker(
+        "mlflow",
+        start,
+        log,
+        _finish,
+        log_images=_log_images,
+        log_table=_log_table,
+        log_figure=_log_figure,
+        log_artifact=_log_artifact,
+        check=needs("mlflow", "mlflow", "sqlalchemy", "alembic"),
+        ranks=ranks,
+    )
+
+
+def _find(client: Any, run: Run, patience_s: float) -> str:
+    """Return MLflow's id of a run; empty if there is none in time and the run may be made."""
+    until = time.monotonic() + patience_s
+    while True:
+        experiment = client.get_experiment_by_name(run.project)
+        if experiment is not None:
+            query = f"tags.`{_TAG}` = '{run.id}'"
+            for found in client.search_runs([experiment.experiment_id], query, max_results=1):
+                return found.info.run_id
+        if time.monotonic() >= until:
+            break
+        time.sleep(_POLL_S)
+    if patience_s:
+        raise TimeoutError(f"rank 0 has made no run in {patience_s:g} s")
+    return ""
+
+
+def _experiment(client: Any, project: str, location: str | None) -> str:
+    found = client.get_experiment_by_name(project)
+    return found.experiment_id if found is not None else client.create_experiment(project, artifact_location=location)
+
+
+def _log_config(client: Any, run_id: str, config: Config) -> None:
+    param = load("mlflow.entities").Param
+    values = [param(_key(name), str(value)[:_MOST_CHARACTERS]) for name, value in config.items()]
+    for at in range(0, len(values), 100):  # the most of one call
+        client.log_batch(run_id, params=values[at : at + 100])
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _finish(live: _Live, ending: Ending) -> None:
+    if not live.is_main:
+        return
+    if ending.error:
+        live.client.set_tag(live.run_id, "accel.error", ending.error[:_MOST_CHARACTERS])
+    live.client.set_terminated(live.run_id, "FINISHED" if ending.status == "finished" else "FAILED")
+
+
+def _log_images(live: _Live, images: Images, step: int) -> None:
+    for at, pixels in enumerate(images.tensors):
+        file = f"{_key(images.name)}/{step:08}-{at}.png"
+        live.client.log_image(live.run_id, picture(png_of(pixels)), artifact_file=file)
+
+
+def _log_figure(live: _Live, figure: Figure, step: int) -> None:
+    live.client.log_image(live.run_id, picture(figure.png), artifact_file=f"{_key(figure.name)}/{step:08}.png")
+
+
+def _log_table(live: _Live, table: Table, step: int) -> None:
+    content: Any = msgspec.to_builtins({"columns": table.columns, "data": table.rows})
+    live.client.log_dict(live.run_id, content, f"{_key(table.name)}/{step:08}.json")
+
+
+def _log_artifact(live: _Live, artifact: Artifact, step: int) -> None:
+    del step
+    log = live.client.log_artifacts if artifact.path.is_dir() else live.client.log_artifact
+    log(live.run_id, str(artifact.path), artifact.name if artifact.path.is_dir() else None)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tensorboard`: event files in the run's folder."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from accel.observe._media import Figure, Images
+from accel.observe._tracker import Config, Ranks, Run, Tracker, Values
+from accel.observe.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name
+
+
+def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks = "main", **options: Any) -> Tracker:
+    """Return the tracker that writes TensorBoard's event files, by `torch.utils.tensorboard.SummaryWriter`.
+
+    A resumed run writes on in the same folder, and `purge_step` hides the steps behind the checkpoint's. A checkpoint
+    waits until the files hold its steps, if they are local. Extra: `tensorboard`.
+
+    Args:
+        log_dir: folder or URL of the runs; `tensorboard` in the run's folder by default. Each run has a folder in it,
+            and in that each rank if several write.
+        ranks: processes that write.
+        options: of `SummaryWriter`.
+    """
+    remote = log_dir is not None and "://" in str(log_dir)
+
+    def start(run: Run, config: Config) -> Any:
+        place = str(log_dir or run.folder_for("tensorboard") / "tensorboard")
+        parts = [place, own_name(run)] + ([] if ranks == "main" else [rank_name(run)])
+        purge = None if run.step is None else run.step + 1
+        writer = load("torch.utils.tensorboard").SummaryWriter("/".join(parts), purge_step=purge, **options)
+        if run.step is None:
+            writer.add_text("config", f"```json\n{msgspec.json.format(msgspec.json.encode(config)).decode()}\n```")
+        return writer
+
+    def check(run: Run) -> None:
+        needs("tensorboard", "tensorboard")(run)
+        _ = log_dir or run.folder_for("tensorboard")
+
+    return Tracker(
+        "tensorboard",
+        start,
+        _log,
+        finish=lambda writer, ending: writer.close(),
+        flush=None if remote else lambda writer: writer.flush(),
+        log_images=_log_images,
+        log_table=lambda writer, table, step: writer.add_text(table.name, markdown(table), step),
+        log_figure=_log_figure,
+        check=check,
+        ranks=ranks,
+    )
+
+
+def _log(writer: Any, values: Values, step: int) -> None:
+    for name, value in values.items():
+        writer.add_scalar(name, value, step)
+
+
+def _log_images(writer: Any, images: Images, step: int) -> None:
+    for at, pixels in enumerate(images.tensors):
+        name = images.name if len(images.tensors) == 1 else f"{images.name}/{at}"
+        values = array(pixels)
+        writer.add_image(name, values, step, dataformats="HW" if values.ndim == 2 else "HWC")
+
+
+def _log_figure(writer: Any, figure: Figure, step: int) -> None:
+    values = load("numpy").asarray(picture(figure.png).convert("RGB"))
+    writer.add_image(figure.name, values, step, dataformats="HWC")

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models built empty, on the meta device: filled from the first rank, or by a load after they were spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accel.comm import Call, Comm, agreed, call_site, reduce_ints
+from accel.errors import PrepareError
+from accel.parallel._labels import replace_parameter
+from accel.parallel._paths import named_modules
+from accel.parallel._unwrap import stage_modules
+from accel.tensors import is_dtensor, local_part
+
+_WHERE = "prepare_model"
+
+
+def stays_empty(comm: Comm, model: nn.Module) -> bool:
+    """Return whether no rank has values of a model, so that they have to come later. A collective.
+
+    Args:
+        comm: handle of the ranks with the same model.
+        model: not spread.
+
+    Raises:
+        PrepareError: the first rank has no values where others have; or nobody has those of a buffer that no checkpoint
+            holds; the same on every rank.
+    """
+    held_here = [not each.is_meta for each in model.parameters()]
+    missing_first = held_here.count(False) if comm.rank == 0 else 0
+    lost = list(_unsaved_buffers(model))
+    numbers = [missing_first, held_here.count(True), len(lost)]
+    missing, held, most_lost = reduce_ints(comm, Call("prepare_model", "empty parameters", call_site()), numbers, "max")
+    if not missing:
+        return False
+    if held:
+        raise PrepareError(
+            "the rank that others take their values from has none",
+            expected="values on the first rank, or on none",
+            got=f"{missing} parameters on the meta device there, and values of others elsewhere",
+            where=_WHERE,
+            fix="Load the weights on rank 0 and build the model on the meta device elsewhere, or on all ranks.",
+        )
+    if most_lost:
+        raise PrepareError(
+            "a buffer that no checkpoint holds has no values",
+            got=f"{', '.join(lost) or 'buffers of another rank'} on the meta device",
+            where=_WHERE,
+            fix="Set it before prepare to a tensor on the CPU, computed as the model's __init__ does.",
+        )
+    return True
+
+
+def make_room(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give tensors on the meta device memory, whatever it holds, to receive values. Mutates them."""
+    for each in tensors:
+        if each.is_meta:
+            there: torch.Tensor = torch.empty_like(each, device=device)
+            if isinstance(each, nn.Parameter):
+                there = nn.Parameter(there, each.requires_grad)
+            vars(there).update(vars(each))
+            cast(Any, torch.utils).swap_tensors(each, there)
+
+
+def values_or_room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor's values on a device; of one on the meta device room for them."""
+    if tensor.is_meta:
+        return torch.empty_like(tensor.detach(), device=device)
+    return tensor.detach().to(device)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give what is empty in a model memory, and fill it with NaN until its values come. Mutates the model.
+
+    Plain parameters stay the objects that they are; DTensors are replaced.
+
+    Args:
+        model: spread, or whole.
+        device: of the memory.
+    """
+    made: dict[int, nn.Parameter] = {}  # by the empty one's id: tied parameters stay one
+    for path, module in named_modules(model):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            if not is_dtensor(parameter):
+                make_room([parameter], device)
+                _ = parameter.data.copy_(_unknown(parameter, device))
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_unknown(parameter, device), parameter.requires_grad)
+                replace_parameter(f"{path}.{name}" if path else name, parameter, made[id(parameter)])
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, name, _unknown(buffer, device))
+
+
+def expect_values(comm: Comm, model: nn.Module) -> None:
+    """Raise at the first forward of an empty model unless its values have come. Mutates it by a hook.
+
+    Args:
+        comm: handle of the ranks that run a forward at the same time.
+        model: spread, or whole.
+    """
+    first = stage_modules(model)[0]
+
+    def look(_module: nn.Module, _inputs: Any) -> None:
+        with agreed(comm, Call("forward of an empty model", ordered=False)):
+            if empty := names_of_empty(model):
+                raise PrepareError(
+                    "the model has no values yet",
+                    expected="a load or initialisation between prepare and the first forward",
+                    got=f"{len(empty)} parameters and buffers that nobody has filled, such as {empty[0]}",
+                    where="forward",
+                    fix="Load them: accel.load_state(ctx, path, {'model': model}); or call accel.initialize_weights.",
+                )
+        handle.remove()
+
+    handle = first.register_forward_pre_hook(cast(Any, torch.compiler).disable(look), prepend=True)
+
+
+def names_of_empty(model: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers whose values have not come. Waits for the device."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, each in tensors if is_unknown(each)]
+
+
+def is_unknown(tensor: torch.Tensor) -> bool:
+    """Return whether this rank's part of a tensor holds what `allocate` fills in. Waits for the device."""
+    part = local_part(tensor)
+    return part.is_floating_point() and part.numel() > 0 and bool(part.isnan().all())
+
+
+def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of empty buffers that are not persistent."""
+    saved = model.state_dict().keys()
+    return (name for name, each in model.named_buffers() if each.is_meta and name not in saved)
+
+
+def _unknown(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_like(tensor.detach(), device=device)
+    return made.fill_(float("nan")) if made.is_floating_point() else made.zero_()

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that set runs side by side, as rows of texts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import msgspec
+
+from accel.report._curves import AT
+from accel.report._run_data import RunData
+from accel.report._state import RunState
+from accel.run_folder import LaunchRecord, Setting, SourceState
+from accel.terminal import show_clock, show_size
+
+NONE = "–"  # noqa: RUF001 - a dash for a cell without a value
+Rows = list[tuple[str, ...]]
+
+
+def show_time(time_s: float | None) -> str:
+    """Return a time of the day in UTC."""
+    return NONE if time_s is None else datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def show_number(value: float) -> str:
+    """Return a number in few digits; integers in full."""
+    return str(int(value)) if value == value and abs(value) < 1e15 and value == int(value) else f"{value:.6g}"
+
+
+def overview(runs: Sequence[RunData], states: Sequence[RunState]) -> Rows:
+    """Return facts of runs: a row for each fact, a column for each run. Rows without any value are left out."""
+    columns = [_facts(run, state) for run, state in zip(runs, states, strict=True)]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [(name, *(column.get(name, NONE) for column in columns)) for name in names]
+    return [row for row in rows if any(cell != NONE for cell in row[1:])]
+
+
+def last_values(runs: Sequence[RunData]) -> Rows:
+    """Return the last value of each metric of each run, with its step."""
+    names = dict.fromkeys(name for run in runs for name in run.curves.values)
+    return [(name, *(_last(run, name) for run in runs)) for name in names]
+
+
+def configurations(runs: Sequence[RunData]) -> Rows:
+    """Return values of the runs' configurations, a row for each dotted name."""
+    flat = [dict(flatten(run.run.config)) if run.run else {} for run in runs]
+    return _side_by_side(flat)
+
+
+def settings(runs: Sequence[RunData]) -> Rows:
+    """Return the settings of the runs: those of their contexts, and of the newest launches with their sources."""
+    found: list[dict[str, str]] = []
+    for run in runs:
+        launched: Mapping[str, Setting] = run.launches[-1].settings if run.launches else {}
+        settled: Mapping[str, Setting] = run.run.settings if run.run else {}
+        changed = {name: each for name, each in settled.items() if each.value != _value(launched.get(name))}
+        known = {**launched, **changed}  # a launch's "auto" is settled by the script or the machine
+        found.append({name: _setting(setting) for name, setting in known.items()})
+    return _side_by_side(found)
+
+
+def versions(runs: Sequence[RunData]) -> Rows:
+    """Return versions of Python and packages."""
+    return _side_by_side([_versions(run) for run in runs])
+
+
+def differing(rows: Rows) -> list[int]:
+    """Return the numbers of rows whose cells differ."""
+    return [at for at, row in enumerate(rows) if len(set(row[1:])) > 1]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted names of nested values and their texts."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def show_source(source: SourceState | None) -> str:
+    """Return commit and cleanness in one line."""
+    if source is None:
+        return NONE
+    commit = source.commit[:12] or "no commit"
+    branch = f" on {source.branch}" if source.branch else ""
+    changes = "clean" if source.clean else f"{source.changed} changed file{'s' * (source.changed > 1)}"
+    return f"{commit}{branch}, {changes}" + (f", {source.untracked} untracked" if source.untracked else "")
+
+
+def show_command(launch: LaunchRecord) -> str:
+    """Return the script and its arguments as a shell takes them."""
+    return shlex.join(
+        [
+            os.path.relpath(word, launch.folder) if os.path.isabs(word) and not at else word
+            for at, word in enumerate(launch.command)
+        ]
+    )
+
+
+def ranks_of(run: RunData) -> int | None:
+    """Return the number of ranks of a run; None if no record has it."""
+    if run.run is not None:
+        return run.run.world_size
+    if not run.launches or not run.launches[-1].attempts:
+        return None
+    attempt = run.launches[-1].attempts[-1]
+    return len(attempt.ranks) * max(1, len(attempt.hosts))
+
+
+def _facts(run: RunData, state: RunState) -> dict[str, str]:
+    launch = run.launches[-1] if run.launches else None
+    ranks = ranks_of(run)
+    end_s = state.ended_s or _last_reading(run)
+    speed = run.curves.speed()
+    whole = [each for each in run.checkpoints if not each.problem]
+    source = (launch and launch.source) or (run.run and run.run.source) or None
+    return {
+        "state": state.text,
+        "project": run.run.project if run.run else NONE,
+        "run": (run.run.name or run.run.id) if run.run else NONE,
+        "started": show_time(state.started_s),
+        "duration": show_clock(end_s - state.started_s) if end_s and state.started_s else NONE,
+        "last step": NONE if run.curves.last_step is None else str(run.curves.last_step),
+        "steps/s at the end": NONE if speed is None else f"{speed:.3g}",
+        "ranks": NONE if ranks is None else str(ranks),
+        "launches": str(len(run.launches)) if run.launches else NONE,
+        "restarts": str(sum(each.restarts for each in run.launches)) if run.launches else NONE,
+        "checkpoints": f"{len(whole)}, {show_size(sum(each.size for each in whole))}" if whole else NONE,
+        "code": show_source(source),
+        "command": show_command(launch) if launch else NONE,
+        "host": ", ".join(dict.fromkeys(each.host for each in run.launches)) or NONE,
+        "folder": str(run.folder),
+        "unreadable lines": str(run.curves.damaged) if run.curves.damaged else NONE,
+    }
+
+
+def _last_reading(run: RunData) -> float | None:
+    clock = run.curves.time.get(AT)
+    return clock.values[-1] if clock and clock.values else None
+
+
+def _versions(run: RunData) -> dict[str, str]:
+    found = run.run.versions if run.run else {}
+    return {**found, **(run.launches[-1].versions if run.launches else {})}
+
+
+def _last(run: RunData, name: str) -> str:
+    curve = run.curves.values.get(name)
+    end = curve.last if curve else None
+    return NONE if end is None else f"{show_number(end[1]) if end[1] - end[1] == 0 else end[1]} at step {end[0]}"
+
+
+def _value(setting: Setting | None) -> str | None:
+    return None if setting is None else setting.value
+
+
+def _setting(setting: Setting) -> str:
+    return f"{setting.value or 'empty'} ({setting.source})" if setting.source else setting.value
+
+
+def _side_by_side(columns: Sequence[Mapping[str, str]]) -> Rows:
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name, NONE) for column in columns)) for name in names]

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace of torch.profiler as sets of intervals: work, communication, waits for data, steps.
+
+On a GPU, work is what the device does: kernels, copies, fills; communication is a kernel of NCCL. On a CPU, work is an
+operator without those inside of it, communication an event of gloo or c10d. The format is Chrome's:
+https://docs.pytorch.org/docs/stable/profiler.html.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from accel.errors import ConfigError
+from accel.report.traces._intervals import Span, union
+
+DATA = "accel.data"
+_LOADER = "enumerate(DataLoader)"
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_EXCHANGES = ("gloo:", "c10d::", "nccl:", "record_param_comms")
+# they hold other operators, and waits without a name
+_WRAPPERS = re.compile(r"autograd::engine::|torch::autograd::|DistributedDataParallel|.*Backward\d*$")
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_TRACE = re.compile(r"[^.].*\.json(\.gz)?")  # one that is still written begins with a dot
+_RANK = re.compile(r"rank[-_]?(\d+)")
+
+
+class Communication(msgspec.Struct, frozen=True):
+    """A collective of a rank.
+
+    Attributes:
+        name: its name.
+        group: ranks or name of its group; empty if the trace does not say.
+        start, end: its time, in microseconds.
+    """
+
+    name: str
+    group: str
+    start: float
+    end: float
+
+
+class Operator(msgspec.Struct, frozen=True):
+    """An operator, or a kernel on a GPU.
+
+    Attributes:
+        calls: number of calls.
+        time_us: time in it, without operators inside of it, in microseconds.
+    """
+
+    calls: int
+    time_us: float
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The trace of one rank; times are in microseconds.
+
+    Attributes:
+        name: its file.
+        rank: the rank.
+        world_size: number of ranks of the run; None if the trace does not say.
+        on_gpu: whether work and communication are those of a GPU.
+        steps: time of each step, by its number.
+        work: computing.
+        communications: collectives in order of their start.
+        data: waits for data.
+        operators: operators by name.
+    """
+
+    name: str
+    rank: int
+    world_size: int | None
+    on_gpu: bool
+    steps: dict[int, Span]
+    work: list[Span]
+    communications: list[Communication]
+    data: list[Span]
+    operators: dict[str, Operator]
+
+
+class _Event(msgspec.Struct, frozen=True):
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    pid: int | str = 0
+    tid: int | str = 0
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+    @property
+    def span(self) -> Span:
+        return (self.ts, self.ts + self.dur)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    rank: int | None = None
+    world_size: int | None = None
+
+
+class _File(msgspec.Struct, frozen=True):
+    traceEvents: list[_Event]  # noqa: N815 - the format's own name
+    distributedInfo: _Place = _Place()  # noqa: N815
+    accel: _Place = _Place()
+
+
+def read_traces(folder: Path) -> list[Trace]:
+    """Read the traces in a folder in order of their ranks.
+
+    Raises:
+        ConfigError: there is none, a file is no trace, two are of one rank, or they are of different runs.
+    """
+    files = sorted(path for path in folder.iterdir() if _TRACE.fullmatch(path.name))
+    if not files:
+        raise ConfigError(
+            "no traces", expected="files *.json or *.json.gz", where=str(folder), fix="Write some by `accel.profile`."
+        )
+    traces = sorted((parse_trace(path.name, _content(path)) for path in files), key=lambda trace: trace.rank)
+    ranks = [trace.rank for trace in traces]
+    if len(set(ranks)) < len(ranks):
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+        names = ", ".join(trace.name for trace in traces if trace.rank == twice)
+        raise ConfigError(
+            f"several traces of rank {twice}",
+            got=names,
+            where=str(folder),
+            fix="Keep those of one profile in a folder.",
+        )
+    sizes = {trace.world_size for trace in traces} - {None}
+    if len(sizes) > 1:
+        got = ", ".join(f"{trace.name} of {trace.world_size} ranks" for trace in traces)
+        raise ConfigError("traces of different runs", got=got, where=str(folder), fix="Delete those of the other run.")
+    return traces
+
+
+def parse_trace(name: str, content: bytes) -> Trace:
+    """Return a trace.
+
+    Args:
+        name: name of its file, which has the rank where the trace does not say.
+        content: its JSON.
+
+    Raises:
+        ConfigError: it is no trace.
+    """
+    try:
+        file = msgspec.json.decode(content, type=_File)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError("not a trace of torch.profiler", got=str(error), where=name) from error
+    events = [event for event in file.traceEvents if event.ph == "X" and event.dur > 0]
+    on_gpu = any(event.cat == "kernel" for event in events)
+    exchanges = [event for event in events if is_exchange(event.cat, event.name, on_gpu=on_gpu)]
+    own = _device_work(events) if on_gpu else _operator_work(events)
+    found = _RANK.search(name)
+    ranks = (file.accel.rank, file.distributedInfo.rank, int(found[1]) if found else None)
+    sizes = (file.accel.world_size, file.distributedInfo.world_size)
+    return Trace(
+        name=name,
+        rank=next((rank for rank in ranks if rank is not None), 0),
+        world_size=next((size for size in sizes if size is not None), None),
+        on_gpu=on_gpu,
+        steps=_steps(events),
+        work=union(span for _, spans in own for span in spans),
+        communications=sorted(
+            (Communication(event.name, _group(event), *event.span) for event in exchanges), key=lambda each: each.start
+        ),
+        data=union(event.span for event in events if event.name == DATA or event.name.startswith(_LOADER)),
+        operators=_sums(own),
+    )
+
+
+def is_exchange(cat: str, name: str, *, on_gpu: bool) -> bool:
+    """Return whether an event is communication."""
+    if on_gpu:
+        return cat == "kernel" and ("nccl" in name.lower() or "rccl" in name.lower())
+    return name.startswith(_EXCHANGES)
+
+
+def _steps(events: Iterable[_Event]) -> dict[int, Span]:
+    """Return the windows of steps: those of the device, where kernels run after the host has left a step."""
+    found: dict[str, dict[int, Span]] = {"gpu_user_annotation": {}, "user_annotation": {}}
+    for event in events:
+        if event.cat in found and (match := _STEP.fullmatch(event.name)):
+            found[event.cat][int(match[1])] = event.span
+    return found["gpu_user_annotation"] or found["user_annotation"]
+
+
+def _device_work(events: Iterable[_Event]) -> list[tuple[str, list[Span]]]:
+    return [
+        (event.name, [event.span])
+        for event in events
+        if event.cat in _DEVICE and not is_exchange(event.cat, event.name, on_gpu=True)
+    ]
+
+
+def _operator_work(events: Iterable[_Event]) -> list[tuple[str, list[Span]]]:
+    """Return operators of a CPU with their time outside of operators that they call."""
+    threads: dict[tuple[int | str, int | str], list[_Event]] = {}
+    for event in events:
+        if event.cat == "cpu_op":
+            threads.setdefault((event.pid, event.tid), []).append(event)
+    own: list[tuple[str, list[Span]]] = []
+    for calls in threads.values():
+        own += [
+            (event.name, spans)
+            for event, spans in _own_time(calls)
+            if not (event.name.startswith(_EXCHANGES) or _WRAPPERS.match(event.name))
+        ]
+    return own
+
+
+def _own_time(calls: list[_Event]) -> list[tuple[_Event, list[Span]]]:
+    """Return calls of one thread, each with its time outside of the calls inside of it."""
+    found: list[tuple[_Event, list[Span]]] = []
+    opened: list[int] = []
+    for call in sorted(calls, key=lambda call: (call.ts, -call.dur)):
+        start, end = call.span
+        while opened and found[opened[-1]][0].span[1] <= start:
+            _ = opened.pop()
+        if opened:
+            spans = found[opened[-1]][1]
+            last = spans.pop() if spans else (start, start)
+            spans += [span for span in ((last[0], start), (end, last[1])) if span[0] < span[1]]
+        opened.append(len(found))
+        found.append((call, [call.span]))
+    return found
+
+
+def _sums(own: Iterable[tuple[str, Sequence[Span]]]) -> dict[str, Operator]:
+    sums: dict[str, Operator] = {}
+    for name, spans in own:
+        before = sums.get(name, Operator(0, 0.0))
+        sums[name] = Operator(before.calls + 1, before.time_us + sum(end - start for start, end in spans))
+    return sums
+
+
+def _group(event: _Event) -> str:
+    args: Any = msgspec.json.decode(event.args)
+    return str(args.get("Process Group Ranks") or args.get("Process Group Name") or "")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError("a trace cannot be read", got=str(error), where=str(path)) from error

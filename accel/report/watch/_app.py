@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The terminal program that follows a run, by textual and plotext: curves, ranks, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.containers import Grid, Horizontal
+from textual.widgets import DataTable, Footer, Header, Static
+from textual_plotext import PlotextPlot
+
+from accel.report._curves import AT, Curve, thin
+from accel.report._run_data import RunData
+from accel.report._state import state_of
+from accel.report.watch._followed import FollowedRun
+from accel.report.watch._lines import rank_rows, status_line
+from accel.terminal import show_age, show_size, show_text
+
+_SHOWN = 4  # curves on the screen
+_POINTS = 400  # of a curve: a terminal has no more columns
+_MOST_CHECKPOINTS = 50
+
+
+class WatchApp(App[None]):
+    """Follows a run until it is left.
+
+    Args:
+        followed: the run.
+        every_s: seconds between two looks at its files.
+        now_s: returns the time, in seconds since the epoch.
+    """
+
+    CSS = """
+    #status { height: auto; padding: 0 1; background: $panel; }
+    #curves { grid-size: 2; height: 3fr; }
+    #tables { height: 1fr; min-height: 6; }
+    PlotextPlot { height: 100%; }
+    DataTable { width: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("q", "quit", "Quit"),
+        ("space", "hold", "Hold"),
+        ("n", "turn(1)", "Next curves"),
+        ("p", "turn(-1)", "Previous curves"),
+    ]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, followed: FollowedRun, *, every_s: float, now_s: Any) -> None:
+        super().__init__()
+        self._followed = followed
+        self._every_s = every_s
+        self._now_s = now_s
+        self._page = 0
+        self.holds = False
+        self.curve_names: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        """Yield the parts of the screen."""
+        yield Header(show_clock=True)
+        yield Static(id="status")
+        with Grid(id="curves"):
+            for at in range(_SHOWN):
+                yield PlotextPlot(id=f"curve-{at}")
+        with Horizontal(id="tables"):
+            yield DataTable[Text](id="ranks", cursor_type="none")
+            yield DataTable[Text](id="checkpoints", cursor_type="none")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to follow."""
+        _ = self._table("ranks").add_columns("rank", "host", "after", "state")
+        _ = self._table("checkpoints").add_columns("checkpoint", "size", "age", "metrics")
+        self.refresh_run()
+        _ = self.set_interval(self._every_s, self.refresh_run)
+
+    def action_hold(self) -> None:
+        """Stop following, or go on."""
+        self.holds = not self.holds
+        self.refresh_run()
+
+    def action_turn(self, pages: int) -> None:
+        """Show other curves."""
+        self._page += pages
+        self.refresh_run()
+
+    def refresh_run(self) -> None:
+        """Read what is new, and show it."""
+        if self.holds:
+            self.sub_title = "held"
+            return
+        try:
+            run = self._followed.look()
+        except OSError as error:
+            self.sub_title = show_text(str(error))
+            return
+        state = state_of(run.run, run.launches)
+        self.title = show_text(run.name)
+        self.sub_title = show_text(state.text)
+        self.query_one("#status", Static).update(Text(status_line(run, state)))
+        self._show_curves(run)
+        self._fill("ranks", rank_rows(run.launches))
+        self._fill("checkpoints", self._checkpoint_rows(run))
+
+    def _show_curves(self, run: RunData) -> None:
+        curves = {**run.curves.values, **{name: each for name, each in run.curves.time.items() if name != AT}}
+        self.curve_names = list(curves)
+        pages = max(1, -(-len(curves) // _SHOWN))
+        self._page %= pages
+        names = self.curve_names[self._page * _SHOWN : (self._page + 1) * _SHOWN]
+        self.query_one("#curves", Grid).styles.grid_size_columns = 1 if len(names) < 2 else 2
+        for at in range(_SHOWN):
+            plot = self.query_one(f"#curve-{at}", PlotextPlot)
+            plot.display = at < len(names)
+            if at < len(names):
+                _draw(plot, names[at], curves[names[at]])
+
+    def _checkpoint_rows(self, run: RunData) -> list[tuple[str, ...]]:
+        newest = list(run.checkpoints)[-_MOST_CHECKPOINTS:][::-1]
+        return [
+            (
+                each.name,
+                show_size(each.size),
+                show_age(self._now_s() - each.changed_s),
+                each.problem or "  ".join(f"{name} {value:g}" for name, value in each.metrics.items()),
+            )
+            for each in newest
+        ]
+
+    def _fill(self, name: str, rows: Sequence[Sequence[str]]) -> None:
+        table = self._table(name)
+        at = table.scroll_y
+        _ = table.clear()
+        for row in rows:
+            _ = table.add_row(*(Text(show_text(cell)) for cell in row))
+        table.scroll_to(y=at, animate=False)
+
+    def _table(self, name: str) -> DataTable[Text]:
+        found: DataTable[Text] = self.query_one(f"#{name}", DataTable)  # pyright: ignore[reportUnknownVariableType]
+        return found
+
+
+def open_app(followed: FollowedRun, *, every_s: float, now_s: Any) -> None:
+    """Follow a run in this terminal until it is left.
+
+    Args:
+        followed: the run.
+        every_s: seconds between two looks at its files.
+        now_s: returns the time, in seconds since the epoch.
+    """
+    WatchApp(followed, every_s=every_s, now_s=now_s).run()
+
+
+def _draw(plot: PlotextPlot, name: str, curve: Curve) -> None:
+    plt: Any = plot.plt
+    plt.clear_data()
+    steps, values = thin(curve.steps, curve.values, _POINTS)
+    bad = f", {len(curve.marks)} not finite" if curve.marks else ""
+    plt.title(show_text(name) + bad)
+    if steps:
+        plt.plot(steps, values, marker="braille")
+    plot.refresh()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of reading without files: byte ranges and addresses in, the requests to make out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+PAGE = 4096  # what reads past the page cache align to: offset in the file, address, and length
+CHUNK = 8 << 20  # largest request, and the staging memory of a reader
+
+_LEAST_STRAIGHT = 64 << 10  # below, one request for a page's neighbours costs less than three aligned ones
+_GAP = 32 << 10  # unwanted bytes between two ranges that cost less than another request
+
+
+class Piece(NamedTuple):
+    """Wanted bytes of a file.
+
+    Attributes:
+        start: first byte in the file.
+        nbytes: number of bytes.
+        address: first byte in memory.
+    """
+
+    start: int
+    nbytes: int
+    address: int
+
+    @property
+    def stop(self) -> int:
+        """The end in the file."""
+        return self.start + self.nbytes
+
+
+class Request(NamedTuple):
+    """One read of at most `CHUNK` bytes of a file, from a page's start.
+
+    Attributes:
+        start: first byte in the file, a multiple of `PAGE`.
+        stop: end of the wanted bytes in the file.
+        pieces: the wanted bytes inside, in order of `start`.
+        is_straight: whether the request is one piece of whole pages, whose address is a multiple of `PAGE`.
+    """
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    is_straight: bool
+
+
+def plan_requests(
+    wanted: Iterable[Piece], *, chunk: int = CHUNK, gap: int = _GAP, least: int = _LEAST_STRAIGHT
+) -> list[Request]:
+    """Plan the requests that fill memory with pieces of one file.
+
+    Neighbours in the file are joined. Whole pages whose address has the file's alignment go straight to memory; the
+    rest is staged, several pieces by one request.
+
+    Args:
+        wanted: pieces in any order; they may overlap in the file, not in memory.
+        chunk: largest request in bytes, a multiple of `PAGE`.
+        gap: largest number of unwanted bytes to read between two staged pieces.
+        least: smallest number of bytes to read straight to memory.
+
+    Returns:
+        Requests in order of the file. Their pieces cover each wanted byte exactly once.
+    """
+    straight: list[Request] = []
+    staged: list[Piece] = []
+    for piece in _merged(sorted(each for each in wanted if each.nbytes)):
+        first, last = _whole_pages(piece)
+        if (piece.address - piece.start) % PAGE or last - first < least:
+            staged.append(piece)
+            continue
+        staged += [_cut(piece, piece.start, first), _cut(piece, last, piece.stop)]
+        for start in range(first, last, chunk):
+            inside = _cut(piece, start, min(start + chunk, last))
+            straight.append(Request(start, inside.stop, (inside,), True))
+    requests = straight + _staged([each for each in staged if each.nbytes], chunk, gap)
+    return sorted(requests, key=lambda request: request.start)
+
+
+def is_tiled(pieces: Sequence[Piece]) -> bool:
+    """Return whether ordered pieces follow each other in the file without gaps."""
+    return all(piece.stop == following.start for piece, following in itertools.pairwise(pieces))
+
+
+def pages_around(start: int, stop: int) -> tuple[int, int]:
+    """Return the start and the end of the whole pages that hold a range."""
+    return start - start % PAGE, -(-stop // PAGE) * PAGE
+
+
+def _merged(ordered: Sequence[Piece]) -> list[Piece]:
+    """Join pieces that follow each other both in the file and in memory."""
+    found: list[Piece] = []
+    for piece in ordered:
+        last = found[-1] if found else None
+        if last is not None and last.stop == piece.start and last.address + last.nbytes == piece.address:
+            found[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
+        else:
+            found.append(piece)
+    return found
+
+
+def _whole_pages(piece: Piece) -> tuple[int, int]:
+    """Return the start and the end of the whole pages inside a piece."""
+    return -(-piece.start // PAGE) * PAGE, piece.stop - piece.stop % PAGE
+
+
+def _cut(piece: Piece, start: int, stop: int) -> Piece:
+    return Piece(start, stop - start, piece.address + start - piece.start)
+
+
+def _staged(pieces: Iterable[Piece], chunk: int, gap: int) -> list[Request]:
+    """Join pieces into requests, and cut them where a request is full."""
+    found: list[Request] = []
+    start, stop, inside = 0, -1, list[Piece]()
+
+    def finish() -> None:
+        if inside:
+            found.append(Request(start, stop, tuple(inside), False))
+
+    waiting = sorted(pieces, reverse=True)
+    while waiting:
+        piece = waiting.pop()
+        if not inside or piece.start > stop + gap or piece.start >= start + chunk:
+            finish()
+            start, stop, inside = pages_around(piece.start, piece.stop)[0], piece.start, []
+        end = min(piece.stop, start + chunk)
+        inside.append(_cut(piece, piece.start, end))
+        stop = max(stop, end)
+        if end < piece.stop:
+            rest = _cut(piece, end, piece.stop)
+            at = len(waiting)
+            while at and waiting[at - 1] < rest:
+                at -= 1
+            waiting.insert(at, rest)
+    finish()
+    return found

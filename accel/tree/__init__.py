@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested containers: taken apart, mapped and rebuilt; and the functions of batches that are made of them."""
+
+from accel.tree._batches import (
+    concatenate as concatenate,
+    convert_to_fp32 as convert_to_fp32,
+    find_batch_size as find_batch_size,
+    send_to_device as send_to_device,
+    slice_tensors as slice_tensors,
+    tensors_equal as tensors_equal,
+)
+from accel.tree._container import Container as Container, Containers as Containers
+from accel.tree._walk import (
+    Leaf as Leaf,
+    flatten as flatten,
+    has_method as has_method,
+    leaves as leaves,
+    map_leaves as map_leaves,
+    map_movable as map_movable,
+    map_tensors as map_tensors,
+    nodes as nodes,
+    replace_tensors as replace_tensors,
+    structure as structure,
+    tensors as tensors,
+)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts of transformers: from the hub's layout to the model as it runs, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import accel
+from accel.testing import simulate
+
+RECIPES = accel.expert_recipes(stored_block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+@pytest.fixture(scope="module")
+def original() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    return MixtralForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def folder(original: MixtralForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    original.save_pretrained(folder, max_shard_size="30KB")
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    return found
+
+
+def test_a_checkpoint_of_the_hub_becomes_the_model_and_the_model_the_checkpoint(
+    original: MixtralForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    ctx = accel.single("cpu")
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in tensors(folder)
+    reference = MixtralForCausalLM.from_pretrained(folder)
+    model = accel.init_empty_weights(lambda: MixtralForCausalLM(original.config))
+    assert model.model.layers[0].mlp.experts.gate_up_proj.is_meta
+    accel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
+    state = model.state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    ids = torch.arange(10).view(1, -1)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, reference.eval()(ids).logits)
+    accel.save_model(ctx, model, tmp_path / "out", rename=RECIPES, max_shard_size="30KB")
+    written, read = tensors(tmp_path / "out"), tensors(folder)
+    assert written.keys() == read.keys()
+    assert all(torch.equal(written[name], read[name]) for name in read)
+
+
+def test_ranks_of_a_sharded_model_save_the_checkpoint_of_the_hub(
+    original: MixtralForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    def run(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, strategy="fsdp")
+        model = accel.init_empty_weights(lambda: MixtralForCausalLM(original.config))
+        model = accel.prepare_model(ctx, model)
+        accel.load_checkpoint_in_model(ctx, model, folder, rename=RECIPES)
+        accel.save_model(ctx, model, tmp_path, rename=RECIPES, max_shard_size="30KB")
+
+    simulate(run, 2, default_group=True)
+    written, read = tensors(tmp_path), tensors(folder)
+    assert written.keys() == read.keys()
+    assert all(torch.equal(written[name], read[name]) for name in read)

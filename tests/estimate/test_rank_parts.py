@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and messages of stages and of experts, held against a step of simulated ranks that train a small model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from fake_ranks import Live
+from small_llamas import attend_as_on_gpus, llama, sizes_of
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+import accel
+from accel.estimate import Step, Transformer, step_traffic
+from accel.estimate._rank_memory import memory_by_moment
+from accel.tensors import local_part
+from accel.testing import Simulator
+from accel.testing._group import SimulatedGroup
+from accel.topology import Axes, Plan
+
+SIZES = {"width": 256, "heads": 4, "kv_heads": 4, "inner": 704, "vocabulary": 1000}
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
+    """Bytes that ranks send, by rank and operation; what simulated ranks copy on the way is not theirs."""
+    found = Counter[tuple[int, str]]()
+
+    def count(name: str, operation: str, given: Any) -> None:
+        inner = getattr(SimulatedGroup, name)
+
+        def counted(self: SimulatedGroup, *args: Any, **options: Any) -> Any:
+            size = given(args).nbytes
+            if self.size() > 1 and (operation != "all-reduce" or size > 8):  # those of 8 bytes are of norms
+                found[self._world_rank(self.rank()), operation] += size
+            with _disable_current_modes():
+                return inner(self, *args, **options)
+
+        monkeypatch.setattr(SimulatedGroup, name, counted)
+
+    count("send", "send", lambda args: args[0][0])
+    for name in ("all_to_all_single", "alltoall_base"):
+        count(name, "all-to-all", lambda args: args[1])
+    for name in ("all_gather_single", "_allgather_base"):
+        count(name, "all-gather", lambda args: args[0])
+    for name in ("reduce_scatter_single", "_reduce_scatter_base"):
+        count(name, "reduce-scatter", lambda args: args[1])
+    count("allreduce", "all-reduce", lambda args: args[0][0])
+    return found
+
+
+def mixtral(sizes: Transformer) -> Any:
+    """A model of transformers whose experts compute one after another."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.MixtralConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_width,
+        num_local_experts=sizes.experts,
+        num_experts_per_tok=sizes.experts_per_token,
+        experts_implementation="eager",
+        use_cache=False,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    logits = getattr(output, "logits", output)
+    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def peak(
+    ctx: accel.DistContext, sizes: Transformer, axes: Axes, step: Step, plan: Plan, sent: Counter[tuple[int, str]]
+) -> int:
+    """The most bytes of the second step, which has a state of the optimizer from its start."""
+    ctx = accel.replace(ctx, mesh=str(axes), precision="bf16", strategy=step.strategy)
+    with accel.seeded(ctx, 0):
+        model = mixtral(sizes) if sizes.experts else llama(sizes)
+    attend_as_on_gpus(model)
+    if step.recompute:
+        accel.checkpoint_activations(model)
+    model = accel.prepare_model(ctx, model, plan=plan)
+    optimizer = accel.prepare_optimizer(ctx, torch.optim.AdamW(model.parameters(), foreach=True))  # as on GPUs
+    generator = torch.Generator().manual_seed(ctx.rank if axes.pp == 1 else 0)
+    ids = torch.randint(sizes.vocabulary, (step.rows * step.micro_batches, step.tokens), generator=generator)
+    scaler, accum = accel.loss_scale(ctx), accel.Accumulation()
+    with Live([*map(local_part, model.parameters()), *model.buffers()]) as live:
+        for _ in range(2):
+            live.restart()
+            accel.wait_for_everyone(ctx)
+            sent.clear()
+            accel.wait_for_everyone(ctx)
+            inputs = (scaler, accum.next(), {"input_ids": ids})
+            loss, accum = accel.forward_backward(ctx, model, *inputs, targets=ids, loss_fn=loss_of, weight=ids.numel())
+            del loss
+            accum = accel.optimizer_step(ctx, optimizer, scaler, accum).accum
+    return live.peak
+
+
+LLAMA = sizes_of(**SIZES)
+MIXTRAL = sizes_of(**SIZES | {"layers": 2}, experts=4, experts_per_token=2)
+FOUR = {"tokens": 512, "micro_batches": 4}
+CASES = {
+    "replicas of stages": (LLAMA, Axes(pp=2, dp=2), Step(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
+    "shards of stages": (LLAMA, Axes(pp=2, dp=2), Step(**FOUR), Plan(micro_batches=4)),
+    "stages alone": (LLAMA, Axes(pp=4), Step(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
+    "all forwards first": (
+        LLAMA, Axes(pp=2), Step(**FOUR, strategy="ddp"), Plan(micro_batches=4, schedule="GPipe"),
+    ),
+    "recomputed": (
+        LLAMA, Axes(pp=2, dp=2), Step(**FOUR, recompute=True), Plan(micro_batches=4, schedule="GPipe"),
+    ),
+    "two stages a rank": (
+        LLAMA, Axes(pp=2, dp=2), Step(**FOUR), Plan(micro_batches=4, schedule="Interleaved1F1B", stages_per_rank=2),
+    ),
+    "stages that ranks share": (LLAMA, Axes(pp=2, tp=2), Step(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
+    "replicas": (LLAMA, Axes(dp=2), Step(tokens=512, strategy="ddp"), Plan()),
+    "replicas that hold gradients": (LLAMA, Axes(dp=2), Step(**FOUR, strategy="ddp"), Plan(micro_batches=4)),
+    "experts": (MIXTRAL, Axes(dp=4, ep=2), Step(tokens=512), Plan()),
+    "experts of ranks that share attention": (MIXTRAL, Axes(dp=2, tp=2, ep=2), Step(tokens=512), Plan()),
+    "each rank its expert": (MIXTRAL, Axes(dp=2, tp=2, ep=4), Step(tokens=512, recompute=True), Plan()),
+    "experts along tp alone": (MIXTRAL, Axes(tp=2, ep=2), Step(tokens=512), Plan()),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_simulated_ranks_is_as_estimated(ranks: Simulator, sent: Counter[Any], name: str) -> None:
+    sizes, axes, step, plan = CASES[name]
+    size = axes.world_size
+    peaks = ranks.run(lambda ctx: peak(ctx, sizes, axes, step, plan, sent), size, default_group=True)
+    for stage in range(axes.pp):
+        own = range(stage * size // axes.pp, (stage + 1) * size // axes.pp)
+        expected = Counter[str]()
+        for each in step_traffic(sizes, axes, step, plan, stage=stage):
+            expected[each.operation] += each.bytes
+        operations = {operation for rank, operation in sent if rank in own}
+        assert {each: sum(sent[rank, each] for rank in own) / len(own) for each in operations} == expected
+        found = min(peaks[rank] for rank in own)  # a rank that sums for others takes more
+        largest = max(each.total for each in memory_by_moment(sizes, axes, step, plan, stage))
+        assert largest == pytest.approx(found, rel=0.1), (stage, largest / found)

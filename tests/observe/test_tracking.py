@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers: a thread each, losses that are counted, ends with a status, and slips that are errors on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from catching import caught
+from processes import patience, same_path
+
+import accel
+from accel.testing import Simulator
+
+jsonl, csv = accel.trackers.jsonl, accel.trackers.csv
+
+
+class Recorded:
+    """A tracker that keeps what it is handed, and does something else in one of its functions."""
+
+    def __init__(self, at: str = "", does: Any = None, **options: Any) -> None:
+        self.runs: list[accel.Run] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.endings: list[accel.Ending] = []
+
+        def start(run: accel.Run, config: Any) -> Recorded:
+            self.runs.append(run)
+            return does() if at == "start" else self
+
+        def log(live: Any, values: Any, step: int) -> None:
+            if at == "log":
+                does()
+            self.rows.append((step, dict(values)))
+
+        def finish(live: Any, ending: accel.Ending) -> None:
+            if at == "finish":
+                does()
+            self.endings.append(ending)
+
+        self.tracker = accel.Tracker("recorded", start, log, finish, **options)
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def fail() -> None:
+    raise OSError("no network")
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("at", ["start", "log", "finish"])
+@pytest.mark.parametrize("does", [hang, fail])
+def test_a_tracker_that_hangs_or_fails_delays_no_step_and_is_told(
+    at: str, does: Any, tmp_path: Path, ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(ctx: accel.DistContext) -> bool:
+        other = Recorded(at, does).tracker
+        with accel.tracking(ctx, "p", to=[other, jsonl()], dir=tmp_path, finish_s=0.5) as trackers:
+            for step in range(20):
+                accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+        return accel.any_rank(ctx, True)  # the context stays open
+
+    assert ranks.run(train, 2) == [True, True]
+    assert [line["step"] for line in lines(tmp_path)] == list(range(20))
+    told = [record.getMessage() for record in caplog.records if "tracker recorded" in record.getMessage()][-1]
+    count = {"start": 20, "log": 20, "finish": 0}[at]
+    if does is fail:
+        assert f"{at}: OSError: no network" in told
+        assert f"{count} failed" in told or not count
+    else:
+        assert f"did not come back from {at}" in told
+        assert f"{count} unfinished" in told or not count
+
+
+def test_a_full_queue_drops_the_oldest_records_and_counts_them(caplog: pytest.LogCaptureFixture) -> None:
+    ctx, gate = accel.single(), threading.Event()
+    slow = Recorded("log", gate.wait)
+    with accel.tracking(ctx, "p", to=[slow.tracker], room_bytes=1000) as trackers:
+        for step in range(100):
+            accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+        gate.set()
+    steps = [step for step, _ in slow.rows]
+    assert 0 < len(steps) < 10
+    assert steps[-1] == 99
+    assert f"{100 - len(steps)} dropped" in caplog.records[-1].getMessage()
+
+
+def test_strict_trackers_raise_on_every_rank_at_the_same_step(ranks: Simulator) -> None:
+    def train(ctx: accel.DistContext) -> tuple[int, str]:
+        step = 0
+        try:
+            with accel.tracking(ctx, "p", to=[Recorded("log", fail).tracker], strict=True) as trackers:
+                for step in range(100_000):
+                    accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+        except accel.TrackerError as error:
+            return step, error.got
+        raise AssertionError
+
+    first, second = ranks.run(train, 2)
+    assert first == second
+    assert "on rank 0" in first[1]
+    assert "OSError: no network" in first[1]
+
+    def end(ctx: accel.DistContext) -> BaseException | None:
+        trackers = accel.init_trackers(ctx, "p", to=[Recorded("finish", fail).tracker], strict=True)
+        accel.log(ctx, trackers, {"loss": 1.0}, step=0)
+        return caught(lambda: accel.end_trackers(ctx, trackers))
+
+    assert [type(error) for error in ranks.run(end, 2)] == [accel.TrackerError] * 2
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), KeyboardInterrupt("boom")])
+def test_a_loop_that_raises_ends_its_run_as_failed_with_all_records(error: BaseException, tmp_path: Path) -> None:
+    ctx, recorded = accel.single(), Recorded()
+
+    def train() -> None:
+        config = {"lr": 0.1, "api_key": "hunter2"}
+        with accel.tracking(ctx, "p", to=[recorded.tracker, jsonl()], dir=tmp_path, config=config) as trackers:
+            for step in range(9):
+                accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+            raise error
+
+    with pytest.raises(type(error), match="boom"):
+        train()
+    assert recorded.endings == [accel.Ending("failed", f"{type(error).__name__}: boom")]
+    assert len(recorded.rows) == len(lines(tmp_path)) == 9
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert (run["status"], run["error"]) == ("failed", f"{type(error).__name__}: boom")
+    assert run["settings"]["precision"] == {"value": "fp32", "source": ""}
+    assert (run["config"], run["hidden"]) == ({"lr": 0.1, "api_key": "***"}, ["api_key"])
+    assert run["id"] == recorded.runs[0].id
+
+
+def test_a_wait_at_the_end_is_told_with_the_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel.observe._hub._SILENT_S", 0.05)
+    gate = threading.Event()
+    trackers = accel.init_trackers(accel.single(), "p", to=[Recorded("finish", gate.wait).tracker])
+    accel.log(accel.single(), trackers, {"loss": 1.0}, step=1)
+    accel.end_trackers(accel.single(), trackers, error=ValueError("boom"), finish_s=0.1)
+    gate.set()
+    assert caplog.messages[0] == "ValueError: boom; waiting up to 0.05 s for recorded to finish"
+
+
+def test_a_run_that_failed_before_its_first_record_leaves_its_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        accel.tracking(accel.single(), "p", to=[jsonl()], dir=tmp_path, config={"lr": 0.1}),
+    ):
+        _ = 1 / 0
+    assert json.loads((tmp_path / "run.json").read_text())["error"] == "ZeroDivisionError: division by zero"
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("where", "writing"), [("main", [0]), ("host", [0, 2]), ("every", [0, 1, 2, 3])])
+def test_a_tracker_says_which_ranks_write(where: Any, writing: list[int], ranks: Simulator) -> None:
+    def train(ctx: accel.DistContext) -> tuple[list[accel.Run], bool]:
+        ctx = dataclasses.replace(ctx, local_rank=ctx.rank % 2, local_world_size=2, num_nodes=2)
+        recorded = Recorded(ranks=where)
+        with accel.tracking(ctx, "p", to=[recorded.tracker]) as trackers:
+            accel.log(ctx, trackers, {"rank": ctx.rank}, step=1)
+            has = accel.get_tracker(trackers, "recorded") is recorded
+        assert [values["rank"] for _, values in recorded.rows] == ([ctx.rank] if has else [])
+        return recorded.runs, has
+
+    found = ranks.run(train, 4)
+    assert [rank for rank, (_, has) in enumerate(found) if has] == writing
+    assert len({(run.id, run.name) for runs, _ in found for run in runs}) == 1
+    assert [run.rank for runs, _ in found for run in runs] == writing
+
+
+SLIPS: list[tuple[str, Any]] = [
+    ("these are no trackers", lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
+    ("this is no image", lambda ctx, t: accel.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
+    ("permute", lambda ctx, t: accel.log_images(ctx, t, {"x": torch.rand(8, 8, 3)}, step=9)),
+    ("is no number|not a number", lambda ctx, t: accel.log(ctx, t, {"text": "high"}, step=9)),
+    ("one real element|not a number", lambda ctx, t: accel.log(ctx, t, {"loss": torch.ones(2)}, step=9)),
+    ("each line has itself", lambda ctx, t: accel.log(ctx, t, {"step": 3}, step=9)),
+    ("each line has itself", lambda ctx, t: accel.log(ctx, t, {"time": 3}, step=9)),
+    ("two values have one name", lambda ctx, t: accel.log(ctx, t, {"a/b": 1, "a": {"b": 2}}, step=9)),
+    ("not a name", lambda ctx, t: accel.log(ctx, t, {"a\nb": 1}, step=9)),
+    ("goes back: expected 5 or above, got 4", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=4)),
+    ("not a step", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=5.5)),
+    ("Did you mean `jsonl`", lambda ctx, t: accel.get_tracker(t, "json")),
+    ("no tracker takes artifacts", lambda ctx, t: accel.log_artifact(ctx, t, "file", step=9)),
+    ("shape \\[5, 2, 2\\]", lambda ctx, t: accel.log_images(ctx, t, {"a": torch.ones(5, 2, 2)}, step=9)),
+    ("torch.int64", lambda ctx, t: accel.log_images(ctx, t, {"a": torch.ones(2, 2).long()}, step=9)),
+    ("expected 2 values, got 1 - at log_table, t, row 0", lambda ctx, t: accel.log_table(
+        ctx, t, "t", columns=["a", "b"], rows=[[1]], step=9)),
+    ("trackers have ended", lambda ctx, t: (accel.end_trackers(ctx, t), accel.log(ctx, t, {"loss": 1}, step=9))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "slip"), SLIPS, ids=[message for message, _ in SLIPS])
+def test_a_slip_is_an_error_on_every_rank(message: str, slip: Any, tmp_path: Path, ranks: Simulator) -> None:
+    def train(ctx: accel.DistContext) -> BaseException | None:
+        with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
+            accel.log(ctx, trackers, {"loss": 1.0}, step=5)
+            return caught(slip, ctx, trackers)
+
+    for error in ranks.run(train, 2):
+        assert isinstance(error, accel.ConfigError)
+        with pytest.raises(accel.ConfigError, match=message):
+            raise error
+
+
+def missing(run: accel.Run) -> None:
+    raise accel.MissingExtraError("needs wandb")
+
+
+OPENINGS: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (accel.ConfigError, "not a tracker", {"to": ["wandb"]}),
+    (accel.ConfigError, "not a list of trackers", {"to": jsonl()}),
+    (accel.ConfigError, "two trackers have one name", {"to": [jsonl(), jsonl("b")]}),
+    (accel.ConfigError, "the run has no folder", {"to": [jsonl()]}),
+    (accel.ConfigError, "unknown ranks", {"to": [msgspec.structs.replace(Recorded().tracker, ranks="all")]}),
+    (accel.MissingExtraError, "needs wandb", {"to": [msgspec.structs.replace(Recorded().tracker, check=missing)]}),
+    (accel.ConfigError, "not a configuration", {"to": [], "config": 3}),
+    (accel.ConfigError, "not a name", {"to": [], "run": ""}),
+    (accel.ConfigError, "no room", {"to": [], "room_bytes": 0}),
+    (accel.ConfigError, "folder cannot be written", {"to": [], "dir": f"{__file__}/runs"}),
+    (accel.ConfigError, "files are local", {"to": [], "dir": "s3://bucket/runs"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "options"), OPENINGS, ids=[message for _, message, _ in OPENINGS])
+def test_a_wrong_opening_is_an_error_on_every_rank(
+    kind: type[Exception], message: str, options: dict[str, Any], ranks: Simulator
+) -> None:
+    found = ranks.run(lambda ctx: caught(lambda: accel.init_trackers(ctx, "p", **options)), 2)
+    assert [type(error) for error in found] == [kind, kind]
+    assert all(message in str(error) for error in found)
+
+
+def test_debug_names_the_value_that_differs_between_ranks(ranks: Simulator) -> None:
+    def train(ctx: accel.DistContext) -> str:
+        with accel.tracking(ctx, "p", to=[Recorded().tracker], debug=True) as trackers:
+            accel.log(ctx, trackers, {"loss": 1.0, "lr": 0.1}, step=1)
+            return str(caught(lambda: accel.log(ctx, trackers, {"loss": 1.0 + ctx.rank, "lr": 0.1}, step=2)))
+
+    first, second = ranks.run(train, 2)
+    assert first == second
+    assert "expected 1.0, as on rank 0, got 2.0 on rank 1 - at log, 'loss', step 2" in first
+
+
+def test_media_stand_beside_the_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = torch.randint(256, (2, 3, 5, 7), dtype=torch.uint8)
+
+    class Drawn:
+        def savefig(self, file: Any, format: str) -> None:
+            _ = file.write(format.encode())
+
+    ctx = accel.single()
+    with accel.tracking(ctx, "p", to=[jsonl(), csv()], dir=tmp_path) as trackers:
+        for step in (3, 4):
+            accel.log_images(ctx, trackers, {"in put": pixels, "mask": pixels[0, 0] > 99}, step=step)
+        accel.log_images(ctx, trackers, {"grey": [torch.tensor([[0.0, 0.5], [1.0, float("nan")]])]}, step=4)
+        accel.log_table(ctx, trackers, "words", columns=["a", "b"], rows=[["x", torch.tensor(1)]], step=4)
+        accel.log_figure(ctx, trackers, "fig", Drawn(), step=4)
+        _ = pixels.zero_()  # what was logged is a copy
+    media = tmp_path / "media"
+    with image.open(media / "in_put-00000004-1.png") as picture:
+        assert picture.size == (7, 5)
+        assert picture.getpixel((3, 2)) != (0, 0, 0)
+    with image.open(media / "grey-00000004-0.png") as picture:
+        assert list(picture.tobytes()) == [0, 128, 255, 0]
+    assert json.loads((media / "words-00000004.json").read_text()) == {"columns": ["a", "b"], "rows": [["x", 1]]}
+    assert (media / "fig-00000004.png").read_bytes() == b"png"
+    assert [record.getMessage() for record in caplog.records].count("csv takes no images") == 1
+
+
+def test_values_are_flat_numbers_of_any_kind(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    ctx, recorded = accel.single(), Recorded()
+    values = {
+        "a": {"b": {"c": 1}},
+        "half": torch.tensor([0.5], dtype=torch.bfloat16),
+        "numpy": numpy.float32(0.25),
+        "flag": True,
+        "none": float("nan"),
+        "time": {"step_s": 2.0},
+    }
+    with accel.tracking(ctx, "p", to=[recorded.tracker, jsonl()], dir=tmp_path) as trackers:
+        accel.log(ctx, trackers, values, step=0)
+    [(_, row)] = recorded.rows
+    assert {name: row[name] for name in row if name != "none"} == {
+        "a/b/c": 1,
+        "half": 0.5,
+        "numpy": 0.25,
+        "flag": 1,
+        "time/step_s": 2.0,
+    }
+    [line] = lines(tmp_path)
+    assert line["none"] == "nan"
+    assert line["time"].keys() == {"step_s", "at"}
+
+
+def test_two_runs_in_one_process_keep_apart(tmp_path: Path) -> None:
+    ctx = accel.single()
+    folders = [tmp_path / name for name in ("one", "two")]
+    with (
+        accel.tracking(ctx, "p", to=[jsonl()], dir=folders[0]) as first,
+        accel.tracking(ctx, "p", to=[jsonl()], dir=folders[1]) as second,
+    ):
+        for step in range(5):
+            accel.log(ctx, first, {"loss": step}, step=step)
+            accel.log(ctx, second, {"loss": -step}, step=step)
+    assert [[line["loss"] for line in lines(folder)] for folder in folders] == [[0, 1, 2, 3, 4], [0, -1, -2, -3, -4]]
+    assert first.run.id != second.run.id
+
+
+HANGING = """
+import threading, accel
+hang = accel.Tracker("hang", lambda run, config: 1, lambda *_: threading.Event().wait(), lambda *_: None)
+ctx = accel.single()
+with accel.tracking(ctx, "p", to=[hang, accel.trackers.jsonl()], dir=".", finish_s=0.2) as trackers:
+    accel.log(ctx, trackers, {"loss": 1.0}, step=1)
+"""
+
+
+@pytest.mark.slow
+def test_a_tracker_that_hangs_does_not_hold_the_process_back(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING], cwd=tmp_path, env=same_path(), capture_output=True, timeout=patience(30)
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"tracker hang: 1 unfinished: did not come back from log" in done.stderr
+    assert [line["step"] for line in lines(tmp_path)] == [1]

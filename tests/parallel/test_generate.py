@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation on any mesh adds the tokens that one process adds."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from language_models import LENGTH, WORDS, make_objects, plan_of
+
+import accel
+from accel import Axes, Key
+from accel.testing import Simulator, simulate
+from accel.training._sampling_tokens import Sampling, next_tokens
+
+EXPERTS = 4
+PROMPTS = torch.randint(WORDS, (5, 3), generator=torch.Generator().manual_seed(1))
+
+
+def _inputs(ids: torch.Tensor) -> Any:
+    return ids, torch.arange(ids.shape[1])[None]
+
+
+def _generate(ctx: accel.DistContext, axes: Axes, **options: Any) -> torch.Tensor:
+    ctx = accel.replace(ctx, mesh=str(axes) or "dp=1", strategy="fsdp")
+    model, _ = make_objects(ctx, tied=True, experts=EXPERTS)
+    model = accel.prepare_model(ctx, model, plan=plan_of(EXPERTS))
+    share, shares = ctx.data_parallel
+    with accel.evaluating(model):
+        return accel.generate(
+            ctx, model, PROMPTS[share::shares], max_new_tokens=LENGTH - 3, inputs_of=_inputs, **options
+        )
+
+
+@functools.cache
+def _alone(**options: Any) -> torch.Tensor:
+    return simulate(lambda ctx: _generate(ctx, Axes(), **options), 1, default_group=True)[0]
+
+
+def _by_hand() -> torch.Tensor:
+    model, _ = make_objects(accel.single(), tied=True, experts=EXPERTS)
+    ids = PROMPTS
+    for _ in range(LENGTH - 3):
+        ids = torch.cat([ids, model(*_inputs(ids))[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+def test_one_process_adds_the_most_probable_tokens() -> None:
+    assert torch.equal(_alone(), _by_hand())
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(pp=2),
+        Axes(dp=2, tp=2, ep=4),
+        pytest.param(Axes(pp=2, dp=2, tp=2, ep=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draws", [False, True])
+def test_any_mesh_adds_the_tokens_of_one_process(ranks: Simulator, axes: Axes, draws: bool) -> None:
+    options: dict[str, Any] = {"temperature": 1.3, "top_k": 9, "key": Key(4)} if draws else {}
+    expected = _alone(**options)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        found = _generate(ctx, axes, vocab_parallel=True, **options)
+        share, shares = accel.replace(ctx, mesh=str(axes)).data_parallel
+        return share, shares, found
+
+    results = ranks.run(rank, axes.world_size, default_group=True)
+    for share, shares, found in results:
+        if draws and shares > 1:  # of its own numbers, alike on ranks that share samples
+            assert torch.equal(found, next(tokens for at, _, tokens in results if at == share))
+        else:
+            assert torch.equal(found, expected[share::shares])
+
+
+def test_sequences_end_at_their_token_and_ranks_take_as_many_steps(ranks: Simulator) -> None:
+    whole = _by_hand()
+    eos = int(whole[0, 4])  # one sequence ends early
+
+    def rank(ctx: accel.DistContext) -> torch.Tensor:
+        return _generate(ctx, Axes(dp=2), eos=eos)
+
+    for share, found in enumerate(ranks.run(rank, 2, default_group=True)):
+        for row, expected in zip(found.tolist(), whole[share::2].tolist(), strict=True):
+            end = expected.index(eos, 3) + 1 if eos in expected[3:] else len(expected)
+            assert row == (expected[:end] + [eos] * len(expected))[: len(row)]
+
+
+REFUSED = [
+    ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"temperature": 1.0}, "without key="),
+    ({"top_k": 3}, "without a temperature"),
+    ({"temperature": 1.0, "top_k": 0, "key": Key(0)}, "top_k=0"),
+    ({"temperature": 1.0, "top_p": 0.0, "key": Key(0)}, "top_p=0.0"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ({"cache": True}, "keeps no keys and values"),
+    ({"attention_mask": torch.ones(1, 2)}, "without a cache"),
+    ({"ids": torch.ones(2)}, "not prompts"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_what_cannot_generate_is_refused(options: dict[str, Any], said: str) -> None:
+    model = torch.nn.Embedding(4, 4)
+    arguments: dict[str, Any] = {"ids": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 1, **options}
+    with pytest.raises(accel.ConfigError, match=said):
+        accel.generate(accel.single(), model, arguments.pop("ids"), **arguments)
+
+
+def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        with pytest.raises(accel.ConfigError, match="mesh without cp"):
+            _generate(ctx, Axes(cp=2))
+
+    ranks.run(rank, 2, default_group=True)
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 99), top_k=st.integers(1, 6), top_p=st.floats(0.01, 1.0))
+def test_draws_are_among_the_most_probable_tokens(seed: int, top_k: int, top_p: float) -> None:
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    rule = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
+    tokens = next_tokens(logits, rule, torch.Generator().manual_seed(seed))
+    for row, token in zip(logits / 0.7, tokens.tolist(), strict=True):
+        order = row.argsort(descending=True)[:top_k]
+        chances = row[order].softmax(-1)
+        kept = int((chances.cumsum(-1) - chances < top_p).sum())
+        assert token in order[:kept].tolist()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of runs as their writers leave them, made by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+from accel.run_folder import (
+    Attempt,
+    LaunchEvent,
+    LaunchRecord,
+    RankError,
+    RankState,
+    RunRecord,
+    Setting,
+    SourceState,
+    encode_line,
+    launch_file,
+    write_json,
+)
+
+START_S = 1_795_000_000.0
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/me/train.py", line 41, in train
+    loss = step(batch)
+{error}
+"""
+
+
+def write_metrics(folder: Path, steps: int, *, seed: int = 0, rate: float = 0.02, bad: int | None = None) -> None:
+    """A file of metrics: loss, learning rate and gradient norm, with values at `bad` that are not finite."""
+    noise = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("wb") as file:
+        for step in range(0, steps, 10):
+            loss = 0.4 + 2.2 * math.exp(-rate * step) + 0.08 * noise.random()
+            values = {
+                "loss": math.nan if bad is not None and step >= bad else loss,
+                "lr": 3e-4 * math.cos(1.5 * step / steps),
+                "grad_norm": math.inf if step == bad else 1 + noise.random(),
+            }
+            at = {"step_s": 0.05 + 0.002 * noise.random(), "tokens_per_s": 41e3 + 900 * noise.random()}
+            file.write(encode_line(step, values, {**at, "at": START_S + 0.05 * step}))
+
+
+def write_run(folder: Path, *, config: dict[str, object], status: str = "finished", error: str = "") -> None:
+    """The record of a run."""
+    record = RunRecord(
+        id="k3v9q1",
+        project="digits",
+        name=folder.name,
+        started_s=START_S,
+        world_size=2,
+        config=config,
+        versions={"python": "3.11.9", "torch": "2.13.0"},
+        status=status,  # type: ignore[arg-type]
+        error=error,
+        ended_s=START_S + 3600,
+    )
+    write_json(folder / "run.json", record)
+
+
+def write_launch(folder: Path, *, failed: str = "", pid: int = 7, offset_s: float = 0.0, stopped: str = "") -> None:
+    """The record of a launch of two ranks; `failed` is the text of the error that ended it."""
+    start_s = START_S + offset_s
+    kind, _, message = failed.partition(": ")
+    error = failed and RankError(
+        rank=1,
+        status=1,
+        exception=kind,
+        message=message,
+        location="/home/me/train.py:41",
+        traceback=TRACEBACK.format(error=failed),
+    )
+    status = 1 if failed else 143 if stopped else 0
+    ranks = tuple(
+        RankState(
+            rank=rank,
+            status=status if failed and rank == 1 else -15 if failed or stopped else 0,
+            ended_s=start_s + 1800,
+            text=f"failed: {failed}" if failed and rank == 1 else "",
+        )
+        for rank in range(2)
+    )
+    record = LaunchRecord(
+        host="node-a",
+        pid=pid,
+        command=("/home/me/train.py", "--lr", "3e-4", "--token=***"),
+        folder="/home/me",
+        started_s=start_s,
+        settings={"precision": Setting("bf16", "flag --precision"), "mesh": Setting("", "default")},
+        versions={"python": "3.11.9", "torch": "2.13.0"},
+        source=SourceState(commit="0123456789abcdef0123456789abcdef01234567", branch="main", changed=2 * bool(failed)),
+        attempts=(Attempt(started_s=start_s, ranks=ranks, ended_s=start_s + 1800, error=error or None),),
+        events=(
+            LaunchEvent(time_s=start_s, kind="start", text="ranks 0 to 1"),
+            LaunchEvent(time_s=start_s + 900, kind="hang", text="no output for 600 s\nrank 1: at train.py:41 in step"),
+            LaunchEvent(time_s=start_s + 1800, kind="stop" if stopped else "end", text=stopped or failed),
+        ),
+        log_dir="/home/me/logs",
+        checkpoint="runs/demo/step-00000400",
+        ended_s=start_s + 1800,
+        status=status,
+        stopped=stopped,
+    )
+    path = folder / launch_file(record.host, record.pid, record.started_s)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, record)
+
+
+def write_everything(folder: Path) -> list[Path]:
+    """Three runs of one project: one finished, one failed with values that are not finite, one stopped."""
+    plain, wide, short = folder / "plain", folder / "wide", folder / "stopped early"
+    write_metrics(plain, 4000)
+    write_run(plain, config={"model": {"width": 128, "depth": 4}, "lr": 3e-4, "batch": 64})
+    write_launch(plain)
+    write_metrics(wide, 2600, seed=1, rate=0.01, bad=2400)
+    error = "NonFiniteGradientError: the gradient of head.weight is not finite at step 2400"
+    write_run(wide, config={"model": {"width": 512, "depth": 4}, "lr": 1e-3, "batch": 64}, status="failed", error=error)
+    write_launch(wide, failed=error)
+    write_metrics(short, 1200, seed=2, rate=0.03)
+    write_launch(short, stopped="SIGTERM", pid=8)
+    return [plain, wide, short]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is followed while it goes on: files that grow, are cut back, or do not exist yet."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from sample_runs import START_S, write_launch, write_metrics
+
+from accel.cli import main
+from accel.report import StoredCheckpoint, state_of
+from accel.report.watch import FollowedRun, rank_rows, status_line
+from accel.run_folder import encode_line, read_launches
+
+CHECKPOINT = StoredCheckpoint(name="step-00000040", size=1200, changed_s=START_S, metrics={"[b]loss": 0.5})
+
+
+def follow(folder: Path) -> FollowedRun:
+    return FollowedRun("a run", folder, lambda _: [CHECKPOINT])
+
+
+def test_a_followed_run_has_what_its_files_hold_now(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    followed = follow(folder)
+    first = followed.look()
+    assert (first.curves.last_step, first.checkpoints) == (None, ())
+    write_metrics(folder, 100)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 10')  # torn
+        file.flush()
+        assert followed.look().curves.last_step == 90
+        file.write(b'0,"loss":3}\n')
+    assert followed.look().curves.values["loss"].last == (100, 3.0)
+    write_metrics(folder, 40)
+    again = followed.look()
+    assert again.curves.values["loss"].steps == [0, 10, 20, 30]
+    assert again.checkpoints == [CHECKPOINT]
+
+
+def test_one_line_tells_step_values_speed_ranks_and_state(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 100)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(encode_line(100, {"\x1b[2J": 1.0}, {"at": START_S + 5}))
+    write_launch(tmp_path, failed="ValueError: bad")
+    run = follow(tmp_path).look()
+    line = status_line(run, state_of(run.run, run.launches))
+    assert line.startswith("step 100  loss 0.821234  lr 6.5702e-05")
+    for part in ("\\x1b[2J 1", "20 steps/s", "tokens_per_s 4", "ranks: 1 ended with SIGTERM, 1 failed"):
+        assert part in line, part
+    assert line.endswith("step-00000040  rank 1 failed: ValueError: bad")
+    assert "step_s" not in line
+    assert line.isprintable()
+
+
+def test_ranks_of_all_hosts_of_the_newest_launch_are_listed(tmp_path: Path) -> None:
+    assert rank_rows([]) == []
+    write_launch(tmp_path, failed="OSError: old", pid=1, offset_s=-9000)
+    write_launch(tmp_path, pid=2)
+    assert rank_rows(read_launches(tmp_path)) == [
+        ("0", "node-a", "0:30:00", "finished"),
+        ("1", "node-a", "0:30:00", "finished"),
+    ]
+
+
+def test_without_a_terminal_lines_are_printed_until_the_run_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", str(tmp_path / "later"), "--once"]) == 0
+    assert capsys.readouterr().out == f"nothing of a run in {tmp_path / 'later'}\n"
+    write_metrics(tmp_path, 50)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    write_launch(tmp_path, stopped="SIGTERM")
+    assert main(["watch", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("stopped by SIGTERM\n")
+    for words in ([str(tmp_path / "metrics.jsonl")], [str(tmp_path), "--every-s", "0"]):
+        assert main(["watch", *words]) == 2
+
+
+def test_a_terminal_without_the_extra_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "accel.report.watch._app", None)
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "pip install 'accel[watch]'" in capsys.readouterr().err
+
+
+def test_the_terminal_program_follows_holds_and_turns_pages(tmp_path: Path) -> None:
+    _ = pytest.importorskip("textual_plotext", reason="the extra `watch` is not installed")
+    from accel.report.watch import WatchApp
+
+    async def use() -> None:
+        app = WatchApp(follow(tmp_path), every_s=600, now_s=lambda: START_S + 60)
+        async with app.run_test(size=(100, 34)) as pilot:
+            await pilot.pause()
+            assert app.curve_names == []
+            write_metrics(tmp_path, 400, bad=300)
+            write_launch(tmp_path, failed="[red]ValueError: [/]bad")
+            app.refresh_run()
+            await pilot.pause()
+            assert app.curve_names == ["loss", "lr", "grad_norm", "step_s", "tokens_per_s"]
+            shown = app.export_screenshot().replace("&#160;", " ")
+            for text in ("loss, 10 not finite", "grad_norm", "[red]ValueError", "step-00000040", "1 min", "[b]loss"):
+                assert text in shown, text
+            assert shown.count("tokens_per_s") == 1  # in the line of the state; its curve is on the next page
+            await pilot.press("n")
+            await pilot.pause()
+            assert app.query_one("#curve-0").display
+            assert not app.query_one("#curve-1").display
+            await pilot.press("space")
+            write_metrics(tmp_path, 20)
+            app.refresh_run()
+            assert app.holds
+            assert len(app.curve_names) == 5
+            assert app.sub_title == "held"
+            await pilot.press("space", "p")
+            await pilot.pause()
+            assert "step 10" in app.export_screenshot().replace("&#160;", " ")
+            await pilot.press("q")
+        assert app.return_code == 0
+
+    asyncio.run(use())

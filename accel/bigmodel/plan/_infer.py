@@ -113,7 +113,7 @@ def _mapped(skeleton: Skeleton, places: Places, limit: int, placement: Placement
         return None
     away = choose_streamed([sizes_of(segment) for segment in skeleton.segments], limit, 0, placement)
     most = places.homes["mmap"]
-    fits = away is not None and (most is None or sum(each.moving for each in away) <= most)
+    fits = away is not None and (most is None or sum(each.at_home for each in away) <= most)
     return away if fits else None
 
 

@@ -28,6 +28,7 @@ LAYERS = [
     {"items"},
     {"bigmodel"},
     {"training"},
+    {"engines"},
     {"testing"},
     {"cli", "pytest_plugin"},
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from accel.errors import CheckpointError
-from accel.observe._hub import Hub, SavedRun
+from accel.observe._tracked_run import SavedRun, TrackedRun
 from accel.observe._tracker import Run
 
 
@@ -19,22 +19,22 @@ class Trackers:
     that. A run that loads it is the same run in each tracker that can go on, and local files are cut back to that step.
 
     Args:
-        hub: the run and its writers.
+        tracked: the run and its writers.
         strict, debug: as for `tracking`.
     """
 
-    def __init__(self, hub: Hub, *, strict: bool, debug: bool) -> None:
-        self.hub = hub
+    def __init__(self, tracked: TrackedRun, *, strict: bool, debug: bool) -> None:
+        self.tracked = tracked
         self.strict = strict
         self.debug = debug
 
     def __repr__(self) -> str:
-        return f"Trackers({', '.join(tracker.name for tracker in self.hub.all)}; run {self.run.name})"
+        return f"Trackers({', '.join(tracker.name for tracker in self.tracked.all)}; run {self.run.name})"
 
     @property
     def run(self) -> Run:
         """The run."""
-        return self.hub.run
+        return self.tracked.run
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run's identity and last logged step, once local files hold all steps up to it.
@@ -42,7 +42,7 @@ class Trackers:
         Raises:
             CheckpointError: a local file lacks some of them, or could not be written in time.
         """
-        return msgspec.structs.asdict(self.hub.save())
+        return msgspec.structs.asdict(self.tracked.save())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the run of a checkpoint after its last step. Trackers that have started are finished.
@@ -54,4 +54,4 @@ class Trackers:
             saved = msgspec.convert(state_dict, SavedRun)
         except msgspec.ValidationError as error:
             raise CheckpointError("not a run of trackers", got=str(error), where="load_state_dict") from error
-        self.hub.load(saved)
+        self.tracked.load(saved)

@@ -52,12 +52,12 @@ def log(ctx: DistContext, trackers: Trackers, values: Mapping[str, object], *, s
         'step,train/loss'
     """
     _check_trackers(trackers, "log")
-    trackers.hub.advance(step, "log")
+    trackers.tracked.advance(step, "log")
     made = make_values(values)
     if trackers.strict or trackers.debug:
         _compare(ctx, trackers, made, step)
-    trackers.hub.count_line(step)
-    trackers.hub.put(lambda tracker: _writing(tracker, made, step), made.size)
+    trackers.tracked.count_line(step)
+    trackers.tracked.put(lambda tracker: _writing(tracker, made, step), made.size)
 
 
 @context_first
@@ -84,7 +84,7 @@ def log_images(
     if taking:
         for name, each in single.items():
             made = make_images(name, each)
-            trackers.hub.put(lambda tracker, made=made: _media(tracker.log_images, made, step), made.size)
+            trackers.tracked.put(lambda tracker, made=made: _media(tracker.log_images, made, step), made.size)
 
 
 @context_first
@@ -114,7 +114,7 @@ def log_table(
     taking = _taking(trackers, "log_table", "tables", step)
     made = make_table(name, columns, rows)
     if taking:
-        trackers.hub.put(lambda tracker: _media(tracker.log_table, made, step), made.size)
+        trackers.tracked.put(lambda tracker: _media(tracker.log_table, made, step), made.size)
 
 
 @context_first
@@ -133,7 +133,7 @@ def log_figure(ctx: DistContext, trackers: Trackers, name: str, figure: object, 
     """
     if _taking(trackers, "log_figure", "figures", step):
         made = make_figure(name, figure)
-        trackers.hub.put(lambda tracker: _media(tracker.log_figure, made, step), made.size)
+        trackers.tracked.put(lambda tracker: _media(tracker.log_figure, made, step), made.size)
 
 
 @context_first
@@ -154,23 +154,23 @@ def log_artifact(
     """
     if _taking(trackers, "log_artifact", "artifacts", step):
         made = make_artifact(name, path)
-        trackers.hub.put(lambda tracker: _media(tracker.log_artifact, made, step), 0)
+        trackers.tracked.put(lambda tracker: _media(tracker.log_artifact, made, step), 0)
 
 
 def _taking(trackers: Trackers, verb: str, kind: str, step: int) -> bool:
     """Check a call for media; return whether this rank writes to a tracker that takes them."""
     _check_trackers(trackers, verb)
-    trackers.hub.advance(step, verb)
-    without = [tracker.name for tracker in trackers.hub.all if getattr(tracker, verb) is None]
-    if len(without) == len(trackers.hub.all):
+    trackers.tracked.advance(step, verb)
+    without = [tracker.name for tracker in trackers.tracked.all if getattr(tracker, verb) is None]
+    if len(without) == len(trackers.tracked.all):
         raise ConfigError(
             f"no tracker takes {kind}",
             got=", ".join(without) or "no trackers",
             where=verb,
             fix="Add one that does, such as accel.trackers.mlflow(); the page on trackers has a table.",
         )
-    trackers.hub.tell_left_out(kind, without)
-    return trackers.hub.writes(verb)
+    trackers.tracked.tell_left_out(kind, without)
+    return trackers.tracked.writes(verb)
 
 
 def _check_trackers(trackers: Trackers, where: str) -> None:
@@ -189,10 +189,10 @@ def _media(function: Any, made: object, step: int) -> Write | None:
 
 def _compare(ctx: DistContext, trackers: Trackers, made: StepValues, step: int) -> None:
     """Exchange losses, and values in debug. A collective."""
-    alike = trackers.debug and all(tracker.ranks == "main" for tracker in trackers.hub.all)
+    alike = trackers.debug and all(tracker.ranks == "main" for tracker in trackers.tracked.all)
     values = tuple((name, repr(value)) for name, value in made.read().items()) if alike else ()
     call = Call("log", f"step {step}", call_site())
-    said = exchange_values(ctx.comm, call, _Said(trackers.hub.trouble() if trackers.strict else "", values), _Said)
+    said = exchange_values(ctx.comm, call, _Said(trackers.tracked.trouble() if trackers.strict else "", values), _Said)
     raise_lost([each.lost for each in said], f"log, step {step}")
     for rank, each in enumerate(said):
         if each.values != said[0].values:

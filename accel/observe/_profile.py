@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Generator, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -103,7 +103,15 @@ def profile(
         ...     for batch in profile.data(batches):
         ...         profile.step()
     """
-    chosen = set(range(ctx.world_size) if ranks is None else ranks)
+    if schedule is not None and not callable(schedule):
+        raise ConfigError(
+            "not a schedule",
+            expected="a function of the step's number",
+            got=type(schedule).__name__,
+            where="profile, schedule=",
+            fix="Pass torch.profiler.schedule(wait=3, warmup=2, active=5).",
+        )
+    chosen = set(range(ctx.world_size)) if ranks is None else _rank_numbers(ranks)
     folder = _check(ctx, chosen, os.fspath(out), memory=memory)
     made = Profile()
     if ctx.rank not in chosen:
@@ -135,6 +143,14 @@ def profile(
                 made._profiler = None  # pyright: ignore[reportPrivateUsage]
     if not made.files:
         _logger().warning("the profile of rank %d has no trace: the schedule's steps were not reached", ctx.rank)
+
+
+def _rank_numbers(ranks: Any) -> set[int]:
+    if not isinstance(ranks, Collection) or not all(type(rank) is int for rank in cast("Collection[Any]", ranks)):
+        raise ConfigError(
+            "not ranks to profile", expected="a list such as [0, 1]", got=repr(cast("object", ranks)), where="ranks="
+        )
+    return set(cast("Collection[int]", ranks))
 
 
 def _check(ctx: DistContext, ranks: Collection[int], out: str, *, memory: bool) -> Path:

@@ -18,8 +18,8 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, TrackerError, check_choice
 from accel.observe._config import plain_config
 from accel.observe._handle import Trackers
-from accel.observe._hub import Hub
 from accel.observe._run_file import run_file
+from accel.observe._tracked_run import TrackedRun
 from accel.observe._tracker import Ending, Ranks, Run, Tracker
 
 _ROOM_BYTES = 64 * 2**20
@@ -148,8 +148,8 @@ def init_trackers(
     if folder is not None and ctx.is_main_process:
         mine.append(run_file(ctx, stored[1]))
     run_now = msgspec.structs.replace(new, id=opening.id, name=opening.name)
-    hub = Hub(run_now, stored[0], to, mine, opening.first_steps, room_bytes=room_bytes)
-    return Trackers(hub, strict=strict, debug=debug)
+    tracked = TrackedRun(run_now, stored[0], to, mine, opening.first_steps, room_bytes=room_bytes)
+    return Trackers(tracked, strict=strict, debug=debug)
 
 
 @context_first
@@ -171,9 +171,9 @@ def end_trackers(
     """
     if error is not None:
         text = f"{type(error).__name__}: {error}"
-        _ = trackers.hub.end(Ending("failed", text), min(finish_s, _FINISH_FAILED_S))
+        _ = trackers.tracked.end(Ending("failed", text), min(finish_s, _FINISH_FAILED_S))
         return
-    lost = trackers.hub.end(Ending(), finish_s)
+    lost = trackers.tracked.end(Ending(), finish_s)
     if trackers.strict:
         raise_lost(exchange_values(ctx.comm, Call("end_trackers"), lost, str), "end_trackers")
 
@@ -194,7 +194,7 @@ def get_tracker(trackers: Trackers, name: str, *, patience_s: float = _LIVE_S) -
     Raises:
         ConfigError: no such tracker, or it did not start in time.
     """
-    return trackers.hub.live(name, patience_s)
+    return trackers.tracked.live(name, patience_s)
 
 
 def raise_lost(lost: Sequence[str], where: str) -> None:

@@ -105,6 +105,9 @@ def test_an_error_of_the_loop_comes_through(tmp_path: Path) -> None:
     ("options", "told"),
     [
         ({"ranks": [2]}, "there is no such rank"),
+        ({"ranks": 0}, "not ranks to profile"),
+        ({"ranks": ["0"]}, "not ranks to profile"),
+        ({"schedule": 5}, "not a schedule"),
         ({"memory": True}, "snapshots of memory are those of CUDA's allocator"),
         ({}, "simulated ranks share one profiler"),
         ({"out": "s3://bucket/run", "ranks": [0]}, "traces are written to local folders"),

@@ -87,7 +87,7 @@ def run_twice(tracker: accel.Tracker, folder: Path) -> accel.Run:
     again.load_state_dict(saved)
     log(again, range(3, 6))
     text = "RuntimeError: boom"
-    assert not again.hub.end(accel.Ending("failed", text), 120)
+    assert not again.tracked.end(accel.Ending("failed", text), 120)
     assert json.loads((folder / "run.json").read_text())["error"] == text
     assert again.run.id == trackers.run.id
     return again.run

@@ -146,7 +146,7 @@ def test_a_loop_that_raises_ends_its_run_as_failed_with_all_records(error: BaseE
 def test_a_wait_at_the_end_is_told_with_the_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel.observe._hub._SILENT_S", 0.05)
+    monkeypatch.setattr("accel.observe._tracked_run._SILENT_S", 0.05)
     gate = threading.Event()
     trackers = accel.init_trackers(accel.single(), "p", to=[Recorded("finish", gate.wait).tracker])
     accel.log(accel.single(), trackers, {"loss": 1.0}, step=1)

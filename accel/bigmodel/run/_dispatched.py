@@ -86,8 +86,8 @@ class Dispatched(Generic[M]):
             elif isinstance(tensor, torch.Tensor):
                 yield name, tensor.detach().cpu()
 
-    def own(self, close: Callable[[], object]) -> None:
-        """Let `close` of this handle call a function last, such as that which closes the source.
+    def call_last(self, close: Callable[[], object]) -> None:
+        """Call a function at the end of `close`, such as that which closes the source.
 
         Args:
             close: called once, without arguments.

@@ -86,7 +86,7 @@ def load_checkpoint_and_dispatch(
         except BaseException:
             source.close()
             raise
-        run.own(source.close)
+        run.call_last(source.close)
         return run
 
 

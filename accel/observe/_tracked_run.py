@@ -36,7 +36,7 @@ class SavedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lines: int
 
 
-class Hub:
+class TrackedRun:
     """A run and the writers of this rank.
 
     Args:

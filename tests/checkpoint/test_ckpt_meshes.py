@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from language_models import make_objects, plan_of, rows
+from language_models import forward_backward, make_objects, plan_of, rows
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -70,17 +70,7 @@ def _train(ctx: accel.DistContext, layout: str, out: Path, *, load: str = "", sa
         kept = _values(items)
     for batch in accel.batches(ctx, loader, state):
         state = state.next(batch)
-        part = accel.split_sequence(ctx, {"ids": batch.data, "labels": batch.data})
-        wanted = part.pop("labels")
-        _, state = accel.forward_backward(
-            ctx,
-            model,
-            state,
-            part,
-            targets=wanted,
-            loss_fn=lambda logits, targets: accel.vocab_cross_entropy(ctx, logits.flatten(0, 1), targets.flatten()),
-            weight=(wanted != -100).sum(),
-        )
+        _, state = forward_backward(ctx, model, state, ids=batch.data, labels=batch.data)
         state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)
         items["ema"].update_(model)
         if state.updates == 2:

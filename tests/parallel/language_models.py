@@ -188,6 +188,23 @@ def make_objects(
     return model, optimizer(trained)
 
 
+def forward_backward(
+    ctx: accel.DistContext, model: nn.Module, *records: Any, ids: Tensor, labels: Tensor
+) -> tuple[Tensor, Any]:
+    """Return the mean loss of a batch of sequences by tokens that count, and the next of the records."""
+    part = accel.split_sequence(ctx, {"ids": ids, "labels": labels})
+    wanted = part.pop("labels")
+    return accel.forward_backward(
+        ctx,
+        model,
+        *records,
+        part,
+        targets=wanted,
+        loss_fn=lambda logits, targets: accel.vocab_cross_entropy(ctx, logits.flatten(0, 1), targets.flatten()),
+        weight=(wanted != -100).sum(),
+    )
+
+
 def train(
     ctx: accel.DistContext,
     mesh: str,
@@ -216,16 +233,7 @@ def train(
             state = state.next(batch)
             labels = batch.data.masked_fill(batch.data == 3, -100)
             labels[int(batch.valid) :] = -100  # stand-ins
-            part = accel.split_sequence(ctx, {"ids": batch.data, "labels": labels})
-            loss, state = accel.forward_backward(
-                ctx,
-                model,
-                state,
-                {"ids": part["ids"], "position_ids": part["position_ids"]},
-                targets=part["labels"],
-                loss_fn=lambda logits, wanted: accel.vocab_cross_entropy(ctx, logits.flatten(0, 1), wanted.flatten()),
-                weight=(part["labels"] != -100).sum(),
-            )
+            loss, state = forward_backward(ctx, model, state, ids=batch.data, labels=labels)
             losses.append(loss.item())
             if state.sync:
                 state = accel.optimizer_step(ctx, optimizer, state, max_norm=0.5)

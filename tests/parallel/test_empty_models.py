@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import make_objects, plan_of, rows
+from language_models import forward_backward, make_objects, plan_of, rows
 from torch import nn
 
 import accel
@@ -44,19 +44,8 @@ def _step(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> dict[str,
     """Take one step on four sequences; return the parameters that this rank has a part of, whole."""
     share, shares = ctx.data_parallel
     batch = rows(4)[share::shares]
-    part = accel.split_sequence(ctx, {"ids": batch, "labels": batch})
-    wanted = part.pop("labels")
     scaler, accum = accel.loss_scale(ctx), accel.Accumulation().next()
-    _, accum = accel.forward_backward(
-        ctx,
-        model,
-        scaler,
-        accum,
-        part,
-        targets=wanted,
-        loss_fn=lambda logits, targets: accel.vocab_cross_entropy(ctx, logits.flatten(0, 1), targets.flatten()),
-        weight=(wanted != -100).sum(),
-    )
+    _, accum = forward_backward(ctx, model, scaler, accum, ids=batch, labels=batch)
     _ = accel.optimizer_step(ctx, optimizer, scaler, accum)
     return _whole(model)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import make_objects, plan_of, rows
+from language_models import forward_backward, make_objects, plan_of, rows
 
 import accel
 from accel import Axes, LocalSgd
@@ -44,19 +44,8 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path | None =
     figures: list[float] = []
     while accum.updates < upto:
         batch = rows(40)[8 * accum.updates :][:8][share::shares]
-        part = accel.split_sequence(ctx, {"ids": batch, "labels": batch})
-        wanted = part.pop("labels")
         accum = accum.next()
-        _, accum = accel.forward_backward(
-            ctx,
-            model,
-            scaler,
-            accum,
-            part,
-            targets=wanted,
-            loss_fn=lambda logits, targets: accel.vocab_cross_entropy(ctx, logits.flatten(0, 1), targets.flatten()),
-            weight=(wanted != -100).sum(),
-        )
+        _, accum = forward_backward(ctx, model, scaler, accum, ids=batch, labels=batch)
         result = accel.optimizer_step(ctx, optimizer, scaler, accum, max_norm=0.5)
         accum = result.accum
         figures.append(float(result.grad_norm))

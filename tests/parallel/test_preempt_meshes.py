@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import make_objects, plan_of, rows
+from language_models import forward_backward, make_objects, plan_of, rows
 from torch.utils.data import DataLoader
 
 import accel
@@ -30,17 +30,7 @@ def _train(ctx: accel.DistContext, axes: Axes, strategy: Any, out: Path, experts
     with accel.stop_requests(ctx) as requests:
         for batch in accel.batches(ctx, loader, state):
             state = state.next(batch)
-            part = accel.split_sequence(ctx, {"ids": batch.data, "labels": batch.data})
-            wanted = part.pop("labels")
-            _, state = accel.forward_backward(
-                ctx,
-                model,
-                state,
-                part,
-                targets=wanted,
-                loss_fn=lambda logits, targets: accel.vocab_cross_entropy(ctx, logits.flatten(0, 1), targets.flatten()),
-                weight=(wanted != -100).sum(),
-            )
+            _, state = forward_backward(ctx, model, state, ids=batch.data, labels=batch.data)
             if stops and not state.sync and ctx.rank == ctx.world_size - 1:
                 signal.raise_signal(signal.SIGTERM)
             if not state.sync:

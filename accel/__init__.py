@@ -79,6 +79,11 @@ if TYPE_CHECKING:
         skip_first_batches as skip_first_batches,
         total_steps as total_steps,
     )
+    from accel.engines.deepspeed import (
+        DeepSpeed as DeepSpeed,
+        Offload as Offload,
+        read_deepspeed as read_deepspeed,
+    )
     from accel.env import LaunchEnv as LaunchEnv, read_env as read_env
     from accel.errors import (
         AccelError as AccelError,
@@ -318,6 +323,7 @@ _HOMES = {
         "total_steps",
     ),
     "env": ("LaunchEnv", "read_env"),
+    "engines.deepspeed": ("DeepSpeed", "Offload", "read_deepspeed"),
     "errors": (
         "AccelError",
         "CheckpointError",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel.config._files import (
         DEFAULT_FILE as DEFAULT_FILE,
         decode as decode,
+        decode_values as decode_values,
         encode as encode,
         read_config as read_config,
     )
@@ -49,7 +50,7 @@ __getattr__ = exports(
     __name__,
     {
         "_accelerate": ("Imported", "LeftOut", "import_accelerate"),
-        "_files": ("DEFAULT_FILE", "decode", "encode", "read_config"),
+        "_files": ("DEFAULT_FILE", "decode", "decode_values", "encode", "read_config"),
         "_record": ("FIELDS", "LaunchConfig"),
         "_resolve": ("CONFIG_VARIABLE", "ConfigFile", "Resolved", "Source", "resolve"),
         "_schema": ("Field", "from_plain", "from_text", "to_text"),

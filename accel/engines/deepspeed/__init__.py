@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed as a strategy. Its configuration needs neither DeepSpeed nor torch; names resolve on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.lazy import exports
+
+if TYPE_CHECKING:
+    from accel.engines.deepspeed._facts import read_facts as read_facts
+    from accel.engines.deepspeed._reading import (
+        from_json as from_json,
+        from_section as from_section,
+        read_deepspeed as read_deepspeed,
+    )
+    from accel.engines.deepspeed._record import DeepSpeed as DeepSpeed, Offload as Offload
+    from accel.engines.deepspeed._resolve import resolve as resolve
+    from accel.engines.deepspeed._resolved import Facts as Facts, Resolved as Resolved, Setting as Setting
+
+__getattr__ = exports(
+    __name__,
+    {
+        "_facts": ("read_facts",),
+        "_reading": ("from_json", "from_section", "read_deepspeed"),
+        "_record": ("DeepSpeed", "Offload"),
+        "_resolve": ("resolve",),
+        "_resolved": ("Facts", "Resolved", "Setting"),
+    },
+)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`read_facts`: what context, loaders, model and optimizer say already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+from accel.data import Loader, Plan, StreamLoader
+from accel.engines.deepspeed._resolved import Facts
+
+_WIDTHS = ("hidden_size", "hidden_sizes", "n_embd", "d_model", "dim")
+
+
+def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int | None = None) -> Facts:
+    """Return what a context and prepared objects say. No communication.
+
+    Of several loaders, the first says the size of a micro-batch; of several optimizers and models, the first too.
+
+    Args:
+        ctx: the context.
+        objects: models, optimizers and prepared loaders; others say nothing.
+        accumulation: micro-batches of a step; None for the context's, which says nothing where nobody asked.
+    """
+    facts: dict[str, Any] = {}
+    for each in objects:
+        if isinstance(each, Loader | StreamLoader):
+            facts.setdefault("rows", _rows(each))
+        elif isinstance(each, nn.Module):
+            facts.setdefault("hidden_size", width_of(each))
+        elif isinstance(each, Optimizer) and "optimizer" not in facts:
+            values = {name: value for name, value in each.param_groups[0].items() if name != "params"}
+            facts |= {"optimizer": type(each).__name__, "optimizer_values": values}
+    if accumulation is None and (ctx.accumulation > 1 or "accumulation" in ctx.launched):
+        accumulation = ctx.accumulation
+    return Facts(
+        ranks=ctx.data_parallel[1],
+        precision=ctx.precision,
+        accumulation=accumulation,
+        places=dict(ctx.launched),
+        **facts,
+    )
+
+
+def width_of(model: nn.Module) -> int | None:
+    """Return the width of a model, as its configuration says; None where it has none."""
+    config: Any = getattr(model, "config", None)
+    for inner in (config, _get(config, "text_config")):
+        for name in _WIDTHS:
+            found = _get(inner, name)
+            widths = cast(list[Any], found) if isinstance(found, list | tuple) else [found]
+            if widths and all(type(width) is int for width in widths):
+                return max(widths)
+    return None
+
+
+def _get(config: Any, name: str) -> Any:
+    return cast(Mapping[str, Any], config).get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _rows(loader: Loader | StreamLoader) -> int | None:
+    """Return the most samples of a rank's batch; None where batches differ in size."""
+    if isinstance(loader, StreamLoader):
+        if loader.batch_size is not None or loader.global_batch is None:
+            return loader.batch_size
+        return -(-loader.global_batch // loader.world_size)
+    plan = loader.source.plan
+    return -(-plan.global_batch // loader.world_size) if isinstance(plan, Plan) else None

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's configuration: values that are filled in, their sources, and all contradictions at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import accel
+from accel.engines.deepspeed import DeepSpeed, Facts, Offload, from_section, read_deepspeed, resolve
+from accel.errors import ConfigError
+from accel.formats import precision
+
+COUNTS = st.integers(1, 64)
+FACTS = st.builds(
+    Facts,
+    ranks=COUNTS,
+    precision=st.sampled_from([precision(name) for name in ("fp32", "tf32", "bf16", "fp16")]),
+    rows=st.none() | COUNTS,
+    accumulation=st.none() | COUNTS,
+    max_norm=st.none() | st.floats(0.1, 10),
+    hidden_size=st.none() | COUNTS,
+    optimizer=st.sampled_from(["", "AdamW", "SGD"]),
+)
+BUCKETS = st.none() | st.just("auto") | st.integers(0, 10**9)
+
+
+def leaves_of(tree: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """The leaves of nested dicts by their paths."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, value in tree.items():
+        found |= leaves_of(value, (*above, name)) if isinstance(value, dict) and value else {(*above, name): value}
+    return found
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> DeepSpeed:
+    """A configuration that contradicts nothing."""
+    stage = draw(st.sampled_from([0, 1, 2, 3]))
+    offloads = st.none() | st.just("cpu") | st.just(Offload(pin_memory=False))
+    disks = st.just(Offload("nvme", "/local"))
+    third = BUCKETS if stage == 3 else st.sampled_from([None, "auto"])
+    return DeepSpeed(
+        stage=stage,
+        offload_optimizer=draw(offloads | disks if stage == 3 else offloads) if stage else None,
+        offload_parameters=draw(offloads | disks) if stage == 3 else None,
+        reduce_bucket=draw(BUCKETS),
+        gather_bucket=draw(BUCKETS),
+        prefetch_bucket=draw(third),
+        persist_below=draw(third),
+        overlap=draw(st.none() | st.booleans()),
+        leaf_modules=draw(st.sampled_from([(), ("Experts",)])) if stage == 3 else (),
+        settings=draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "train_batch_size": st.just("auto"),
+                    "train_micro_batch_size_per_gpu": st.just("auto"),
+                    "gradient_accumulation_steps": st.just("auto"),
+                    "gradient_clipping": st.just("auto"),
+                    "bf16": st.just({"enabled": "auto"}),
+                    "fp16": st.just({"enabled": "auto", "loss_scale": 0}),
+                    "aio": st.just({"block_size": 1048576}),
+                    "steps_per_print": st.just(10),
+                },
+            )
+        ),
+    )
+
+
+@given(configs(), FACTS)
+@settings(max_examples=60)
+def test_nothing_is_left_open_each_value_has_a_source_and_the_table_fits_a_terminal(c: DeepSpeed, f: Facts) -> None:
+    resolved = resolve(c, f)
+    leaves = leaves_of(resolved.settings)
+    assert "auto" not in map(str, leaves.values())
+    assert leaves == {key: row.value for key, row in resolved.rows.items()}
+    assert all(row.source for row in resolved.rows.values())
+    assert leaves["train_batch_size",] == (
+        leaves["train_micro_batch_size_per_gpu",] * leaves["gradient_accumulation_steps",] * f.ranks
+    )
+    table = resolved.table()
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert all(key[-1] in table for key in leaves)
+
+
+@given(configs(), FACTS)
+@settings(max_examples=60)
+def test_settled_settings_settle_to_themselves(c: DeepSpeed, f: Facts) -> None:
+    once = resolve(c, f).settings
+    assert json.loads(json.dumps(once)) == once
+    assert resolve(read_deepspeed(once), f).settings == once
+
+
+@given(COUNTS, COUNTS, COUNTS, st.sets(st.sampled_from(["train_batch_size", "rows", "steps"])))
+def test_two_sizes_give_the_third_whoever_says_them(rows: int, steps: int, ranks: int, said: set[str]) -> None:
+    sizes = {
+        "train_batch_size": rows * steps * ranks,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": steps,
+    }
+    short = {"rows": "train_micro_batch_size_per_gpu", "steps": "gradient_accumulation_steps"}
+    names = {short.get(name, name) for name in said}
+    known = Facts(
+        ranks=ranks,
+        rows=None if "rows" in said else rows,
+        accumulation=None if "steps" in said or "train_batch_size" in said else steps,
+    )
+    assert (
+        resolve(DeepSpeed(settings={name: sizes[name] for name in names}), known).settings
+        == resolve(DeepSpeed(), Facts(ranks=ranks, rows=rows, accumulation=steps)).settings
+    )
+
+
+ALONE: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": {"enabled": True}}, "fp16.enabled: true"),
+    ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps: 3"),
+    ({"train_micro_batch_size_per_gpu": 7}, "train_micro_batch_size_per_gpu: 7"),
+    ({"gradient_clipping": 0.5}, "gradient_clipping: 0.5"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 0.3}}}, "optimizer.params.lr: 0.3"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler: WarmupLR"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: has no effect"),
+    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param: moves parameters"),
+    ({"wall_clock_brakdown": True}, "Did you mean `wall_clock_breakdown`?"),
+    ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+    ({"compile": {"deepcompile": "auto"}}, 'compile.deepcompile: "auto", which nothing'),
+    ({"managed_gradient_accumulation": True}, "managed_gradient_accumulation: true"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+]
+
+
+@given(st.sets(st.integers(0, len(ALONE) - 1), min_size=1))
+def test_all_contradictions_are_told_at_once(chosen: set[int]) -> None:
+    asked: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    for at in chosen:
+        asked |= {name: asked.get(name, {}) | value if name in asked else value for name, value in ALONE[at][0].items()}
+    facts = Facts(
+        ranks=2,
+        precision=precision("bf16"),
+        rows=4,
+        accumulation=2,
+        max_norm=1.0,
+        optimizer="AdamW",
+        optimizer_values={"lr": 0.1},
+    )
+    with pytest.raises(ConfigError, match="contradicts the run") as caught:
+        _ = resolve(read_deepspeed(asked), facts, imposed={"managed_gradient_accumulation": False})
+    assert caught.value.got.count("\n- ") == len(chosen)
+    assert all(ALONE[at][1] in caught.value.got for at in chosen)
+
+
+def test_an_optimizer_of_the_file_may_be_the_one_passed() -> None:
+    section = {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 0.95], "torch_adam": True}}
+    facts = Facts(optimizer="AdamW", optimizer_values={"lr": 0.1, "betas": (0.9, 0.95)})
+    resolved = resolve(read_deepspeed({"optimizer": section}), facts)
+    assert "optimizer" not in resolved.settings
+    assert resolved.settings["zero_allow_untested_optimizer"] is True
+    with pytest.raises(ConfigError, match=r"AdamW, but prepare got SGD"):
+        _ = resolve(read_deepspeed({"optimizer": section}), Facts(optimizer="SGD"))
+    with pytest.raises(ConfigError, match=r"torch.optim.AdamW\(model.parameters"):
+        _ = resolve(read_deepspeed({"optimizer": section}), Facts())
+
+
+def test_a_step_is_compared_with_what_the_file_says() -> None:
+    resolved = resolve(read_deepspeed({"gradient_clipping": 1, "gradient_accumulation_steps": 2}), Facts())
+    resolved.check_step(max_norm=1.0, accumulation=2)
+    with pytest.raises(ConfigError, match=r"(?s)max_norm=None here.*the state has 4"):
+        resolved.check_step(max_norm=None, accumulation=4)
+    resolve(DeepSpeed(), Facts()).check_step(max_norm=3.0, accumulation=7)  # which say nothing
+
+
+def test_files_and_sections_name_themselves_in_errors(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    _ = path.write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "gradient_clipping": 2}')
+    read = read_deepspeed(path)
+    assert (read.stage, read.reduce_bucket, read.source) == (3, 500_000_000, str(path))
+    assert resolve(read, Facts()).rows["gradient_clipping",].source == str(path)
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        _ = resolve(read, Facts(max_norm=1.0))
+    _ = path.write_text('{"zero_optimization": {"stage": 5}}')
+    with pytest.raises(ConfigError, match=r"invalid enum value 5 - at `\$.stage` - at .*ds\.json"):
+        _ = read_deepspeed(path)
+    _ = path.write_text("{")
+    with pytest.raises(ConfigError, match=r"malformed JSON"):
+        _ = read_deepspeed(path)
+    with pytest.raises(ConfigError, match=r"cannot be read"):
+        _ = read_deepspeed(tmp_path / "none.json")
+    section = from_section({"stage": 3, "offload_optimizer": {"device": "cpu"}}, source="accel.toml")
+    assert section == DeepSpeed(stage=3, offload_optimizer=Offload("cpu"), source="accel.toml")
+    with pytest.raises(ConfigError, match=r"'stages' - at accel.toml, section deepspeed. Did you mean `stage`?"):
+        _ = from_section({"stages": 3}, source="accel.toml")
+
+
+def test_a_field_and_a_setting_do_not_say_one_thing_twice() -> None:
+    with pytest.raises(ConfigError, match=r"Write it as stage= alone"):
+        _ = resolve(DeepSpeed(settings={"zero_optimization": {"stage": 2}}), Facts())
+    with pytest.raises(ConfigError, match=r"not usable"):
+        _ = DeepSpeed(stage=4)  # pyright: ignore[reportArgumentType]
+
+
+def test_facts_are_read_from_what_prepare_gets() -> None:
+    import torch
+
+    from accel.engines.deepspeed import read_facts
+
+    ctx = accel.single("cpu", precision="bf16", accumulation=4)
+    model = torch.nn.Linear(2, 2)
+    model.config = {"text_config": {"hidden_size": 12}}  # pyright: ignore[reportArgumentType]
+    data = torch.utils.data.TensorDataset(torch.zeros(10, 2))
+    loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(data, batch_size=5))
+    facts = read_facts(ctx, [model, torch.optim.AdamW(model.parameters(), lr=0.5), None, loader])
+    assert (facts.rows, facts.accumulation, facts.hidden_size, facts.optimizer) == (5, 4, 12, "AdamW")
+    assert facts.optimizer_values["lr"] == 0.5
+    settled = resolve(DeepSpeed(), facts).settings
+    assert settled["train_batch_size"] == 20
+    assert settled["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 144}
+
+
+def test_a_configuration_is_settled_without_torch_and_without_deepspeed() -> None:
+    script = (
+        "import sys\nfrom accel.engines.deepspeed import DeepSpeed, Facts, resolve\n"
+        "resolve(DeepSpeed(), Facts()); assert not {'torch', 'deepspeed'} & sys.modules.keys()"
+    )
+    _ = subprocess.run([sys.executable, "-c", script], check=True)

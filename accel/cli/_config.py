@@ -84,6 +84,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
     add_fields(parser)
     resolved = resolve_flags(parser.read(words), environ)
     values = {field.name: to_text(getattr(resolved.config, field.name)) for field in FIELDS}
+    values |= {field.name: f"[{field.name}]" for field in FIELDS if field.section and values[field.name][:1] == "{"}
     rows = [(name, value, str(resolved.sources[name])) for name, value in values.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, value, source in rows:

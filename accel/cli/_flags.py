@@ -54,7 +54,12 @@ def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Reso
                 "a flag is given twice", got=" and ".join(given[field.name]), where=field.flag, fix="Give it once."
             )
     flags = {name: values[0] for name, values in given.items() if values}
-    return resolve(flags, environ, find_file(known.config, environ))
+    resolved = resolve(flags, environ, find_file(known.config, environ))
+    if resolved.config.deepspeed:
+        from accel.engines.deepspeed import from_setting
+
+        _ = from_setting(resolved.config.deepspeed, resolved.sources["deepspeed"].at("deepspeed"))
+    return resolved
 
 
 def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:

@@ -61,7 +61,7 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
     more = [Option("no", "take what is there"), Option("yes", "hosts, accumulation, strategy, mesh, time-outs, output")]
     if choose("Look at the other settings too?", more, "no", arrows=arrows) == "yes":
         for field in FIELDS:
-            if field.name not in _FIRST:
+            if field.name not in _FIRST and (not field.section or answers["strategy"] == field.name):
                 default = suggested.get(field.name, field.default)
                 answers[field.name] = _answer(field, default, answers, arrows=arrows)
     return answers

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from accel.config._record import FIELDS, LaunchConfig
 from accel.config._resolve import ConfigFile, resolve
+from accel.config._schema import Field
+from accel.config._sections import section_values, toml_key, toml_value
 from accel.errors import ConfigError, did_you_mean
 
 DEFAULT_FILE = "accel.toml"
@@ -83,13 +85,17 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
     values = {field.name: getattr(config, field.name) for field in FIELDS}
     if path.lower().endswith(".json"):
         chosen = {name: value for name, value in values.items() if only is None or name in only}
+        for field in FIELDS:
+            if field.section and field.name in chosen:
+                section = section_values(chosen[field.name])
+                chosen[field.name] = chosen[field.name] if section is None else section
         return json.dumps(chosen, indent=2, ensure_ascii=False) + "\n"
     blocks = ["# How `accel launch` starts a script. A flag or an ACCEL_* variable overrides what stands here."]
-    for field in FIELDS:
+    for field in sorted(FIELDS, key=lambda field: field.section):  # a section holds all that follows it
         lines = textwrap.wrap(field.doc, _WIDTH, initial_indent="# ", subsequent_indent="# ")
         lines += [f"#   {name}: {meaning}" for name, meaning in field.choices.items()]
         mark = "" if only is None or field.name in only else "#"
-        lines.append(f"{mark}{field.name} = {_toml(values[field.name])}")
+        lines += [mark + line for line in _toml_lines(field, values[field.name])]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
 
@@ -99,9 +105,11 @@ def _refuse_yaml(path: str, *, fix: str) -> None:
         raise ConfigError("not a format of accel", expected="a file in TOML or JSON", got=repr(path), fix=fix)
 
 
-def _toml(value: object) -> str:
-    # Both formats spell these alike, but for one character that TOML wants escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _toml_lines(field: Field, value: Any) -> list[str]:
+    section = section_values(value) if field.section else None
+    if section is None:
+        return [f"{field.name} = {toml_value(value)}"]
+    return [f"[{field.name}]", *(f"{toml_key(key)} = {toml_value(each)}" for key, each in section.items())]
 
 
 def _decode_toml(text: str, path: str) -> dict[str, Any]:

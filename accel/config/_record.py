@@ -165,6 +165,12 @@ def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
             "Leave node_rank out, or fix the number of hosts.",
         ),
         (
+            bool(values["deepspeed"]) and values["strategy"] not in ("auto", "deepspeed"),
+            ("deepspeed", "strategy"),
+            "options of an engine that is not used",
+            "Leave them out, or take the strategy deepspeed.",
+        ),
+        (
             fewest != most and bool(sizes) and -1 not in sizes.values(),
             ("mesh", "nnodes"),
             "the mesh fits one number of hosts only",

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
+from accel.config._sections import section_text
 from accel.errors import AccelError, ConfigError, did_you_mean
 from accel.formats import precision_fix
 
@@ -36,6 +37,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         metavar: placeholder in a usage line; empty for a flag that needs no value.
         choices: accepted names with their meanings; empty where no meaning is worth a line.
         shorthand: a flag and the value that it stands for; None for most.
+        section: whether a file may hold a section in place of a text.
         type: type that msgspec checks.
         kinds: alternatives of that type that a text can spell.
     """
@@ -50,6 +52,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     metavar: str
     choices: Mapping[str, str]
     shorthand: tuple[str, str] | None
+    section: bool
     type: Any
     kinds: tuple[inspect.Type, ...]
 
@@ -99,10 +102,12 @@ def to_text(value: object) -> str:
 
 def _convert(field: Field, value: object, *, where: str, got: object, error: type[AccelError]) -> Any:
     try:
+        if field.section:
+            value = section_text(value)
         if isinstance(value, dict | msgspec.Struct):  # a record, which no flag and no variable could spell
             raise msgspec.ValidationError
         return msgspec.convert(value, field.type)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError):
         shown = repr(got) if len(repr(got)) <= 80 else f"{repr(got)[:77]}..."
         raise error(
             f"not a usable {field.name}", expected=field.expects, got=shown, where=where, fix=_near(field, got)
@@ -142,6 +147,7 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
         metavar=next((_METAVARS[type(kind)] for kind in kinds if type(kind) in _METAVARS), "NAME"),
         choices=extra.get("choices", {}),
         shorthand=extra.get("shorthand"),
+        section=extra.get("section", False),
         type=info.type,
         kinds=kinds,
     )

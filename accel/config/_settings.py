@@ -61,6 +61,7 @@ class GroupKeywords(TypedDict, total=False):
     precision: Precision | PrecisionName | None
     accumulation: int | None
     strategy: StrategyName | None
+    deepspeed: str | msgspec.Struct | None
     timeout_s: float | None
     log_level: LogLevel | None
 
@@ -131,6 +132,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"fallback": 300.0},
         ),
     ] = "auto"
+    deepspeed: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\x00]*$",
+            examples=["ds_config.json"],
+            description="Options of the strategy deepspeed: a DeepSpeed JSON, or a section of this name in accel.toml.",
+            extra={"section": True},
+        ),
+    ] = ""
     log_level: Annotated[
         LogLevel,
         Meta(

@@ -38,8 +38,8 @@ def from_group(
         group: the group; its rank and size become the context's.
         local_rank: this rank's place on its node; by default its rank, as on one node.
         local_world_size: number of ranks on this node; by default all.
-        settings: `device`, `precision`, `accumulation` and `strategy`, as for `from_env`; `timeout_s`, the group's own
-            time-out in seconds, for the group is not changed. The defaults are those of `from_env`.
+        settings: `device`, `precision`, `accumulation`, `strategy` and `deepspeed`, as for `from_env`; `timeout_s`, the
+            group's own time-out in seconds, for the group is not changed. The defaults are those of `from_env`.
 
     Raises:
         ConfigError: ranks or a setting outside their range.
@@ -120,8 +120,8 @@ def replace(
         data_dims: names of the mesh's dimensions along which ranks have samples of their own; None for what the names
             say: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one
             dimension without a name is data parallel.
-        settings: `device`, `precision`, `accumulation`, `strategy` and `timeout_s`, as for `from_group`; the others
-            stay as they are.
+        settings: `device`, `precision`, `accumulation`, `strategy`, `deepspeed` and `timeout_s`, as for `from_group`;
+            the others stay as they are.
 
     Raises:
         DeviceError: the device is not there.

@@ -37,6 +37,7 @@ def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[Settin
             precision: a name such as "bf16", or a record: see `accel.Precision`.
             accumulation: number of micro-batches in an optimizer step; the script reads it from the context.
             strategy: "ddp" or "fsdp", the way in which `prepare` spreads a model over the ranks.
+            deepspeed: options of the strategy "deepspeed", an `accel.DeepSpeed` or the path of a DeepSpeed JSON.
             mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 stands for all
                 ranks that the others leave. Ranks are numbered as `Axes` says. It becomes `ctx.mesh`. No mesh if empty.
             backend: c10d backend for that device.

@@ -26,6 +26,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "precision": st.sampled_from(["auto", *get_args(PrecisionName)]),
     "accumulation": st.just("auto") | st.integers(1, 1_000_000),
     "strategy": st.sampled_from(["auto", *get_args(StrategyName)]),
+    "deepspeed": st.sampled_from(
+        [
+            "",
+            "ds.json",
+            "{}",
+            '{"stage": 3, "offload_optimizer": {"device": "cpu"}, "settings": {"a b": [1, {"c": 0.5}]}}',
+        ]
+    ),
     "mesh": st.sampled_from(["", "dp=2,tp=2", "dp=-1", "dp_replicate=2,dp_shard=-1,tp=1"]),
     "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi"]),
     "timeout_s": SECONDS | st.just("auto"),
@@ -60,5 +68,5 @@ def configs(draw: st.DrawFn) -> LaunchConfig:
     try:
         return LaunchConfig(**values)
     except ConfigError:
-        clashing = ("gpu_ids", "backend", "node_rank", "mesh")
+        clashing = ("gpu_ids", "backend", "node_rank", "mesh", "deepspeed")
         return LaunchConfig(**{name: value for name, value in values.items() if name not in clashing})

@@ -10,10 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel.engines.deepspeed import DeepSpeed, Facts, Offload, from_section, read_deepspeed, resolve
+from accel.config import LaunchConfig, decode, encode
+from accel.engines.deepspeed import (
+    DeepSpeed,
+    Facts,
+    Offload,
+    config_of,
+    from_section,
+    from_setting,
+    read_deepspeed,
+    read_facts,
+    resolve,
+)
 from accel.errors import ConfigError
 from accel.formats import precision
 
@@ -28,7 +40,7 @@ FACTS = st.builds(
     hidden_size=st.none() | COUNTS,
     optimizer=st.sampled_from(["", "AdamW", "SGD"]),
 )
-BUCKETS = st.none() | st.just("auto") | st.integers(0, 10**9)
+BUCKETS = st.sampled_from(["default", "auto"]) | st.integers(0, 10**9)
 
 
 def leaves_of(tree: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -45,7 +57,7 @@ def configs(draw: st.DrawFn) -> DeepSpeed:
     stage = draw(st.sampled_from([0, 1, 2, 3]))
     offloads = st.none() | st.just("cpu") | st.just(Offload(pin_memory=False))
     disks = st.just(Offload("nvme", "/local"))
-    third = BUCKETS if stage == 3 else st.sampled_from([None, "auto"])
+    third = BUCKETS if stage == 3 else st.sampled_from(["default", "auto"])
     return DeepSpeed(
         stage=stage,
         offload_optimizer=draw(offloads | disks if stage == 3 else offloads) if stage else None,
@@ -54,7 +66,7 @@ def configs(draw: st.DrawFn) -> DeepSpeed:
         gather_bucket=draw(BUCKETS),
         prefetch_bucket=draw(third),
         persist_below=draw(third),
-        overlap=draw(st.none() | st.booleans()),
+        overlap=draw(st.just("default") | st.booleans()),
         leaf_modules=draw(st.sampled_from([(), ("Experts",)])) if stage == 3 else (),
         settings=draw(
             st.fixed_dictionaries(
@@ -96,6 +108,17 @@ def test_settled_settings_settle_to_themselves(c: DeepSpeed, f: Facts) -> None:
     once = resolve(c, f).settings
     assert json.loads(json.dumps(once)) == once
     assert resolve(read_deepspeed(once), f).settings == once
+
+
+@given(configs(), FACTS)
+@settings(max_examples=30)
+def test_a_context_carries_a_record_to_ranks_and_files(c: DeepSpeed, f: Facts) -> None:
+    ctx = accel.single("cpu", deepspeed=c)
+    assert isinstance(ctx.settings.deepspeed, str)
+    assert resolve(config_of(ctx), f).settings == resolve(c, f).settings
+    config = decode(encode(LaunchConfig(deepspeed=ctx.settings.deepspeed)))
+    told = resolve(from_setting(config.deepspeed), f).settings
+    assert told == resolve(c, f).settings
 
 
 @given(COUNTS, COUNTS, COUNTS, st.sets(st.sampled_from(["train_batch_size", "rows", "steps"])))
@@ -193,7 +216,7 @@ def test_files_and_sections_name_themselves_in_errors(tmp_path: Path) -> None:
         _ = read_deepspeed(tmp_path / "none.json")
     section = from_section({"stage": 3, "offload_optimizer": {"device": "cpu"}}, source="accel.toml")
     assert section == DeepSpeed(stage=3, offload_optimizer=Offload("cpu"), source="accel.toml")
-    with pytest.raises(ConfigError, match=r"'stages' - at accel.toml, section deepspeed. Did you mean `stage`?"):
+    with pytest.raises(ConfigError, match=r"'stages' - at accel.toml\. Keys of .* Did you mean `stage`?"):
         _ = from_section({"stages": 3}, source="accel.toml")
 
 
@@ -205,10 +228,6 @@ def test_a_field_and_a_setting_do_not_say_one_thing_twice() -> None:
 
 
 def test_facts_are_read_from_what_prepare_gets() -> None:
-    import torch
-
-    from accel.engines.deepspeed import read_facts
-
     ctx = accel.single("cpu", precision="bf16", accumulation=4)
     model = torch.nn.Linear(2, 2)
     model.config = {"text_config": {"hidden_size": 12}}  # pyright: ignore[reportArgumentType]

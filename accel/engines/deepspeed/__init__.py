@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.engines.deepspeed._facts import read_facts as read_facts
+    from accel.engines.deepspeed._facts import config_of as config_of, read_facts as read_facts
     from accel.engines.deepspeed._reading import (
         from_json as from_json,
         from_section as from_section,
+        from_setting as from_setting,
         read_deepspeed as read_deepspeed,
     )
     from accel.engines.deepspeed._record import DeepSpeed as DeepSpeed, Offload as Offload
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 __getattr__ = exports(
     __name__,
     {
-        "_facts": ("read_facts",),
-        "_reading": ("from_json", "from_section", "read_deepspeed"),
+        "_facts": ("config_of", "read_facts"),
+        "_reading": ("from_json", "from_section", "from_setting", "read_deepspeed"),
         "_record": ("DeepSpeed", "Offload"),
         "_resolve": ("resolve",),
         "_resolved": ("Facts", "Resolved", "Setting"),

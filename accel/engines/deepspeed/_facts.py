@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`read_facts`: what context, loaders, model and optimizer say already."""
+"""The configuration that a context carries, and what it, loaders, models and optimizers say already."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.data import Loader, Plan, StreamLoader
+from accel.engines.deepspeed._reading import from_setting
+from accel.engines.deepspeed._record import DeepSpeed
 from accel.engines.deepspeed._resolved import Facts
 
 _WIDTHS = ("hidden_size", "hidden_sizes", "n_embd", "d_model", "dim")
+
+
+def config_of(ctx: DistContext) -> DeepSpeed:
+    """Return the configuration of a context's setting `deepspeed`; the default one if it has none. May read a file."""
+    return from_setting(ctx.settings.deepspeed, ctx.launched.get("deepspeed", "deepspeed="))
 
 
 def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int | None = None) -> Facts:

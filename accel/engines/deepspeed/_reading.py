@@ -14,6 +14,7 @@ from accel.config import decode_values
 from accel.engines.deepspeed._record import FIELD_KEYS, DeepSpeed, Key, flat, nested
 from accel.errors import ConfigError, did_you_mean
 
+_SIZES = ("reduce_bucket", "gather_bucket", "prefetch_bucket", "persist_below")
 _OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
 _OFFLOAD_FIELDS = {"device": "device", "nvme_path": "path", "pin_memory": "pin_memory"}
 
@@ -49,7 +50,7 @@ def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
         ConfigError: a value is none that its key takes.
     """
     leaves = flat(values)
-    fields: dict[str, Any] = {"reduce_bucket": None, "prefetch_bucket": None, "persist_below": None, "stage": 0}
+    fields: dict[str, Any] = {"stage": 0, **dict.fromkeys(_SIZES, "default")}
     for name, key in FIELD_KEYS.items():
         if name in _OFFLOADS:
             fields[name] = _offload(leaves, key)
@@ -57,7 +58,7 @@ def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
             fields[name] = leaves.pop(key)
     if isinstance(fields["stage"], float) and fields["stage"].is_integer():
         fields["stage"] = int(fields["stage"])
-    for name in ("reduce_bucket", "gather_bucket", "prefetch_bucket", "persist_below"):  # 5e8 is usual there
+    for name in _SIZES:  # 5e8 is usual there
         if isinstance(value := fields.get(name), float) and value.is_integer():
             fields[name] = int(value)
     return _made({**fields, "settings": nested(leaves), "source": source}, source or "DeepSpeed's configuration")
@@ -68,7 +69,7 @@ def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
 
     Args:
         values: fields of `DeepSpeed` and their values.
-        source: file of the section, for tables and errors.
+        source: place of the section, for tables and errors.
 
     Raises:
         ConfigError: no such field, or a value that it does not take.
@@ -76,9 +77,26 @@ def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
     known = [name for name in DeepSpeed.__struct_fields__ if name != "source"]
     for name in values:
         if name not in known:
-            where = f"{source}, section deepspeed" if source else "section deepspeed"
-            raise ConfigError("unknown key", got=repr(name), where=where, fix=did_you_mean(name, known))
-    return _made({**values, "source": source}, f"{source}, section deepspeed" if source else "section deepspeed")
+            keys = f"Keys of DeepSpeed's own JSON stand in `settings`. {did_you_mean(name, known)}"
+            raise ConfigError("unknown key", got=repr(name), where=source or "section deepspeed", fix=keys)
+    return _made({**values, "source": source}, source or "section deepspeed")
+
+
+def from_setting(text: str, where: str = "deepspeed=") -> DeepSpeed:
+    """Return the record that the setting `deepspeed` stands for. Reads a file where it names one.
+
+    Args:
+        text: path of a DeepSpeed JSON; or the fields of a record as a JSON object, as a section becomes; or nothing.
+        where: place of the setting, for errors.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field or a value is none.
+    """
+    if not text.startswith("{"):
+        return read_deepspeed(text) if text else DeepSpeed()
+    values: dict[str, Any] = msgspec.json.decode(text)
+    source = values.pop("source", where)  # a record says its own
+    return from_section(values, source=source)
 
 
 def _offload(leaves: dict[Key, Any], key: Key) -> dict[str, Any] | None:

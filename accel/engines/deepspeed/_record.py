@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from accel.errors import ConfigError
 
-Auto = Literal["auto"]
+Auto = Literal["auto", "default"]
 Key = tuple[str, ...]  # a path in DeepSpeed's JSON
 Elements = Annotated[int, Meta(ge=0)]
 
@@ -48,17 +48,17 @@ class Offload(msgspec.Struct, frozen=True):
 
 
 class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one model under DeepSpeed. Buckets and thresholds count elements.
+    """Options of one model under DeepSpeed. Buckets and thresholds count elements; "default" leaves them to DeepSpeed.
 
     Attributes:
         stage: parts of the state that ranks share out: 0 none, 1 the optimizer's state, 2 gradients too, 3 parameters.
         offload_optimizer: place of the optimizer's state, from stage 1; None for the device.
         offload_parameters: place of parameters, at stage 3; None for the device.
         reduce_bucket: elements of one reduction of gradients; "auto": the square of the model's hidden size.
-        gather_bucket: elements of one gather of parameters after a step; None for DeepSpeed's default.
+        gather_bucket: elements of one gather of parameters after a step.
         prefetch_bucket: elements that stage 3 gathers ahead; "auto": 0.9 times the square of the hidden size.
         persist_below: parameters of fewer elements stay whole at stage 3; "auto": ten times the hidden size.
-        overlap: whether gradients travel during backward; None for DeepSpeed's default.
+        overlap: whether gradients travel during backward.
         leaf_modules: classes of modules that stage 3 gathers as a whole, such as a block of experts.
         settings: every other key of DeepSpeed's JSON, nested as there; "auto" is filled in.
         source: file that it was read from, for tables and errors.
@@ -67,11 +67,11 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
     stage: Literal[0, 1, 2, 3] = 2
     offload_optimizer: Offload | Literal["cpu"] | None = None
     offload_parameters: Offload | Literal["cpu"] | None = None
-    reduce_bucket: Elements | Auto | None = "auto"
-    gather_bucket: Elements | Auto | None = None
-    prefetch_bucket: Elements | Auto | None = "auto"
-    persist_below: Elements | Auto | None = "auto"
-    overlap: bool | Auto | None = None
+    reduce_bucket: Elements | Auto = "auto"
+    gather_bucket: Elements | Auto = "default"
+    prefetch_bucket: Elements | Auto = "auto"
+    persist_below: Elements | Auto = "auto"
+    overlap: bool | Auto = "default"
     leaf_modules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
     source: str = ""
@@ -106,7 +106,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
         """Yield field, key and value of each key that the fields say something at."""
         for name, key in FIELD_KEYS.items():
             value = getattr(self, name)
-            if value is None or value == ():
+            if value is None or value in ((), "default"):
                 continue
             if name.startswith("offload_"):
                 where = Offload() if value == "cpu" else cast(Offload, value)

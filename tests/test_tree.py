@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 from typing import Any, NamedTuple
 
 import msgspec
@@ -190,16 +191,63 @@ class Window(collections.abc.Sequence):
         return torch.zeros(1)
 
 
+class Sealed(collections.abc.Mapping):
+    """A mapping with more than its values, which a dict of them does not give back."""
+
+    def __init__(self, values: dict, layout: str = "columns") -> None:
+        self.values_ = values
+        self.layout = layout
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+    def __iter__(self):
+        return iter(self.values_)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.values_[key]
+
+
+class Encoding(collections.UserDict):
+    """What a tokenizer returns: a mapping with attributes of its own."""
+
+    def __init__(self, data: dict | None = None, rows: int = 0) -> None:
+        super().__init__(data)
+        self.rows = rows
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        Encoding({"x": torch.ones(2), "more": [torch.ones(1), "text"]}, rows=2),
+        collections.UserDict(x=torch.ones(2), more=[torch.ones(1), "text"]),
+        types.MappingProxyType({"x": torch.ones(2), "more": [torch.ones(1), "text"]}),
+        Sealed({"x": torch.ones(2), "more": [torch.ones(1), "text"]}),
+    ],
+    ids=lambda mapping: type(mapping).__name__,
+)
+def test_mappings_that_a_dict_gives_back_are_taken_apart_and_keep_class_and_attributes(mapping):
+    tree = {"batch": (mapping,)}
+    assert [path for path, _ in tensors(tree)] == ["$.batch[0].x", "$.batch[0].more[0]"]
+    (new,) = map_leaves(lambda leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf, tree)["batch"]
+    assert type(new) is type(mapping)
+    assert new["x"].tolist() == [2.0, 2.0]
+    assert new["more"][1] == "text"
+    assert mapping["x"].tolist() == [1.0, 1.0]
+    attributes = {name: value for name, value in getattr(mapping, "__dict__", {}).items() if name in ("rows", "layout")}
+    assert attributes == {name: getattr(new, name) for name in attributes}
+    assert structure(new) == structure(mapping)
+
+
 @pytest.mark.parametrize(
     "container",
     [
-        collections.UserDict(a=torch.zeros(1)),
+        Sealed({"a": torch.zeros(1)}, "rows"),
         collections.UserList([torch.zeros(1)]),
         {1, 2},
         frozenset({1}),
         collections.deque([torch.zeros(1)]),
         Window(),
-        {"a": 1}.values().mapping,
         {"a": 1}.keys(),
         torch.ones(2, 2).max(0),
         torch.Size([2, 3]),
@@ -223,11 +271,11 @@ def test_leaves_are_leaves(leaf):
 
 
 def test_what_is_said_to_be_a_leaf_is_one_though_it_be_a_container():
-    odd = collections.UserDict(a=3)
+    odd = collections.UserList([3])
     tree = {"list": [1, [2]], "odd": odd}
     got = map_leaves(lambda leaf: ("leaf", leaf), tree, is_leaf=lambda node: isinstance(node, list) or node is odd)
     assert got == {"list": ("leaf", [1, [2]]), "odd": ("leaf", odd)}
-    with pytest.raises(TreeError, match=r"got UserDict - at \$\.odd"):
+    with pytest.raises(TreeError, match=r"got UserList - at \$\.odd"):
         map_leaves(lambda leaf: leaf, tree)
 
 

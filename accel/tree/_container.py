@@ -17,9 +17,9 @@ class Container(msgspec.Struct, frozen=True):
         take_apart: maps a value to its children by name; equal structures give equal names in equal order.
         put_together: maps a value and its new children by name to the new value, of the same class.
 
-    >>> from collections import UserDict
-    >>> Container(UserDict, take_apart=dict, put_together=lambda old, children: type(old)(children)).kind.__name__
-    'UserDict'
+    >>> from collections import deque
+    >>> Container(deque, lambda old: dict(enumerate(old)), lambda old, new: deque(new.values(), old.maxlen)).kind
+    <class 'collections.deque'>
     """
 
     kind: type[Any]

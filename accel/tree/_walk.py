@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested containers: flattened to leaves with paths, and rebuilt.
 
-A container is a dict (or a subclass), list, tuple, namedtuple, dataclass or `msgspec.Struct`, or of a kind that a
-`Container` describes. Everything else is a leaf, except a container of an unknown kind. That is an error with its path,
-because as a leaf it would silently keep the tensors inside from being processed.
+A container is a dict (or a subclass), another mapping that can be rebuilt from a dict, a list, tuple, namedtuple,
+dataclass or `msgspec.Struct`, or of a kind that a `Container` describes. Everything else is a leaf, except a container
+of an unknown kind. That is an error with its path, because as a leaf it would silently keep the tensors inside from
+being processed.
 
 A tensor in two places is two leaves.
 """
@@ -20,6 +21,7 @@ import torch
 
 from accel.errors import TreeError
 from accel.tree._container import Container, Containers
+from accel.tree._mappings import can_be_rebuilt, with_values
 
 T = TypeVar("T")
 Leaf = tuple[str, Any]
@@ -212,10 +214,14 @@ def _parts(node: object, trail: _Trail, containers: Containers) -> tuple[Sequenc
         return range(len(children)), children
     if (names := _field_names(node)) is not None:
         return names, [getattr(node, name) for name in names]
+    if isinstance(node, Mapping) and can_be_rebuilt(cast("Mapping[Any, Any]", node)):
+        found = cast("Mapping[Any, Any]", node)
+        return list(found), list(found.values())
     if isinstance(node, Mapping | Set | tuple | list) or (isinstance(node, Sequence) and not isinstance(node, range)):
         raise TreeError(
             "a container of a kind that cannot be taken apart",
-            expected="dict, list, tuple, namedtuple, dataclass, msgspec.Struct, or a kind of ctx.containers",
+            expected="dict or a mapping made from one, list, tuple, namedtuple, dataclass, msgspec.Struct, or a kind of"
+            " ctx.containers",
             got=type(cast(object, node)).__name__,
             where=_path(trail),
             fix=f"Pass {_plain_form(cast(object, node))}, or describe the class: accel.replace(ctx, containers="
@@ -256,6 +262,8 @@ def _put_together(
         return tuple(children)
     if _is_namedtuple(node):
         return cast(Any, type(node))._make(children)
+    if isinstance(node, Mapping) and _field_names(node) is None:
+        return with_values(cast("Mapping[Any, Any]", node), dict(zip(keys, children, strict=True)))
     clone = copy.copy(node)  # does not run __post_init__ again
     change: Any = msgspec.structs.force_setattr if isinstance(node, msgspec.Struct) else object.__setattr__
     for name, child in zip(keys, children, strict=True):

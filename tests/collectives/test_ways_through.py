@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserList
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def test_what_padding_cannot_mend_is_not_sent_to_it(ranks, other, way):
         (np.arange(2), r"torch.as_tensor\(\.\.\.\)"),
         (1.5, r"torch.as_tensor\(\.\.\.\)"),
         ("text", r"accel.gather_object\(ctx"),
-        (UserDict(a=torch.zeros(1)), r"dict\(\.\.\.\) of it"),
+        (UserList([torch.zeros(1)]), r"list\(\.\.\.\) of it"),
     ],
 )
 def test_a_value_that_is_no_tensor_has_a_way(ranks, call, value, way):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mappings that are no dict, such as UserDict and what tokenizers return: rebuilt with other values, if that is safe."""
+"""Mappings that are no dict, such as UserDict and what tokenizers return: rebuilt with other values where possible."""
 
 from __future__ import annotations
 

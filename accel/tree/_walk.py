@@ -262,7 +262,7 @@ def _put_together(
         return tuple(children)
     if _is_namedtuple(node):
         return cast(Any, type(node))._make(children)
-    if isinstance(node, Mapping) and _field_names(node) is None:
+    if _field_names(node) is None:
         return with_values(cast("Mapping[Any, Any]", node), dict(zip(keys, children, strict=True)))
     clone = copy.copy(node)  # does not run __post_init__ again
     change: Any = msgspec.structs.force_setattr if isinstance(node, msgspec.Struct) else object.__setattr__

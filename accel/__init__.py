@@ -107,7 +107,7 @@ if TYPE_CHECKING:
         TrackerError as TrackerError,
         TreeError as TreeError,
     )
-    from accel.formats import Fp8 as Fp8, Precision as Precision
+    from accel.formats import Compile as Compile, Fp8 as Fp8, Precision as Precision
     from accel.items import (
         Loaded as Loaded,
         Part as Part,
@@ -346,7 +346,7 @@ _HOMES = {
         "TrackerError",
         "TreeError",
     ),
-    "formats": ("Fp8", "Precision"),
+    "formats": ("Compile", "Fp8", "Precision"),
     "items": (
         "Loaded",
         "Part",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats of a run as frozen records, and names of strategies. Free of torch.
+"""Number formats and compilation of a run as frozen records, and names of strategies. Free of torch.
 
 `precision` maps a name such as "bf16" to its record. Settings without an effect are refused.
 """
@@ -17,6 +17,8 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "tf32", "pure-bf16", "fp8"]
 StrategyName = Literal["ddp", "fsdp"]
 Compute = Literal["fp32", "tf32", "bf16", "fp16"]
 Fp8Backend = Literal["torchao", "transformer_engine"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileName = Literal["off", "whole", "repeated"]
 Fp8Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "mxfp8"]
 
 _SCALINGS: dict[str, tuple[Fp8Scaling, ...]] = {
@@ -139,6 +141,31 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The name of the record, as of `precision`; "custom" if it has none."""
         return next((name for name, record in _named() if record == self), "custom")
+
+
+class Compile(msgspec.Struct, frozen=True, kw_only=True):
+    """How `prepare` lets torch compile models; see `compile_model`.
+
+    Attributes:
+        regions: "whole" for the model, "repeated" for the blocks of its lists, each class of them compiled once.
+        backend: name of a backend that torch knows.
+        mode: as in torch.compile.
+        fullgraph: whether a graph break is an error.
+        dynamic: whether shapes are symbols; None for torch's choice.
+    """
+
+    regions: Literal["whole", "repeated"] = "whole"
+    backend: str = "inductor"
+    mode: CompileMode | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+
+
+def compilation(what: Compile | CompileName) -> Compile | Literal["off"]:
+    """Return the record of a name, the record itself, or "off"."""
+    if isinstance(what, Compile):
+        return what
+    return "off" if what == "off" else Compile(regions=what)
 
 
 def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> Precision:

@@ -177,7 +177,13 @@ def test_an_unknown_setting_and_one_without_effect_are_no_keywords():
 def test_a_context_holds_the_settings_of_its_run():
     ctx = accel.replace(accel.single(timeout_s=5), accumulation=2)
     assert ctx.settings == Settings(
-        device="cpu", precision=precision("fp32"), accumulation=2, strategy="ddp", backend="none", timeout_s=5.0
+        device="cpu",
+        precision=precision("fp32"),
+        accumulation=2,
+        strategy="ddp",
+        compile="off",
+        backend="none",
+        timeout_s=5.0,
     )
     assert accel.replace(ctx, device="cpu", mesh="").settings == ctx.settings
 

@@ -76,10 +76,11 @@ def _answer(field: Field, default: Any, answers: Mapping[str, Any], *, arrows: b
     options = [Option(name, meaning) for name, meaning in field.choices.items()]
     if not field.metavar:
         options = [Option("true"), Option("false")]
-    elif options and field.is_open:
+    elif options:
         if spelled not in field.choices:
             options.append(Option(spelled, "as it is"))
-        options.append(Option(_OTHER, field.expects))
+        if field.is_open:
+            options.append(Option(_OTHER, field.expects))
     text = choose(about, options, spelled, arrows=arrows) if options else _OTHER
     if text == _OTHER:
         text = ask(f"{about if options else field.doc} Takes {field.expects}.", spelled, check)

@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from accel.config._record import FIELDS, LaunchConfig
 from accel.config._resolve import ConfigFile, resolve
-from accel.config._schema import Field
+from accel.config._schema import Field, to_text
 from accel.config._sections import section_values, toml_key, toml_value
 from accel.errors import ConfigError, did_you_mean
 
@@ -82,7 +84,7 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
         ConfigError: the suffix is YAML's.
     """
     _refuse_yaml(path, fix="Write `accel.toml` or `accel.json`.")
-    values = {field.name: getattr(config, field.name) for field in FIELDS}
+    values = {field.name: _plain(getattr(config, field.name)) for field in FIELDS}
     if path.lower().endswith(".json"):
         chosen = {name: value for name, value in values.items() if only is None or name in only}
         for field in FIELDS:
@@ -103,6 +105,10 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
 def _refuse_yaml(path: str, *, fix: str) -> None:
     if path.lower().endswith((".yaml", ".yml")):
         raise ConfigError("not a format of accel", expected="a file in TOML or JSON", got=repr(path), fix=fix)
+
+
+def _plain(value: object) -> Any:
+    return to_text(value) if isinstance(value, msgspec.Struct) else value
 
 
 def _toml_lines(field: Field, value: Any) -> list[str]:

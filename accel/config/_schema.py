@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
+from accel.config._record_text import record_from_plain, record_from_text, record_to_text
 from accel.config._sections import section_text
 from accel.errors import AccelError, ConfigError, did_you_mean
 from accel.formats import precision_fix
@@ -39,7 +40,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         shorthand: a flag and the value that it stands for; None for most.
         section: whether a file may hold a section in place of a text.
         type: type that msgspec checks.
-        kinds: alternatives of that type that a text can spell.
+        kinds: alternatives of that type that one word can spell.
+        record: the alternative that pairs, or a table of a file, spell; None for most.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     section: bool
     type: Any
     kinds: tuple[inspect.Type, ...]
+    record: type[msgspec.Struct] | None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +88,7 @@ def from_plain(field: Field, value: object, *, where: str) -> Any:
 
 
 def from_text(field: Field, text: str, *, where: str, error: type[AccelError] = ConfigError) -> Any:
-    """Return the value that a flag or a variable spells: `true`, `2`, `0.5`, `0,1` or a name.
+    """Return the value that a flag or a variable spells: `true`, `2`, `0.5`, `0,1`, a name or `name=value,name=value`.
 
     Raises:
         AccelError: the field does not take it; of the class `error`.
@@ -97,21 +100,40 @@ def to_text(value: object) -> str:
     """Return how a flag or a variable spells a value."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, msgspec.Struct):
+        return record_to_text(value)
     return ",".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)
 
 
 def _convert(field: Field, value: object, *, where: str, got: object, error: type[AccelError]) -> Any:
+    shown = _shown(got)
     try:
         if field.section:
             value = section_text(value)
-        if isinstance(value, dict | msgspec.Struct):  # a record, which no flag and no variable could spell
+        if field.record is not None and isinstance(value, str) and ("=" in value or value.startswith("{")):
+            value = record_from_text(field.record, value)
+        if field.record is not None and isinstance(value, dict):
+            return record_from_plain(field.record, cast(dict[str, Any], value))
+        if isinstance(value, dict) or (isinstance(value, msgspec.Struct) and type(value) is not field.record):
             raise msgspec.ValidationError
         return msgspec.convert(value, field.type)
-    except (msgspec.ValidationError, ValueError):
-        shown = repr(got) if len(repr(got)) <= 80 else f"{repr(got)[:77]}..."
+    except ConfigError as refused:  # of the record itself
+        inside = f"{refused.where} of " if refused.where else ""
         raise error(
-            f"not a usable {field.name}", expected=field.expects, got=shown, where=where, fix=_near(field, got)
+            f"not a usable {field.name}, {refused.problem}",
+            expected=refused.expected,
+            got=refused.got or shown,
+            where=f"{inside}{where}",
+            fix=refused.fix,
         ) from None
+    except (msgspec.ValidationError, ValueError) as refused:
+        fix = _near(field, got) or (f"{refused}." if field.record is not None and "$" in str(refused) else "")
+        raise error(f"not a usable {field.name}", expected=field.expects, got=shown, where=where, fix=fix) from None
+
+
+def _shown(got: object) -> str:
+    text = repr(got)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _spelled(field: Field, text: str) -> object:
@@ -134,6 +156,7 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
     described: Any = inspect.type_info(info.type)
     types: tuple[inspect.Type, ...] = getattr(described.type, "types", (described.type,))
     kinds = tuple(kind for kind in types if not isinstance(kind, inspect.StructType))
+    record = next((kind.cls for kind in types if isinstance(kind, inspect.StructType)), None)
     schema = described.extra_json_schema
     extra = cast(dict[str, Any], described.extra or {})
     return Field(
@@ -143,13 +166,14 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
         default=info.default,
         fallback=extra.get("fallback", info.default),
         doc=schema["description"],
-        expects=" or ".join(_words(kind, schema.get("examples", [])) for kind in kinds),
+        expects=" or ".join(_words(kind, schema.get("examples", [])) for kind in (types if record else kinds)),
         metavar=next((_METAVARS[type(kind)] for kind in kinds if type(kind) in _METAVARS), "NAME"),
         choices=extra.get("choices", {}),
         shorthand=extra.get("shorthand"),
         section=extra.get("section", False),
         type=info.type,
         kinds=kinds,
+        record=record,
     )
 
 
@@ -163,6 +187,8 @@ def _words(kind: inspect.Type, examples: list[str]) -> str:
             return f"a number above {above} and at most {most:.0f}"
         case inspect.LiteralType(values=values):
             return _listed(list(map(str, values)))
+        case inspect.StructType():
+            return f"pairs such as {examples[0]}"
         case inspect.VarTupleType():
             return "a list of integers such as 0,1"
         case _:

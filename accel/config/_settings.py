@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from accel.config._schema import Field, fields_of
-from accel.formats import Precision, PrecisionName, StrategyName
-from accel.topology import MESH_TEXT
+from accel.formats import Compile, CompileName, Precision, PrecisionName, StrategyName
+from accel.topology import MESH_TEXT, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,12 @@ _STRATEGIES = {
     "auto": "the script's choice, else ddp",
     "ddp": "every rank holds the whole model, and gradients are averaged",
     "fsdp": "ranks shard parameters, gradients and optimizer state: less memory, more messages",
+}
+_COMPILATIONS = {
+    "auto": "the script's choice, else off",
+    "off": "models run as they are written",
+    "whole": "each model as one, by inductor",
+    "repeated": "the repeated blocks of each model, by inductor; starts faster",
 }
 _DEVICES = {
     "auto": "GPUs if there are any, else the CPU",
@@ -62,6 +68,8 @@ class GroupKeywords(TypedDict, total=False):
     accumulation: int | None
     strategy: StrategyName | None
     deepspeed: str | msgspec.Struct | None
+    plan: Plan | str | None
+    compile: Compile | CompileName | str | None
     timeout_s: float | None
     log_level: LogLevel | None
 
@@ -91,7 +99,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     precision: Annotated[
         Precision | PrecisionName | Auto,
         Meta(
-            description="Number format to compute in; auto: the script's choice.",
+            examples=["compute=bf16,fp8.scaling=rowwise"],
+            description="Number format to compute in, or the fields of a Precision; auto: the script's choice.",
             extra={"choices": _PRECISIONS, "fallback": "fp32"},
         ),
     ] = "auto"
@@ -107,6 +116,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Strategy that spreads a model over the ranks; auto: the script's choice.",
             extra={"choices": _STRATEGIES, "fallback": "ddp"},
+        ),
+    ] = "auto"
+    plan: Annotated[
+        Plan | Auto,
+        Meta(
+            examples=["units=Block,offload=true"],
+            description="Fields of the Plan by which prepare spreads models over the mesh; auto: the script's choice.",
+        ),
+    ] = "auto"
+    compile: Annotated[
+        Compile | CompileName | Auto,
+        Meta(
+            examples=["regions=repeated,mode=max-autotune"],
+            description="What torch compiles of the models that prepare takes; auto: the script's choice.",
+            extra={"choices": _COMPILATIONS, "fallback": "off"},
         ),
     ] = "auto"
     mesh: Annotated[

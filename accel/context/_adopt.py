@@ -120,8 +120,8 @@ def replace(
         data_dims: names of the mesh's dimensions along which ranks have samples of their own; None for what the names
             say: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one
             dimension without a name is data parallel.
-        settings: `device`, `precision`, `accumulation`, `strategy`, `deepspeed` and `timeout_s`, as for `from_group`;
-            the others stay as they are.
+        settings: `device`, `precision`, `accumulation`, `strategy`, `deepspeed`, `plan`, `compile` and `timeout_s`, as
+            for `from_group`; the others stay as they are.
 
     Raises:
         DeviceError: the device is not there.

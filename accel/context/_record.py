@@ -15,7 +15,7 @@ from accel.comm import Comm
 from accel.config import Settings
 from accel.env import LaunchEnv
 from accel.formats import Precision, StrategyName
-from accel.topology import AXES, STRATEGY_DIMENSION, Axes, Axis, MeshPosition, without_mesh
+from accel.topology import AXES, STRATEGY_DIMENSION, Axes, Axis, MeshPosition, Plan, without_mesh
 from accel.tree import Container
 
 
@@ -32,8 +32,9 @@ class DistContext:
         containers: kinds of containers besides those that `accel.tree` knows; set by `replace`.
         position: coordinate on the mesh, or on the one axis "dp" that all ranks form without a mesh.
         mesh: the mesh of all ranks, if `replace` or `from_mesh` was given one.
-        launched: the place where the user wrote each of `accumulation`, `precision` and `mesh` that came by a variable,
-            as from a flag or a file of `accel launch`; a step refuses settings without effect. Not part of equality.
+        launched: the place where the user wrote each of `accumulation`, `precision`, `mesh`, `plan` and `compile` that
+            came by a variable, as from a flag or a file of `accel launch`; a step refuses settings without effect. Not
+            part of equality.
         comm: the handle on the process group; like the mesh not part of equality, nor of what is printed.
     """
 
@@ -74,6 +75,11 @@ class DistContext:
     def strategy(self) -> StrategyName:
         """The strategy by which `prepare` spreads a model over the ranks."""
         return cast(StrategyName, self.settings.strategy)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of models that `prepare` gets without one of their own; None where nothing sets it."""
+        return self.settings.plan if isinstance(self.settings.plan, Plan) else None
 
     @property
     def timeout_s(self) -> float:

@@ -21,7 +21,7 @@ from accel.context._settings import check_backend, settle
 from accel.env import LaunchEnv, read_env
 from accel.topology import fit_axes
 
-_CHECKED = ("accumulation", "precision", "mesh")  # by the first step
+_CHECKED = ("accumulation", "precision", "mesh", "plan", "compile")  # by the first step
 
 
 def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[SettingKeywords]) -> DistContext:
@@ -38,6 +38,8 @@ def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[Settin
             accumulation: number of micro-batches in an optimizer step; the script reads it from the context.
             strategy: "ddp" or "fsdp", the way in which `prepare` spreads a model over the ranks.
             deepspeed: options of the strategy "deepspeed", an `accel.DeepSpeed` or the path of a DeepSpeed JSON.
+            plan: an `accel.Plan`, for models that `prepare` gets without one of their own.
+            compile: "whole", "repeated" or an `accel.Compile`: what torch compiles of the models that `prepare` takes.
             mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 stands for all
                 ranks that the others leave. Ranks are numbered as `Axes` says. It becomes `ctx.mesh`. No mesh if empty.
             backend: c10d backend for that device.

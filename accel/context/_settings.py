@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from accel.config import SETTINGS, GroupKeywords, Settings, from_plain
 from accel.errors import ConfigError, did_you_mean
-from accel.formats import precision as precision_of
+from accel.formats import compilation, precision as precision_of
 from accel.tree import Container
 
 _CHECKED_ELSEWHERE = ("device", "precision")  # they take values of torch's and records, too
@@ -40,6 +40,7 @@ def settle(keywords: Mapping[str, Any], asked: Settings, known: type[GroupKeywor
             value = from_plain(field, value, where=f"{field.name}=")
         values[field.name] = field.fallback if value == "auto" else value
     values["precision"] = precision_of(values["precision"])
+    values["compile"] = compilation(values["compile"])
     return Settings(**values)
 
 

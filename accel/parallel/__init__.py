@@ -4,7 +4,7 @@
 from accel.parallel._autocast_seen import runs_without_autocast as runs_without_autocast
 from accel.parallel._checkpointing import checkpoint_activations as checkpoint_activations
 from accel.parallel._comm_hooks import PowerSgd as PowerSgd
-from accel.parallel._compile import compile_model as compile_model
+from accel.parallel._compile import compile_as_set as compile_as_set, compile_model as compile_model
 from accel.parallel._empty import is_unknown as is_unknown
 from accel.parallel._engines import (
     ENGINES as ENGINES,

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from accel.context import DistContext
 from accel.errors import ConfigError, check_choice
+from accel.formats import Compile, CompileMode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._checkpointing import Recomputed
+from accel.parallel._private import is_compiled
 from accel.parallel._select import Select, selected
 from accel.parallel._unwrap import unwrap_model
 
 M = TypeVar("M", bound=nn.Module)
-Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 class _Traced(Mixin, nn.Module):
@@ -30,7 +32,7 @@ def compile_model(
     regions: Select | None = None,
     *,
     backend: str = "inductor",
-    mode: Mode | None = None,
+    mode: CompileMode | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
@@ -75,3 +77,23 @@ def compile_model(
     for module in chosen:
         cast(Any, module).compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return model
+
+
+def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
+    """Let torch compile a model as the context's settings say. No communication. Mutates the model.
+
+    A model with a compiled part stays as it is: the script has chosen.
+
+    Raises:
+        ConfigError: as `compile_model`.
+    """
+    asked = ctx.settings.compile
+    if isinstance(asked, Compile) and not any(is_compiled(module) for module in model.modules()):
+        _ = compile_model(
+            model,
+            "repeated" if asked.regions == "repeated" else None,
+            backend=asked.backend,
+            mode=asked.mode,
+            fullgraph=asked.fullgraph,
+            dynamic=asked.dynamic,
+        )

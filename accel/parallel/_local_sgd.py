@@ -18,6 +18,7 @@ from accel.comm import Call, adopt, call_site, exchange
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._comm_hooks import ReplicateOptions
+from accel.parallel._compile import compile_as_set
 from accel.parallel._composition import check_axes, composition
 from accel.parallel._ddp import replica_of
 from accel.parallel._labels import label_parameters
@@ -76,7 +77,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     Args:
         ctx: the context.
         model: on the CPU or on the context's device. Mutated.
-        plan: styles and stages for these axes, as for `prepare_model`.
+        plan: styles and stages for these axes, as for `prepare_model`; None for `ctx.plan`.
 
     Returns:
         The model that was passed.
@@ -90,6 +91,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     ctx.comm.check_open()
     _check_local(model, "prepare_local_model")
     _check_values(ctx, model)
+    plan = ctx.plan if plan is None else plan
     within = [each for each in composition(ctx) if each.dimension in _WITHIN] if ctx.world_size > 1 else []
     if not within:
         if ctx.world_size > 1:
@@ -99,6 +101,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
         if ctx.world_size > 1:
             begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
         mark_local(model)
+        compile_as_set(ctx, model)
         return model
     _check_experts(ctx)
     spreads = [*within, *(each for each in (SHARD,) if ctx.axis("cp").size > 1)]
@@ -110,6 +113,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
         _ = each.spread(ctx, model, options, is_empty=False)
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(model, plan.micro_batches)
+    compile_as_set(ctx, model)
     return model
 
 

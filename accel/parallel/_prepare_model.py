@@ -15,6 +15,7 @@ from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._absent import check_absent
 from accel.parallel._autocast_seen import watch_autocast
 from accel.parallel._comm_hooks import CommHook, ReplicateOptions
+from accel.parallel._compile import compile_as_set
 from accel.parallel._composition import check_axes, composition, unspread
 from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._empty import allocate, expect_values, stays_empty
@@ -62,7 +63,7 @@ def prepare_model(
 
     A model that is wrapped already, or that `fully_shard` or
     tensor parallelism has spread over all ranks, is returned as it is; under `ddp` also one without trainable
-    parameters.
+    parameters. The setting `compile` is applied to models without a compiled part.
 
     Args:
         ctx: the context.
@@ -75,7 +76,8 @@ def prepare_model(
         comm_hook: format of travelling gradients, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
-        plan: styles, stages and units for the mesh's axes; None for `Plan()`. Of axes of one rank it says nothing.
+        plan: styles, stages and units for the mesh's axes; None for `ctx.plan`, else `Plan()`. Of axes of one rank it
+            says nothing.
 
     Returns:
         The model to call in the training loop.
@@ -102,10 +104,12 @@ def prepare_model(
         comm_hook=comm_hook,
     )
     keywords.check()
+    plan = ctx.plan if plan is None else plan
     engine = engine_of(ctx)
     if engine is not None:
         _check_used(ctx, keywords, ())
         refuse_plan(ctx, plan)
+        compile_as_set(ctx, model)
         return engine.prepare(ctx, [model])[0]
     spreads = composition(ctx)
     options = [own_options(each, plan, keywords) for each in spreads]
@@ -131,6 +135,7 @@ def prepare_model(
         note_micro_batches(prepared, plan.micro_batches)
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
+    compile_as_set(ctx, prepared)
     return prepared
 
 
@@ -231,7 +236,7 @@ def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
             "a plan has no effect on an engine",
             expected="a strategy of accel",
             got=ctx.settings.strategy,
-            where="plan=",
+            where=ctx.launched.get("plan", "plan="),
             fix="Leave it out: the engine has options of its own.",
         )
 

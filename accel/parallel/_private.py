@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import nn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +24,13 @@ PRIVATE = {
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch": ("_disable_dynamo",),  # torch.compiler.disable, without importing the compiler at once
-    "torch.nn.Module": ("_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"),
+    "torch.nn.Module": (
+        "_parameters",
+        "_modules",
+        "_buffers",
+        "_non_persistent_buffers_set",
+        "_compiled_call_impl",
+    ),
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_fsdp_param_groups", "_fsdp_param_group"),
@@ -53,6 +60,11 @@ def rebuild_buckets(replica: object) -> None:
         RuntimeError: DDP still waits for gradients of the backward before; it counts the parameters, "for rank N: ...".
     """
     cast(Any, replica).reducer._rebuild_buckets()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch has been told to compile a module's calls."""
+    return cast(Any, module)._compiled_call_impl is not None
 
 
 def is_view(tensor: torch.Tensor) -> bool:

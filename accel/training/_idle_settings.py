@@ -13,12 +13,15 @@ from accel.comm import MERGED
 from accel.context import DistContext
 from accel.errors import ConfigError
 from accel.optim import Accumulation, parameters_of
-from accel.parallel import check_context_used, runs_without_autocast
+from accel.parallel import ENGINES, check_context_used, name_of, runs_without_autocast
 from accel.tensors import is_dtensor, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+_BY_PREPARE = ("plan", "compile")
 
 
 def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
@@ -38,6 +41,8 @@ def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Seq
             )
         if "mesh" in ctx.launched:
             _check_mesh(ctx, parameters)
+    if ctx.strategy not in ENGINES and not ctx.launched.keys().isdisjoint(_BY_PREPARE):
+        _check_prepared(ctx, parameters_of(optimizers))
     check_context_used(ctx)
 
 
@@ -53,6 +58,19 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
         fix="Take the setting: accel.train_state(ctx), or accel.Accumulation(ctx.accumulation); the number of a"
         " checkpoint is replaced by msgspec.structs.replace(accum, steps=ctx.accumulation). For a loop that is to have"
         f" its own: ctx = accel.replace(ctx, accumulation={steps}).",
+    )
+
+
+def _check_prepared(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
+    if any(map(name_of, parameters)):
+        return
+    idle = {name: ctx.launched[name] for name in _BY_PREPARE if name in ctx.launched}
+    raise ConfigError(
+        f"{' and '.join(idle)} of this run {'have' if len(idle) > 1 else 'has'} no effect",
+        expected=f"models that prepare has taken ({', '.join(idle.values())})",
+        got="parameters of none",
+        where="optimizer_step",
+        fix="Pass the model to accel.prepare, or leave the setting out.",
     )
 
 

@@ -18,6 +18,7 @@ from accel.errors import DeviceError, PrepareError
 from accel.optim import parameters_of
 from accel.parallel import (
     check_model,
+    compile_as_set,
     engine_of,
     heir_of,
     prepare_model,
@@ -101,7 +102,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         ctx: the context.
         objects: modules, torch optimizers, torch schedulers and DataLoaders, in any order and number. Loaders from
             `prepare_loader` and None are returned as they are.
-        plan: plan of every model; see `prepare_model`.
+        plan: plan of every model, None for `ctx.plan`; see `prepare_model`.
 
     Returns:
         One object for one, a tuple for several: models as from `prepare_model`, loaders as from `prepare_loader`,
@@ -122,6 +123,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
         >>> optimizer is adam, loader.samples
         (True, 10)
     """
+    plan = ctx.plan if plan is None else plan
     engine = engine_of(ctx)
     with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
         _check_kinds(objects)
@@ -131,6 +133,9 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
             _convert_models(ctx, objects, plan)
         else:
             refuse_plan(ctx, plan)
+            for each in objects:
+                if isinstance(each, nn.Module):
+                    compile_as_set(ctx, each)
     loaded = [prepare_loader(ctx, cast(Any, each)) if isinstance(each, DataLoader) else each for each in objects]
     if engine is not None:
         prepared = engine.prepare(ctx, loaded)

@@ -8,6 +8,8 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, cast
 
+_COMPARED = (str, int, float, bool, tuple)
+
 
 def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any] | None:
     """Return a mapping of the same class and attributes with other values; None if the class cannot be rebuilt.
@@ -20,7 +22,7 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
         values: new values, by the keys of the mapping in their order.
     """
     if isinstance(mapping, UserDict):
-        clone = copy.copy(cast("UserDict[Any, Any]", mapping))
+        clone = copy.copy(mapping)
         clone.data = values
         return clone
     if not _is_its_values(mapping):
@@ -50,8 +52,11 @@ def _same_attributes(old: object, new: object) -> bool:
     return before.keys() == after.keys() and all(_same(before[name], after[name]) for name in before)
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        pairs = cast("Mapping[Any, Any]", other)
-        return one.keys() == pairs.keys() and all(value is pairs[key] for key, value in one.items())
-    return one is other or (type(one) is type(other) and isinstance(one, str | int | float | tuple) and one == other)
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if type(one) is dict:
+        stored: tuple[dict[Any, Any], ...] = (one, other)
+        first, second = ({key: id(value) for key, value in each.items()} for each in stored)
+        return first == second
+    return one is other or (type(one) in _COMPARED and bool(one == other))

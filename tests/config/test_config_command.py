@@ -122,6 +122,8 @@ def test_without_a_terminal_numbers_and_names_answer(
         "yes",
         "4",
         "fsdp",
+        "offload=true",
+        "repeated",
         "dp=1,tp=2",
         "",
         "60",
@@ -145,6 +147,7 @@ def test_without_a_terminal_numbers_and_names_answer(
     assert "'gpu' is none of them." in capsys.readouterr().out
     said = LaunchConfig(device="cpu", nproc_per_node=2, precision="bf16", timeout_s=60, log_dir="logs", prefix=False)
     said = msgspec.structs.replace(said, accumulation=4, strategy="fsdp", mesh="dp=1,tp=2")
+    said = msgspec.structs.replace(said, plan=Plan(offload=True), compile="repeated")
     text = Path("accel.toml").read_text()
     assert decode(text) == said
     assert "\n#gpu_ids" in text

@@ -22,6 +22,7 @@ from accel.cli import main
 from accel.cli._questions import describe_machine, interview, suggest
 from accel.config import FIELDS, LaunchConfig, decode, read_config
 from accel.launching import Gpu, Machine
+from accel.topology import Plan
 
 ARROW_DOWN, ARROW_UP, ENTER = b"\x1b[B", b"\x1b[A", b"\r"
 TWO_GPUS = Machine(cores=8, gpus=(Gpu(name="H100", generation=9),) * 2)

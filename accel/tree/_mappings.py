@@ -53,10 +53,13 @@ def _same_attributes(old: object, new: object) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     if type(one) is not type(other):
         return False
-    if type(one) is dict:
-        stored: tuple[dict[Any, Any], ...] = (one, other)
-        first, second = ({key: id(value) for key, value in each.items()} for each in stored)
-        return first == second
-    return one is other or (type(one) in _COMPARED and bool(one == other))
+    kind: type[Any] = type(one)
+    return _stored(one) == _stored(other) if kind is dict else kind in _COMPARED and bool(one == other)
+
+
+def _stored(values: dict[Any, Any]) -> dict[Any, int]:
+    return {key: id(value) for key, value in values.items()}

@@ -57,8 +57,7 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    kind: type[Any] = type(one)
-    return _stored(one) == _stored(other) if kind is dict else kind in _COMPARED and bool(one == other)
+    return _stored(one) == _stored(other) if type(one) is dict else type(one) in _COMPARED and bool(one == other)
 
 
 def _stored(values: dict[Any, Any]) -> dict[Any, int]:

@@ -57,8 +57,8 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    return _stored(one) == _stored(other) if type(one) is dict else type(one) in _COMPARED and bool(one == other)
+    return _stored(one) == _stored(other) if isinstance(one, dict) else type(one) in _COMPARED and bool(one == other)
 
 
-def _stored(values: dict[Any, Any]) -> dict[Any, int]:
+def _stored(values: Any) -> dict[Any, int]:
     return {key: id(value) for key, value in values.items()}

@@ -144,7 +144,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compile(msgspec.Struct, frozen=True, kw_only=True):
-    """How `prepare` lets torch compile models; see `compile_model`.
+    """Options of `compile_model` for the models that `prepare` takes.
 
     Attributes:
         regions: "whole" for the model, "repeated" for the blocks of its lists, each class of them compiled once.

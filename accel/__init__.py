@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     )
     from accel.formats import Compile as Compile, Fp8 as Fp8, Precision as Precision
     from accel.items import (
+        Folder as Folder,
         Loaded as Loaded,
         Part as Part,
         Stored as Stored,
@@ -348,6 +349,7 @@ _HOMES = {
     ),
     "formats": ("Compile", "Fp8", "Precision"),
     "items": (
+        "Folder",
         "Loaded",
         "Part",
         "Stored",

@@ -16,6 +16,7 @@ from torch import nn
 from accel.checkpoint import ItemKind, Kept, is_record
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
+from accel.items._folder import Folder
 from accel.parallel import is_divided, unwrap_model
 from accel.tensors import is_dtensor
 
@@ -83,6 +84,8 @@ def kind_of(item: object) -> ItemKind:
         return "module"
     if isinstance(item, torch.optim.Optimizer):
         return "optimizer"
+    if isinstance(item, Folder):
+        return "value"
     if isinstance(item, msgspec.Struct):
         return "record"
     if isinstance(item, Stateful) and not isinstance(item, type):
@@ -173,7 +176,7 @@ def without_wrappers(items: Mapping[str, object]) -> dict[str, object]:
 def divided_names(ctx: DistContext, items: Mapping[str, object]) -> frozenset[str]:
     """Return the names of items that are divided among ranks: by their kind, by a pipeline, or as a `Part`."""
     return frozenset(
-        name for name, item in items.items() if isinstance(item, Part) or is_zero(item) or is_staged(ctx, item)
+        name for name, item in items.items() if isinstance(item, Part | Folder) or is_zero(item) or is_staged(ctx, item)
     )
 
 

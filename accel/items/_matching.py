@@ -15,6 +15,8 @@ from accel.context import DistContext
 from accel.data import Cursor
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
+from accel.items._folder import Folder
+from accel.items._folder_files import FolderLoad
 from accel.items._kinds import (
     Part,
     Stateful,
@@ -58,7 +60,7 @@ class Matching:
     Attributes:
         source: the checkpoint.
         passed: the caller's live items.
-        loads: the items to load, in order of names.
+        loads: the items to load, in order of names; folders last, as what they load is not undone.
         rows: position of the rows of ranks that this rank reads.
         streams: this rank's random streams, once read.
     """
@@ -158,7 +160,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
     found.note(MISSING, (f"item {name}" for name in items.keys() - stored.keys()))
     found.note(UNASKED, stored.keys() - items.keys())
     source.judge(found)
-    for name in sorted(live.keys() & stored.keys()):
+    for name in sorted(live.keys() & stored.keys(), key=lambda name: (isinstance(live[name], Folder), name)):
         load = _load_of(name, live[name], stored[name], source, passed[name], modules)
         if load is None:
             continue
@@ -227,7 +229,7 @@ def _load_of(
     name: str, live: object, item: Item, source: CheckpointSource, passed: object, modules: Mapping[str, ModuleState]
 ) -> ItemLoad | None:
     """Make the load of an item by the kind of the live one; None where a live None leaves it in the file."""
-    if live is None and item.kind != "value":
+    if live is None and (item.kind != "value" or item.type == Folder.__qualname__):
         return None
     common: dict[str, Any] = {"name": name, "item": item, "source": source, "result": passed}
     common["problems"] = Problems(source.options.cast)
@@ -237,6 +239,8 @@ def _load_of(
         return OptimizerLoad(live=live, **common)
     if isinstance(live, Stateful) and item.kind == "stateful":
         return StatefulLoad(live=live, **common)
+    if isinstance(live, Folder):
+        return FolderLoad(live=live, **common)
     return ValueLoad(live=live, **common)
 
 

@@ -29,6 +29,8 @@ from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, NonFiniteError, check_choice
 from accel.items._bases import BASE, Sums, has_sums, without_base
+from accel.items._folder import Folder
+from accel.items._folder_files import capture_folder
 from accel.items._kinds import (
     Stateful,
     TrainableOnly,
@@ -125,7 +127,7 @@ def save_state(
         out: folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the URL
             of a folder in a store, such as "s3://bucket/run", or a `RemotePath` with options.
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name. A
-            `Part` is this rank's part of a divided module or optimizer.
+            `Part` is this rank's part of a divided module or optimizer; a `Folder` has functions that write files.
         step: step of the checkpoint, 0 or above.
         keep: checkpoints to keep: a number from 1, this one and the newest others; or a `Keep`; None for all. The
             others are deleted after the commit, unless they hold files that accel did not write.
@@ -180,7 +182,7 @@ def save_state(
 
 
 def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
-    """Return this rank's content of a checkpoint. No communication; nothing is copied.
+    """Return this rank's content of a checkpoint. Nothing is copied; no communication, save that of `Folder.save`.
 
     Raises:
         CheckpointError: something cannot be stored, named by its path.
@@ -212,6 +214,8 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
                 entries[name] = capture_optimizer(name, item, names, same, kept)
             elif isinstance(item, Stateful) and kind_of(item) == "stateful":
                 entries[name] = capture_stateful(name, item, first, kept)
+            elif isinstance(item, Folder):
+                entries[name] = capture_folder(name, item, first)
             else:
                 entries[name] = capture_value(name, item, first, kept)
         except CheckpointError:

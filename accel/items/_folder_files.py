@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a `Folder`: each is a tensor of bytes in the checkpoint, mapped from the disk on both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from accel.checkpoint import Item
+from accel.errors import CheckpointError, ConfigError
+from accel.items._folder import Folder
+from accel.items._source import Change, ItemLoad, fields_in
+from accel.storage import disk_errors
+
+
+def capture_folder(name: str, live: Folder, tensors: dict[str, torch.Tensor]) -> Item:
+    """Return a folder's entry in a checkpoint. Runs its `save`; communicates where that does.
+
+    Args:
+        name: name of the item.
+        live: the folder.
+        tensors: receives the bytes of its files by name, mapped from files that have no name any more.
+
+    Raises:
+        ConfigError: it has no `save`.
+        CheckpointError: a file cannot be stored, or the disk failed.
+    """
+    if live.save is None:
+        raise ConfigError("a Folder without save", where=f"item {name}", fix="Pass accel.Folder(save=...).")
+    value = dict[str, object]()
+    with _scratch(live) as scratch:
+        live.save(scratch)
+        for path, file in sorted(_files_in(scratch, name)):
+            key = f"{name}.{path}"
+            tensors[key] = _mapped(file)
+            value[path] = {"$tensor": key}
+    return Item("value", Folder.__qualname__, value)
+
+
+@dataclass(kw_only=True, slots=True)
+class FolderLoad(ItemLoad):
+    """Files that are written to a temporary folder, for a function of the user to read."""
+
+    live: Folder
+
+    def compare(self) -> None:
+        """Check that the stored names are those of files inside a folder, and want those that this rank reads."""
+        if self.live.load is None:
+            raise ConfigError("a Folder without load", where=f"item {self.name}", fix="Pass accel.Folder(load=...).")
+        names = self.source.names_in(self.name, self.item.value)
+        select = self.live.select
+        for path, stored in fields_in(self.item.value, self.name).items():
+            key = f"{self.name}.{path}"
+            facts = self.source.facts(key) if key in names else None
+            if (
+                stored != {"$tensor": key}
+                or not _is_inside(path)
+                or facts is None
+                or facts[0] != "uint8"
+                or len(facts[1]) != 1
+            ):
+                raise CheckpointError("not a stored file", got=repr(path), where=f"item {self.name}")
+            if select is None or select(path):
+                self.wanted.append((key, None))
+
+    def read(self) -> Sequence[Change]:
+        """Return the change that writes the files and runs `load`, which cannot be undone."""
+        return [Change(f"item {self.name}", self._apply, _nothing)]
+
+    def _apply(self) -> None:
+        assert self.live.load is not None
+        with _scratch(self.live) as scratch:
+            for key, _ in self.wanted:
+                file = scratch / key.removeprefix(f"{self.name}.")
+                size = self.source.facts(key)[1][0]
+                _reserve(file, size)
+                if size:
+                    mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+                    self.source.saved.read_into(mapped, key)
+            self.live.load(scratch)
+
+
+def _nothing() -> None:
+    """Leave what `load` did."""
+
+
+@contextlib.contextmanager
+def _scratch(live: Folder) -> Generator[Path]:
+    """Make a folder for the block, where `live` says."""
+    with disk_errors(live.scratch or tempfile.gettempdir()):
+        made = tempfile.mkdtemp(prefix="accel-folder-", dir=live.scratch)
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _files_in(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """Yield the files in a folder and those inside, with their paths from it.
+
+    Raises:
+        CheckpointError: a link, another thing that is no file, or a name that no manifest holds.
+    """
+    for found in folder.rglob("*"):
+        path = found.relative_to(folder).as_posix()
+        kind = found.lstat().st_mode
+        if stat.S_ISDIR(kind):
+            continue
+        if not stat.S_ISREG(kind):
+            raise CheckpointError("not a regular file, and so not stored", got=path, where=f"item {name}")
+        if not _is_inside(path):
+            raise CheckpointError("a file whose name cannot be stored", got=repr(path), where=f"item {name}")
+        yield path, found
+
+
+def _is_inside(path: str) -> bool:
+    """Return whether a text is the path of a file inside of a folder, in its normal form and valid Unicode."""
+    parts = path.split("/")
+    plain = path.isprintable() and "\\" not in path and not path.startswith("$")
+    return plain and not any(part in ("", ".", "..") for part in parts)
+
+
+def _reserve(file: Path, size: int) -> None:
+    """Make a file of a size, whose blocks are on the disk already: a full disk is an error here, not a signal later."""
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("xb") as opened:
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(opened.fileno(), 0, size)
+            else:
+                os.truncate(opened.fileno(), size)
+
+
+def _mapped(file: Path) -> torch.Tensor:
+    """Return a file's bytes, read from the disk when they are touched."""
+    with disk_errors(file):
+        size = file.stat().st_size
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)

@@ -84,6 +84,12 @@ if TYPE_CHECKING:
         Offload as Offload,
         read_deepspeed as read_deepspeed,
     )
+    from accel.engines.quantized import (
+        Bitsandbytes as Bitsandbytes,
+        Torchao as Torchao,
+        describe_quantized as describe_quantized,
+        load_quantized as load_quantized,
+    )
     from accel.env import LaunchEnv as LaunchEnv, read_env as read_env
     from accel.errors import (
         AccelError as AccelError,
@@ -325,6 +331,7 @@ _HOMES = {
     ),
     "env": ("LaunchEnv", "read_env"),
     "engines.deepspeed": ("DeepSpeed", "Offload", "read_deepspeed"),
+    "engines.quantized": ("Bitsandbytes", "Torchao", "describe_quantized", "load_quantized"),
     "errors": (
         "AccelError",
         "CheckpointError",

@@ -1,21 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors: whether a tensor is one, and what this rank holds of it. Plain tensors are held whole.
+"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights.
 
-Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor.
+Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor. A quantizer's
+weight is taken apart into plain tensors by the engine for its package, which is imported when such a weight is met.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
+from torch import nn
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+# Package of a weight's class: module and function, which takes a module, the name of its parameter and the parameter,
+# and returns a `Packed`; None for a weight that it does not take apart.
+FORMATS: Mapping[str, tuple[str, str]] = {
+    "bitsandbytes": ("accel.engines.quantized", "take_apart"),
+    "torchao": ("accel.engines.quantized", "take_apart"),
+}
+MARK = "accel_packed"  # attribute of a parameter of another class that stands for a packed weight
+
+Make = Callable[[Mapping[str, torch.Tensor]], nn.Parameter]
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
@@ -140,3 +153,93 @@ def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None
     stride = torch.empty(shape, device="meta").stride()
     part = part.to(local_part(template).device)
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class Packed(NamedTuple):
+    """A weight as plain tensors.
+
+    Attributes:
+        parts: the tensors by name in the module, such as "weight" and "weight.absmax"; the first holds the elements.
+            They share their memory with the weight.
+        make: the recipe: puts a parameter together from parts by these names, as views on them. A part may lie on
+            another device, in a slot, or nowhere.
+        tell: gives further tensors of a checkpoint from the parts, which say how these are to be read.
+    """
+
+    parts: Mapping[str, torch.Tensor]
+    make: Make
+    tell: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+    @property
+    def first(self) -> str:
+        """Name of the part that holds the elements."""
+        return next(iter(self.parts))
+
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of a checkpoint that say how the parts are to be read."""
+        return self.tell(self.parts)
+
+    def replaced(self, part: str, tensor: torch.Tensor) -> Packed:
+        """Return it with another tensor for a part."""
+        return self._replace(parts={**self.parts, part: tensor})
+
+
+def packed(module: nn.Module, key: str, tensor: object) -> Packed | None:
+    """Return a module's parameter taken apart; None for one that is no packed weight. No communication."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, nn.Parameter) or not isinstance(tensor, torch.Tensor):
+        return None
+    if (mark := vars(tensor).get(MARK)) is not None:
+        return cast(Packed, mark)
+    engine = FORMATS.get(kind.__module__.partition(".")[0])
+    if engine is None:
+        return None
+    return getattr(importlib.import_module(engine[0]), engine[1])(module, key, tensor)
+
+
+def packed_weights(model: nn.Module) -> dict[str, Packed]:
+    """Return the packed weights of a model by their paths, one with several paths under each of them."""
+    found: dict[str, Packed] = {}
+    known: dict[int, Packed | None] = {}
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
+    for path, module in modules:
+        for key, tensor in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+            if tensor is None or type(tensor) is nn.Parameter:
+                continue
+            if id(tensor) not in known:
+                known[id(tensor)] = packed(module, key, tensor)
+            if (weight := known[id(tensor)]) is not None:
+                found[f"{path}.{key}" if path else key] = weight
+    return found
+
+
+def part_names(model: nn.Module) -> set[str]:
+    """Return the names of all parts and constants of packed weights, as `state_tensors` has them."""
+    return {name for tensors in _named_parts(packed_weights(model)).values() for name in tensors}
+
+
+def state_tensors(model: nn.Module) -> dict[str, object]:
+    """Return `model.state_dict(keep_vars=True)` with the parts and constants of each packed weight in its place."""
+    weights = packed_weights(model)
+    found = cast("dict[str, object]", model.state_dict(keep_vars=True))
+    if not weights:
+        return found
+    own = _named_parts(weights)
+    replaced = {name for tensors in own.values() for name in tensors}
+    state: dict[str, object] = {}
+    for name, value in found.items():
+        if name in own:
+            state |= own[name]
+        elif name not in replaced:
+            state[name] = value
+    return state
+
+
+def _named_parts(weights: Mapping[str, Packed]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return parts and constants by their names in the model, by path of the weight."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for path, weight in weights.items():
+        root, dot, _ = path.rpartition(".")
+        tensors = {**weight.parts, **weight.constants()}
+        found[path] = {root + dot + name: tensor for name, tensor in tensors.items()}
+    return found

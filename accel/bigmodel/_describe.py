@@ -16,7 +16,7 @@ from accel.bigmodel._dtypes import check_dtype, dtypes, name_of
 from accel.bigmodel.plan import Segment, Skeleton, Weight
 from accel.errors import ConfigError, did_you_mean
 from accel.parallel import Select, named_modules, repeated, selected
-from accel.tensors import local_part
+from accel.tensors import local_part, packed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,12 +40,23 @@ class _Part(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A parameter or buffer at one of its paths."""
+    """A parameter, a buffer, or a part of a quantizer's parameter at one of its paths.
+
+    Attributes:
+        path: the path.
+        segment: name of its segment.
+        tensor: the tensor.
+        stored: whether checkpoints hold it.
+        key: the same for each path of a tied one.
+        is_small: whether it stays on the segment's device.
+    """
 
     path: str
     segment: str
     tensor: torch.Tensor
     stored: bool
+    key: tuple[int, str]
+    is_small: bool
 
 
 def describe(
@@ -83,9 +94,9 @@ def describe(
     check_dtype(dtype, where="describe(dtype=)")
     parts = _parts(model, _blocks(model, blocks))
     found = [each for part in parts for each in _found_in(part)]
-    by_tensor: dict[int, list[_Found]] = {}
+    by_tensor: dict[tuple[int, str], list[_Found]] = {}
     for each in found:
-        by_tensor.setdefault(id(each.tensor), []).append(each)
+        by_tensor.setdefault(each.key, []).append(each)
     weights: dict[str, list[Weight]] = {each.segment: [] for each in found}
     names = {known: name for name, known in dtypes().items()}
     for group in by_tensor.values():
@@ -154,10 +165,17 @@ def _found_in(part: _Part) -> Iterator[_Found]:
         for inner, module in modules:
             prefix = "".join(f"{each}." for each in (root, inner) if each)
             for name, tensor in module.named_parameters(recurse=False):
-                yield _Found(prefix + name, part.name, tensor, True)
+                weight = packed(module, name, tensor)
+                if weight is None:
+                    yield _Found(prefix + name, part.name, tensor, True, (id(tensor), ""), False)
+                    continue
+                for each, inner_tensor in weight.parts.items():
+                    small = each != weight.first and inner_tensor.nbytes < SMALL_BYTES
+                    yield _Found(prefix + each, part.name, inner_tensor, True, (id(tensor), each), small)
             for name, tensor in module.named_buffers(recurse=False):
                 stored = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-                yield _Found(prefix + name, part.name, tensor, stored)
+                small = local_part(tensor).nbytes < SMALL_BYTES
+                yield _Found(prefix + name, part.name, tensor, stored, (id(tensor), ""), small)
 
 
 def _weight(group: Sequence[_Found], names: Mapping[torch.dtype, str]) -> Weight:
@@ -178,7 +196,6 @@ def _weight(group: Sequence[_Found], names: Mapping[torch.dtype, str]) -> Weight
             where=first.path,
         )
     stored = any(each.stored for each in group)
-    small = not isinstance(first.tensor, nn.Parameter) and tensor.nbytes < SMALL_BYTES
     shared = any(each.segment != first.segment for each in group)
     return Weight(
         name=first.path,
@@ -186,7 +203,7 @@ def _weight(group: Sequence[_Found], names: Mapping[torch.dtype, str]) -> Weight
         dtype=names[tensor.dtype],
         tied=tuple(each.path for each in group[1:]),
         stored=stored,
-        moves=stored and not small and not shared,
+        moves=stored and not first.is_small and not shared,
     )
 
 

@@ -27,7 +27,7 @@ from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
 from accel.items._transforms import SaveTransform, transformed_tensors
 from accel.parallel import is_pipelined, unwrap_model, wrapped_name
 from accel.parallel.pipeline import pipeline_of
-from accel.tensors import is_absent, is_dtensor, local_part, stored_values
+from accel.tensors import is_absent, is_dtensor, local_part, part_names, state_tensors, stored_values
 
 _OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
 
@@ -69,16 +69,20 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
     """
     reshard(module)
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    parts = part_names(module)
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     extras: dict[str, Any] = {}
     owners: dict[str, nn.Module] = {}
-    for raw, value in module.state_dict(keep_vars=True).items():
+    for raw, value in cast("dict[str, Any]", state_tensors(module)).items():
         name, owner = _clean(module, raw)
         if raw.rpartition(".")[2] == _EXTRA_STATE:
             extras[name], owners[name] = value, owner
             continue
         check_tensor(value, f"{item}.{name}")
+        if raw in parts:
+            parameters[name] = value
+            continue
         if id(value) not in live:
             raise CheckpointError(
                 "state_dict() gives a tensor that is neither a parameter nor a buffer, so it could not be loaded",

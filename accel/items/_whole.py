@@ -17,7 +17,7 @@ from accel.context import DistContext, context_first
 from accel.items._module import clean_name
 from accel.items._stages import StagedTensors, staged_tensors
 from accel.storage import dtype_name
-from accel.tensors import full_tensor, is_dtensor, stored_values
+from accel.tensors import full_tensor, is_dtensor, state_tensors, stored_values
 
 _EXTRA_STATE = "_extra_state"
 
@@ -93,7 +93,7 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         CheckpointError: a tensor has no values, or is sparse or quantized; it is named.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for raw, value in model.state_dict(keep_vars=True).items():
+    for raw, value in state_tensors(model).items():
         name = clean_name(model, raw)
         if isinstance(value, torch.Tensor):
             check_tensor(value, name)

@@ -16,7 +16,7 @@ from accel.errors import ConfigError, StreamError
 from accel.items import clean_name, reshard
 from accel.parallel import is_pipelined, is_unknown, unwrap_model
 from accel.parallel.pipeline import pipeline_of
-from accel.tensors import is_absent, is_dtensor, local_part, split_dims
+from accel.tensors import is_absent, is_dtensor, local_part, packed_weights, split_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,14 @@ def find_targets(
     check_dtype(dtype, where="dtype=")
     destination_of = find_destinations(device_map, default)
     reshard(model)
+    for name in packed_weights(model):
+        raise ConfigError(
+            "a load into quantized weights",
+            expected="a model without them",
+            got=f"{name!r}, a quantizer's",
+            where="load_checkpoint_in_model",
+            fix="Build the model anew, and call accel.load_quantized(ctx, model, weights, config=...).",
+        )
     named: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for raw, value in model.state_dict(keep_vars=True).items():

@@ -16,6 +16,7 @@ from accel.bigmodel.run._absent import AbsentTensor
 from accel.bigmodel.run._origins import Fetches
 from accel.bigmodel.run._slots import Block
 from accel.bigmodel.run._stats import RunStats, SegmentStats
+from accel.tensors import state_tensors
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,7 +81,7 @@ class Dispatched(Generic[M]):
             CheckpointError: a file cannot be read.
             StreamError: the model is closed.
         """
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
+        for name, tensor in state_tensors(self.model).items():
             if isinstance(tensor, AbsentTensor):
                 yield name, tensor.stored()
             elif isinstance(tensor, torch.Tensor):

@@ -100,21 +100,26 @@ def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dic
     for name, tasks in streaming.segments.items():
         block, fetches = blocks[name], streaming.fetches[name]
         offsets = tasks[0].segment.offsets()
-        weights: list[StreamedWeight] = []
         for at, task in enumerate(tasks):
-            supply = streaming.supplies[task.weight.name]
             origin = BlockOrigin(task.weight.name, block, at, stream, fetches, streaming.device)
             absent = absent_parameter(kind_of(task.weight, task.places), origin, streaming.device)
-            holders = tuple(Holder(place.registry, place.key, absent) for place in task.places)
-            weights.append(StreamedWeight(supply, offsets[task.weight.name], holders))
-            _put_absent(task, absent, supply, opened)
-        block.weights = tuple(weights)
+            _put_absent(task, absent, streaming.supplies[task.weight.name], opened)
+        block.weights = tuple(
+            StreamedWeight(streaming.supplies[task.weight.name], offsets[task.weight.name], _holders(task))
+            for task in tasks  # a packed weight's placeholder is complete once all of its parts are away
+        )
     for block in blocks.values():
         for handle in hook_block(stream, block):
             opened.callback(handle.remove)
     opened.callback(stream.close)
     stream.start(prefetch=streaming.prefetch)
     return blocks
+
+
+def _holders(task: Task) -> tuple[Holder, ...]:
+    return tuple(
+        Holder(place.registry, place.key, place.registry[place.key], place.whole, place.part) for place in task.places
+    )
 
 
 def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitStack) -> None:
@@ -133,6 +138,8 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
         device = before.device
         if supply.tensor is not None and (device.type != "cpu" or task.weight.is_cast):
             before.data = supply.tensor  # gives the memory free that it had
+            if (whole := task.places[0].whole) is not None:
+                whole.release()
 
         def back() -> None:
             if before.device != device or task.weight.is_cast:

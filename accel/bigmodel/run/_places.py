@@ -12,21 +12,32 @@ from torch import nn
 from accel.bigmodel._dtypes import dtype_of
 from accel.bigmodel.plan import Skeleton, Weight
 from accel.bigmodel.run._absent import AbsentTensor
+from accel.bigmodel.run._packed import PackedWeight, find_packed
 from accel.errors import ConfigError, StreamError
+from accel.tensors import packed_weights
 
 _SHOWN = 5
 
 
 class Place(NamedTuple):
-    """One place of a weight: a module's dict of parameters or buffers, and the key in it."""
+    """One place of a weight: a module's dict of parameters or buffers, and the key in it.
+
+    Attributes:
+        registry: the dict.
+        key: the name in it.
+        whole: the packed weight that this one is a part of; None for a parameter or buffer.
+        part: name of the part.
+    """
 
     registry: dict[str, Any]
     key: str
+    whole: PackedWeight | None = None
+    part: str = ""
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor that is there now."""
-        return self.registry[self.key]
+        return self.registry[self.key] if self.whole is None else self.whole.packed.parts[self.part]
 
 
 def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[Place, ...]]:
@@ -37,8 +48,9 @@ def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[Plac
     """
     found: dict[str, tuple[Place, ...]] = {}
     problems: list[str] = []
+    parts = packed_places(model)
     for weight in skeleton.weights():
-        places = [_place(model, name) for name in (weight.name, *weight.tied)]
+        places = [parts.get(name) or _place(model, name) for name in (weight.name, *weight.tied)]
         here = tuple(place for place in places if place is not None)
         if len(here) < len(places):
             problems.append(f"no {weight.name!r}")
@@ -56,6 +68,16 @@ def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[Plac
             where="dispatch_model",
             fix="Make the map of this model: infer_device_map(describe(model), ...).",
         )
+    return found
+
+
+def packed_places(model: nn.Module) -> dict[str, Place]:
+    """Return the places of the parts of packed weights, by path."""
+    found: dict[str, Place] = {}
+    for whole, paths in find_packed(model):
+        for path in paths:
+            root, dot, _ = path.rpartition(".")
+            found |= {root + dot + part: Place(*whole.places[0], whole, part) for part in whole.packed.parts}
     return found
 
 
@@ -84,6 +106,9 @@ def put(places: tuple[Place, ...], tensor: torch.Tensor) -> torch.Tensor:
 
     A Parameter asks for a gradient as the one before it did.
     """
+    if (whole := places[0].whole) is not None:
+        whole.put(places[0].part, tensor)
+        return tensor
     before = places[0].tensor
     if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
@@ -100,7 +125,10 @@ def kind_of(weight: Weight, places: tuple[Place, ...]) -> torch.Tensor:
 
 
 def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    parts = {name: place.tensor for name, place in packed_places(model).items()}
+    wholes = packed_weights(model)
+    plain = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [(name, tensor) for name, tensor in plain if name not in wholes] + list(parts.items())
 
 
 def _place(model: nn.Module, name: str) -> Place | None:

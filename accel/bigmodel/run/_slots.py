@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.bigmodel.run._packed import PackedWeight
 from accel.bigmodel.run._supply import Supply
 
 PAGE = 4096
@@ -24,12 +25,16 @@ class Holder:
     Attributes:
         registry: the dict of parameters or buffers of the module that has it.
         key: its name there.
-        absent: the placeholder, while the block does not run.
+        absent: the placeholder, while the block does not run; of a part that of the packed weight.
+        whole: the packed weight that it is a part of; None for a parameter or buffer.
+        part: name of the part.
     """
 
     registry: dict[str, Any]
     key: str
     absent: torch.Tensor
+    whole: PackedWeight | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,7 +86,8 @@ class Block:
         self.is_in = False
         for weight in self.weights:
             for holder in weight.holders:
-                holder.registry[holder.key] = holder.absent
+                for registry, key in [(holder.registry, holder.key)] if holder.whole is None else holder.whole.places:
+                    registry[key] = holder.absent
 
 
 @dataclass(eq=False, slots=True)
@@ -194,10 +200,22 @@ def _aligned(nbytes: int) -> torch.Tensor:
 def _view(memory: torch.Tensor, block: Block) -> SlotView:
     tensors: list[torch.Tensor] = []
     places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+    views: dict[int, dict[str, torch.Tensor]] = {}
+    wholes: dict[int, Holder] = {}
     for weight in block.weights:
         tensor = part(memory, weight)
-        if isinstance(weight.holders[0].absent, nn.Parameter):
+        first = weight.holders[0]
+        if first.whole is not None:
+            views.setdefault(id(first.whole), {})[first.part] = tensor
+            wholes[id(first.whole)] = first
+            tensors.append(tensor)
+            continue
+        if isinstance(first.absent, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=False)
         tensors.append(tensor)
         places += [(each.registry, each.key, each.absent, tensor) for each in weight.holders]
+    for key, holder in wholes.items():
+        assert holder.whole is not None
+        made = holder.whole.made(views[key])
+        places += [(registry, name, holder.absent, made) for registry, name in holder.whole.places]
     return SlotView(tensors, places)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that a record quantizes, and the skeleton of a model with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from accel.bigmodel import Skeleton, Weight, describe
+from accel.bigmodel.load import weight_dtype_name
+from accel.engines.quantized._config import Bitsandbytes, Quantization, Torchao, dtype_named, patterns
+from accel.engines.quantized._formats import check_installed, empty, empty_layer
+from accel.errors import ConfigError, did_you_mean
+from accel.parallel import Select, named_modules
+from accel.tensors import Packed, is_absent, is_dtensor, packed_weights
+
+_SHOWN = 5
+
+
+class Layer(NamedTuple):
+    """A linear layer that is quantized.
+
+    Attributes:
+        name: its path, the first of several.
+        module: the layer.
+        dtype: dtype of its weight before.
+        template: the quantized weight without values.
+    """
+
+    name: str
+    module: nn.Linear
+    dtype: torch.dtype
+    template: Packed
+
+
+class Plan(NamedTuple):
+    """The changes that a record makes to a model.
+
+    Attributes:
+        layers: layers that are quantized.
+        dtypes: dtype of each other floating-point tensor, by `id`.
+    """
+
+    layers: list[Layer]
+    dtypes: dict[int, torch.dtype]
+
+
+def describe_quantized(model: nn.Module, config: Quantization, *, blocks: Select | None = None) -> Skeleton:
+    """Return the skeleton that a model will have once it is quantized, for a device map. No communication.
+
+    Args:
+        model: the model, best an empty one. It stays as it is.
+        config: the way to quantize.
+        blocks: modules that move together, as for `describe`.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, a model that is quantized already, or no layer to quantize.
+        MissingExtraError: the package of the record does not import.
+    """
+    plan = plan_layers(model, config)
+    with ExitStack() as undo:
+        for layer in plan.layers:
+            weight = layer.template.make(layer.template.parts)
+            _ = undo.callback(replace_layer(model, layer.module, empty_layer(layer.module, config), weight))
+        skeleton = describe(model, blocks=blocks)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    dtypes = {name: plan.dtypes[id(tensor)] for name, tensor in named if id(tensor) in plan.dtypes}
+    segments = tuple(
+        replace(segment, weights=tuple(_cast(weight, dtypes) for weight in segment.weights))
+        for segment in skeleton.segments
+    )
+    return Skeleton(segments=segments)
+
+
+def plan_layers(model: nn.Module, config: Quantization) -> Plan:
+    """Return the layers that a record quantizes: each `nn.Linear` with a weight of its own, but for those to skip.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, a model that is quantized, sharded or dispatched already, a layer
+            that groups do not divide, or no layer.
+        MissingExtraError: the package of the record does not import.
+    """
+    if not isinstance(config, Bitsandbytes | Torchao):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's
+        fix = "Pass accel.Bitsandbytes(bits=4) or accel.Torchao(kind='int8')."
+        raise ConfigError("not a way to quantize", got=repr(config), where="config=", fix=fix)
+    check_installed(config)
+    _check_model(model)
+    where = type(config).__name__
+    spared = _matched(model, patterns(config.skip), f"{where}.skip")
+    wide = _matched(model, patterns(config.keep_float32), f"{where}.keep_float32")
+    users: dict[int, int] = {}
+    for module in _modules(model):
+        for tensor in module.parameters(recurse=False):
+            users[id(tensor)] = users.get(id(tensor), 0) + 1
+    wanted = None if config.dtype is None else dtype_named(config.dtype)
+    chosen: list[tuple[str, nn.Linear]] = []
+    dtypes: dict[int, torch.dtype] = {}
+    for name, module in named_modules(model):
+        kept = id(module) in wide
+        made: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        buffers = [tensor for key, tensor in module.named_buffers(recurse=False) if key not in made]
+        for tensor in [*module.parameters(recurse=False), *buffers]:
+            if tensor.is_floating_point() and (dtype := torch.float32 if kept else wanted) is not None:
+                dtypes.setdefault(id(tensor), dtype)
+        if type(module) is nn.Linear and not kept and id(module) not in spared and users[id(module.weight)] == 1:
+            chosen.append((name, module))
+    _check_layers(chosen, config)
+    layers: list[Layer] = []
+    for name, module in chosen:
+        dtype = dtypes.pop(id(module.weight), module.weight.dtype)
+        shape = (module.out_features, module.in_features)
+        layers.append(Layer(name, module, dtype, empty(shape, dtype, config)))
+    return Plan(layers, dtypes)
+
+
+def replace_layer(model: nn.Module, old: nn.Linear, new: nn.Linear, weight: nn.Parameter) -> Callable[[], None]:
+    """Put a layer with a quantized weight in the place of another one; return the way back. Mutates the model."""
+    new.weight = weight
+    registries: list[tuple[dict[str, Any], str]] = []
+    for parent in _modules(model):
+        children: dict[str, Any] = parent._modules  # pyright: ignore[reportPrivateUsage]
+        registries += [(children, key) for key, child in children.items() if child is old]
+
+    def put(module: nn.Module) -> None:
+        for registry, key in registries:
+            registry[key] = module
+
+    put(new)
+    return lambda: put(old)
+
+
+def _cast(weight: Weight, dtypes: Mapping[str, torch.dtype]) -> Weight:
+    dtype = dtypes.get(weight.name)
+    return weight if dtype is None else replace(weight, dtype=weight_dtype_name(dtype))
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for _, module in named_modules(model))
+
+
+def _check_model(model: nn.Module) -> None:
+    if weights := packed_weights(model):
+        raise ConfigError(
+            "the model is quantized already",
+            got=", ".join(map(repr, list(weights)[:_SHOWN])),
+            where="load_quantized",
+            fix="Build it anew, as by accel.init_empty_weights.",
+        )
+    for name, tensor in model.named_parameters():
+        if is_dtensor(tensor) or is_absent(tensor):
+            what = "sharded" if is_dtensor(tensor) else "dispatched"
+            fix = "Quantize first, then prepare or dispatch it."
+            raise ConfigError(f"the model is {what} already", where=f"load_quantized, {name!r}", fix=fix)
+
+
+def _check_layers(chosen: list[tuple[str, nn.Linear]], config: Quantization) -> None:
+    if not chosen:
+        raise ConfigError(
+            "no layer of the model would be quantized",
+            expected="linear layers inside the model, with weights that no other module uses",
+            where=f"load_quantized, {type(config).__name__}",
+            fix="Skip fewer modules.",
+        )
+    group = (config.group_size or 32) if isinstance(config, Torchao) and config.kind.startswith("int4") else 1
+    odd = [name for name, module in chosen if module.in_features % group]
+    if odd:
+        raise ConfigError(
+            f"rows of {len(odd)} layers do not divide into groups of {group}",
+            got=", ".join(map(repr, odd[:_SHOWN])),
+            where="Torchao.group_size",
+            fix=f"Pass a smaller group_size=, or skip={tuple(odd[:_SHOWN])!r}.",
+        )
+
+
+def _matched(model: nn.Module, wanted: Collection[str], where: str) -> set[int]:
+    """Return the `id` of each module whose path, or that of a module around it, matches a pattern.
+
+    Raises:
+        ConfigError: a pattern without a match.
+    """
+    paths = [(path, module) for path, module in named_modules(model, every_path=True) if path]
+    found: set[int] = set()
+    for pattern in wanted:
+        hits = [path for path, _ in paths if fnmatchcase(path, pattern)]
+        if not hits:
+            fix = did_you_mean(pattern, [path for path, _ in paths]) if paths else "Leave it out."
+            raise ConfigError("no module of the model matches", got=repr(pattern), where=where, fix=fix)
+        roots = tuple(f"{hit}." for hit in hits)
+        found |= {id(module) for path, module in paths if f"{path}.".startswith(roots)}
+    return found

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized models: loaded weight by weight, counted, streamed, saved, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_nets import CountingSource, Net, make_net, token_ids
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+import accel
+
+CONFIGS = [
+    accel.Bitsandbytes(skip="head"),
+    accel.Bitsandbytes(kind="fp4", double=True, compute_dtype="fp32", skip="head"),
+    accel.Bitsandbytes(bits=8, skip="head"),
+    accel.Bitsandbytes(bits=8, threshold=3.0, skip="head"),
+    accel.Torchao(kind="int8", skip="head"),
+    accel.Torchao(kind="int8_dynamic", keep_float32="head"),
+    accel.Torchao(kind="float8", skip="head"),
+    accel.Torchao(kind="int4_grouped", group_size=64, skip="head"),
+]
+
+
+@pytest.fixture
+def packages() -> None:
+    """Skip where the packages are not installed."""
+    for name in ("bitsandbytes", "torchao"):
+        _ = pytest.importorskip(name)
+
+
+def empty() -> Net:
+    """A net without values."""
+    return accel.init_empty_weights(Net).eval()
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    """What a model gives for the ids."""
+    with torch.no_grad():
+        return model(token_ids())
+
+
+def gradient(model: nn.Module, *, between: bool = False) -> torch.Tensor:
+    """Gradient of a hidden state, through all blocks; with another call between forward and backward."""
+    x = model.embed(token_ids()).detach().requires_grad_()
+    y = x
+    for block in model.blocks:
+        y = block(y)
+    if between:
+        _ = outputs(model)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def elsewhere(skeleton: accel.Skeleton, home: str, runs: str) -> accel.DeviceMap:
+    """A map in which all that may move is elsewhere."""
+    homes = {segment.name: home if segment.movable else runs for segment in skeleton.segments}
+    return accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, runs))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: accel.Bitsandbytes(bits=3), r"no such number of bits: expected 4 or 8, got 3"),
+        (lambda: accel.Bitsandbytes(kind="nf5"), r"no such format of 4 bits.*nf4"),  # type: ignore[arg-type]
+        (lambda: accel.Bitsandbytes(threshold=6.0), r"threshold= has no effect with 4 bits.*bits=8"),
+        (lambda: accel.Bitsandbytes(bits=8, double=True), r"double= without effect with 8 bits"),
+        (lambda: accel.Bitsandbytes(bits=8, threshold=-1.0), r"not a threshold: expected 0 or more, got -1.0"),
+        (lambda: accel.Bitsandbytes(compute_dtype="int8"), r"no such dtype.*bf16"),  # type: ignore[arg-type]
+        (lambda: accel.Torchao(kind="int3"), r"no such kind of quantization.*int4"),  # type: ignore[arg-type]
+        (lambda: accel.Torchao(group_size=32), r"group_size= has no effect with 'int8'"),
+        (lambda: accel.Torchao(kind="int4", group_size=48), r"not a group size: expected a power of 2, got 48"),
+    ],
+)
+def test_records_refuse_what_means_nothing(make: Any, problem: str) -> None:
+    with pytest.raises(accel.ConfigError, match=problem):
+        make()
+
+
+def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for config, name in ((accel.Bitsandbytes(), "bitsandbytes"), (accel.Torchao(), "torchao.quantization")):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+        with pytest.raises(accel.MissingExtraError, match=rf"pip install 'accel\[{name.partition('.')[0]}\]'"):
+            accel.describe_quantized(empty(), config)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("default")  # of the packages' own imports
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: repr(config)[:60])
+def test_counted_saved_and_streamed_exactly(
+    tmp_path: Path, config: accel.Bitsandbytes | accel.Torchao, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, net = accel.single("cpu"), make_net()
+    accel.save_model(ctx, net, tmp_path / "full")
+    before = empty()
+    skeleton = accel.describe_quantized(before, config)
+    assert type(before.blocks[0].up) is nn.Linear
+    model = accel.load_quantized(ctx, empty(), tmp_path / "full", config=config)
+    assert accel.describe(model) == skeleton
+    assert skeleton.nbytes < 0.5 * accel.describe(net).nbytes
+    expected = outputs(model)
+    assert functional.cosine_similarity(expected.flatten(), outputs(net).flatten(), 0) > 0.98
+    trains = "dynamic" not in repr(config)
+    slope = torch.empty(0)
+    if trains:
+        slope = gradient(model)
+        assert functional.cosine_similarity(slope.flatten(), gradient(net).flatten(), 0) > 0.98
+    else:
+        with pytest.raises(accel.ConfigError, match=r"no backward pass.*kind='int8'"):
+            gradient(model)
+
+    saved = accel.save_model(ctx, model, tmp_path / "packed")
+    again = accel.load_quantized(ctx, empty(), saved, config=config)
+    assert torch.equal(outputs(again), expected)
+    for small in (None, 0):  # with scales that stay, and with scales that stream
+        if small is not None:
+            monkeypatch.setattr("accel.bigmodel._describe.SMALL_BYTES", small)
+            skeleton = accel.describe_quantized(empty(), config)
+        for home, runs in (("cpu", "cpu:0"), ("mmap", "cpu"), ("disk", "cpu")):
+            places = elsewhere(skeleton, home, runs)
+            away = accel.load_quantized(ctx, empty(), saved, config=config, device_map=places)
+            with accel.dispatch_model(away, places, source=None if home == "cpu" else saved) as run:
+                assert all(torch.equal(outputs(away), expected) for _ in range(3))
+                assert not trains or torch.equal(gradient(away, between=True), slope)
+                assert sum(each.moved_bytes for each in run.stats().segments) > 0 or home == "mmap"
+                accel.save_model(ctx, away, tmp_path / "copy")
+                stored = load_file(saved / "model.safetensors")
+                copied = load_file(tmp_path / "copy" / "model.safetensors")
+                assert stored.keys() == copied.keys()
+                assert all(torch.equal(stored[name], copied[name]) for name in stored)
+            if home == "cpu":
+                assert torch.equal(outputs(away), expected)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("config", [accel.Bitsandbytes(dtype="fp32"), accel.Bitsandbytes(bits=8), accel.Torchao()])
+def test_memory_holds_one_weight_as_it_was(config: accel.Bitsandbytes | accel.Torchao) -> None:
+    width = 256
+    weight = 2 * width * width * 4
+    model = accel.init_empty_weights(lambda: Net(blocks=8, width=width))
+    source = CountingSource(model, large=weight)
+    accel.load_quantized(accel.single("cpu"), model, source, config=config)
+    assert weight <= source.most <= 2 * weight  # sixteen of them in all
+    assert all(not each.is_meta for each in model.parameters())
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("default")
+def test_what_is_quantized_and_what_is_not(tmp_path: Path) -> None:
+    ctx, net = accel.single("cpu"), make_net()
+    net.head.weight = net.embed.weight
+    accel.save_model(ctx, net, tmp_path)
+
+    def tied() -> Net:
+        model = empty()
+        model.head.weight = model.embed.weight
+        return model
+
+    config = accel.Bitsandbytes(skip="blocks.0.up", keep_float32="*.norm", dtype="bf16")
+    model = accel.load_quantized(ctx, tied(), tmp_path, config=config)
+    assert accel.describe(model) == accel.describe_quantized(tied(), config)
+    assert model.head.weight is model.embed.weight
+    assert type(model.blocks[0].up) is nn.Linear
+    assert type(model.blocks[1].up) is not nn.Linear
+    assert model.blocks[0].up.weight.dtype == model.embed.weight.dtype == torch.bfloat16
+    assert model.blocks[1].up.bias.dtype == torch.bfloat16
+    assert model.blocks[0].norm.weight.dtype == torch.float32
+    assert torch.equal(model.blocks[0].up.weight, net.blocks[0].up.weight.bfloat16())
+    assert torch.equal(model.positions, net.positions)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("default")
+def test_wrong_inputs_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    ctx, four, eight = accel.single("cpu"), accel.Bitsandbytes(), accel.Torchao()
+    full = accel.save_model(ctx, make_net(), tmp_path / "full")
+
+    def refused(error: type[Exception], problem: str, model: nn.Module, weights: Any, config: Any, **more: Any) -> None:
+        before = {name: (type(each), each.shape) for name, each in model.named_parameters()}
+        with pytest.raises(error, match=re.compile(problem, re.S)):
+            accel.load_quantized(ctx, model, weights, config=config, **more)
+        assert before == {name: (type(each), each.shape) for name, each in model.named_parameters()}
+
+    typo = accel.Torchao(skip="haed")
+    refused(accel.ConfigError, r"no module of the model matches.*'haed'.*head", empty(), full, typo)
+    refused(accel.ConfigError, r"no layer of the model", empty(), full, accel.Torchao(skip=("blocks", "head")))
+    refused(accel.ConfigError, r"not a way to quantize.*Bitsandbytes", empty(), full, "int8")
+    odd = accel.Torchao(kind="int4_grouped", group_size=128)
+    refused(accel.ConfigError, r"do not divide into groups of 128.*blocks\.0\.up", empty(), full, odd)
+    with_mslk = accel.Torchao(kind="int4")
+    refused(accel.AccelError, r"Torchao\.kind", empty(), full, with_mslk)
+    if not torch.cuda.is_available():
+        refused(
+            accel.DeviceError, r"float8_dynamic.*on this device", empty(), full, accel.Torchao(kind="float8_dynamic")
+        )
+    wide = accel.init_empty_weights(lambda: Net(blocks=4))
+    refused(accel.CheckpointError, r"missing 'blocks\.3\.\w+\.weight'", wide, full, four)
+
+    done = accel.load_quantized(ctx, empty(), full, config=four)
+    refused(accel.ConfigError, r"quantized already.*blocks\.0\.up\.weight", done, full, four)
+    with pytest.raises(accel.ConfigError, match=r"load_quantized"):
+        accel.load_checkpoint_in_model(ctx, done, full)
+    packed = accel.save_model(ctx, done, tmp_path / "packed")
+    refused(accel.CheckpointError, r"quantized otherwise", empty(), packed, accel.Bitsandbytes(double=True))
+    refused(accel.CheckpointError, r"quantized otherwise", empty(), packed, accel.Bitsandbytes(kind="fp4"))
+    refused(accel.CheckpointError, r"fit the model", empty(), packed, eight)
+    rows = accel.save_model(ctx, accel.load_quantized(ctx, empty(), full, config=eight), tmp_path / "rows")
+    refused(accel.CheckpointError, r"quantized otherwise", empty(), rows, accel.Torchao(kind="int8_dynamic"))
+
+    places = elsewhere(accel.describe_quantized(empty(), four), "disk", "cpu")
+    refused(accel.ConfigError, r"home in files.*save_model", empty(), full, four, device_map=places)
+    plain = elsewhere(accel.describe(empty()), "cpu", "cpu:0")
+    refused(accel.ConfigError, r"before it is quantized.*describe_quantized", empty(), full, four, device_map=plain)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,20 @@ from accel.launching import (
     batch_script,
     check_endpoint,
     check_target,
+    choose_hosts,
+    exported,
+    host_commands,
     on_pod,
     plan_here,
+    read_hostfile,
+    read_hosts,
     run_launch,
+    run_on_hosts,
     submit,
 )
 
 _USAGE = "accel launch [flags] script.py [args...]"
+_HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
 _ABOUT = (
     "Run a script on N processes of this machine, alone or beside other hosts. "
     "Flags override ACCEL_* variables, those override the file."
@@ -39,6 +47,10 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     resolved = resolve_flags(known, environ)
     config = on_pod(resolved, environ)
     target = _target(known, rest)
+    if known.hostfile:
+        return _run_on_hosts(known, target, resolved, environ)
+    if idle := [flag for flag in _HOST_FLAGS[1:] if getattr(known, flag)]:
+        raise ConfigError("no effect without --hostfile", got=", ".join(f"--{flag}" for flag in idle))
     if known.slurm:
         print(_submit(target, resolved, environ, dry_run=known.dry_run), end="")
         return 0
@@ -66,6 +78,11 @@ def parser() -> Parser:
     _ = built.add_argument(
         "--dry-run", action="store_true", help="print each process's command and environment, and start nothing"
     )
+    _ = built.add_argument("--hostfile", metavar="FILE", help="start on the hosts of FILE: lines of `node0 slots=8`")
+    _ = built.add_argument("--include", metavar="HOSTS", help="hosts and slots of FILE to use: node0@node1:0,2")
+    _ = built.add_argument("--exclude", metavar="HOSTS", help="hosts and slots of FILE to leave out")
+    _ = built.add_argument("--shell", metavar="WORDS", help="remote shell for --hostfile (default: ssh)")
+    _ = built.add_argument("--export", metavar="NAMES", help="variables that the hosts get, beside NCCL_* and such")
     _ = built.add_argument(
         "--slurm", action="store_true", help="submit the launch to Slurm; with --dry-run, print the batch script"
     )
@@ -74,7 +91,7 @@ def parser() -> Parser:
 
 def split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the command line before the script: the launcher's flags, then the script and all that follows it."""
-    flags = value_flags()
+    flags = value_flags() | {f"--{flag}" for flag in _HOST_FLAGS}
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
@@ -92,6 +109,23 @@ def _target(known: argparse.Namespace, rest: Sequence[str]) -> Target:
         raise LaunchError("no script was given", expected=_USAGE, fix="Name the script to run.")
     kind = "module" if known.module else "program" if known.no_python else "script"
     return Target(kind=kind, name=rest[0], args=tuple(rest[1:]))
+
+
+def _run_on_hosts(known: argparse.Namespace, target: Target, resolved: Resolved, environ: Mapping[str, str]) -> int:
+    check_target(target, environ)
+    hosts = choose_hosts(
+        read_hosts(read_hostfile(known.hostfile), known.hostfile), known.include or "", known.exclude or ""
+    )
+    given = [name for name, source in resolved.sources.items() if source.kind != "default"]
+    exports = exported(environ, [name for name in (known.export or "").split(",") if name])
+    commands = host_commands(
+        hosts, target, resolved.config, given, python=sys.executable, folder=os.getcwd(), exports=exports
+    )
+    shell = shlex.split(known.shell or "ssh")
+    if known.dry_run:
+        print("\n".join(shlex.join([*shell, each.host, each.command]) for each in commands))
+        return 0
+    return run_on_hosts(commands, shell, environ, grace_s=resolved.config.stop_grace_s)
 
 
 def _submit(target: Target, resolved: Resolved, environ: Mapping[str, str], *, dry_run: bool) -> str:

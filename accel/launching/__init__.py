@@ -20,6 +20,14 @@ if TYPE_CHECKING:
         launch as launch,
         notebook_launcher as notebook_launcher,
     )
+    from accel.launching._hostfile import (
+        HostCommand as HostCommand,
+        HostSlots as HostSlots,
+        choose_hosts as choose_hosts,
+        exported as exported,
+        host_commands as host_commands,
+        read_hosts as read_hosts,
+    )
     from accel.launching._hosts import check_endpoint as check_endpoint
     from accel.launching._launch import plan_here as plan_here, run_launch as run_launch
     from accel.launching._machine import (
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
         ProcessPlan as ProcessPlan,
         plan_launch as plan_launch,
     )
+    from accel.launching._remote_shell import read_hostfile as read_hostfile, run_on_hosts as run_on_hosts
     from accel.launching._slurm import batch_script as batch_script, submit as submit
     from accel.launching._target import Target as Target, check_target as check_target
     from accel.launching._tpu import on_pod as on_pod
@@ -42,11 +51,13 @@ __getattr__ = exports(
     __name__,
     {
         "_function": ("debug_launcher", "launch", "notebook_launcher"),
+        "_hostfile": ("HostCommand", "HostSlots", "choose_hosts", "exported", "host_commands", "read_hosts"),
         "_hosts": ("check_endpoint",),
         "_launch": ("plan_here", "run_launch"),
         "_machine": ("Gpu", "Machine", "read_machine", "visible_gpus"),
         "_plan": ("LaunchPlan", "HostPosition", "ProcessPlan", "plan_launch"),
         "_failure_record": ("FailureRecord",),
+        "_remote_shell": ("read_hostfile", "run_on_hosts"),
         "_slurm": ("batch_script", "submit"),
         "_attempts": ("run_plan",),
         "_target": ("Target", "check_target"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+from accel.config._accelerate_sections import join, take_sections
 from accel.config._files import decode_values, read_text
 from accel.config._record import LaunchConfig
 from accel.config._resolve import ConfigFile, resolve
@@ -29,7 +30,7 @@ _INERT: dict[str, tuple[object, ...]] = {  # values that ask for nothing
     "tpu_use_sudo": (False,),
 }
 _ONE_MACHINE = "has no effect on one machine; a free port is found by itself"
-_LAYOUT = "the script says how a model is spread over ranks"
+_LAYOUT = "not of this kind of launch"
 _SHARDED = 'not used; strategy = "fsdp" shards a model, its optimizer and gradients'
 _TPU = "the hosts of a TPU pod are named by nnodes and rdzv_endpoint"
 _SAGEMAKER = "SageMaker jobs are not submitted"
@@ -45,9 +46,8 @@ _WHY = {
     "fsdp_config": _LAYOUT,
     "megatron_lm_config": f"Megatron-LM is {_SHARDED}",
     "parallelism_config": _LAYOUT,
-    "dynamo_config": "call accel.compile_model in the script",
-    "dynamo_backend": "call accel.compile_model in the script",
-    "fp8_config": "pass accel.Precision(fp8=accel.Fp8(...)) to accel.session in the script",
+    "dynamo_config": "no backend is named",
+    "fp8_config": 'it has an effect with mixed_precision "fp8" only',
     "debug": "calls of the ranks are always compared",
     "main_training_function": "used in notebooks and on TPUs only",
     "downcast_bf16": 'not used; precision = "bf16" computes in bf16',
@@ -85,9 +85,11 @@ def import_accelerate(path: str) -> Imported:
     """
     text = read_text(path)
     values = decode_values(text, path) if path.lower().endswith(".json") else decode_yaml(text, path)
+    values = {"dynamo_config" if key == "dynamo_backend" else key: value for key, value in values.items()}
     taken = translate(values, path)
+    sections = take_sections(values)
     known = (*_TAKEN, *_OF_MACHINES) if "nnodes" in taken else _TAKEN
-    known += ("parallelism_config",) if _mesh_of(values)[1] else ()
+    known = (*known, *sections)
     left = tuple(
         LeftOut(key, value, _why(key))
         for key, value in values.items()
@@ -95,6 +97,11 @@ def import_accelerate(path: str) -> Imported:
     )
     if "gpu_ids" not in taken and not _is_inert("gpu_ids", values.get("gpu_ids")):
         left += (LeftOut("gpu_ids", values["gpu_ids"], _why("gpu_ids")),)
+    left += tuple(
+        LeftOut(f"{key}.{name}", _inside(values[key], name), why)
+        for key, section in sections.items()
+        for name, why in section.left.items()
+    )
     config = resolve({}, {}, ConfigFile(path=path, values=taken)).config
     return Imported(config, tuple(taken), left)
 
@@ -102,7 +109,6 @@ def import_accelerate(path: str) -> Imported:
 _TAKEN = ("num_processes", "num_machines", "mixed_precision", "fp16", "use_cpu", "gpu_ids", "enable_cpu_affinity")
 _OF_MACHINES = ("machine_rank", "main_process_ip", "main_process_port")
 _PORT = 29500
-_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # the slowest first
 _STEPS = "gradient_accumulation_steps"  # its files have it for DeepSpeed alone
 
 
@@ -145,22 +151,16 @@ def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     deepspeed = values.get("deepspeed_config")
     if isinstance(deepspeed, dict) and (steps := cast(dict[str, Any], deepspeed).get(_STEPS)) is not None:
         taken["accumulation"] = steps
-    if mesh := _mesh_of(values)[0]:
-        taken["mesh"] = mesh
+    join(take_sections(values), taken)
     ids = values.get("gpu_ids")
     if not _is_inert("gpu_ids", ids) and "device" not in taken:
         taken["gpu_ids"] = _ids(ids)
     return taken
 
 
-def _mesh_of(values: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the text of a file's mesh, and whether the text says all that the file does."""
-    mesh = values.get("parallelism_config")
-    if not isinstance(mesh, dict):
-        return "", False
-    keys = {f"parallelism_config_{dim}_size": dim for dim in _DIMENSIONS}
-    sizes = {dim: mesh[key] for key, dim in keys.items() if mesh.get(key) not in (None, 1)}  # pyright: ignore
-    return ",".join(f"{dim}={size}" for dim, size in sizes.items()), keys.keys() >= mesh.keys()  # pyright: ignore
+def _inside(section: Any, name: str) -> object:
+    """Return the value of a key of a section, whose name may stand there with the section's prefix."""
+    return next((value for key, value in section.items() if str(key).endswith(name)), None)
 
 
 def _ids(value: object) -> object:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from accel import Compile, Fp8, Plan, Precision
 from accel.config import LaunchConfig, import_accelerate
 from accel.errors import ConfigError
 
@@ -125,6 +127,70 @@ num_machines: 2
 num_processes: 16
 rdzv_backend: c10d
 """
+FSDP2 = """
+distributed_type: FSDP
+dynamo_config:
+  dynamo_backend: 'NO'
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: true
+  fsdp_reshard_after_forward: true
+  fsdp_sharding_strategy: HYBRID_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: Block, Head
+  fsdp_version: 2
+main_process_ip: node0
+num_machines: 2
+num_processes: 8
+"""
+SIZED = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
+  fsdp_min_num_params: 1000
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+"""
+NO_SHARD = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_sharding_strategy: 3
+  fsdp_state_dict_type: FULL_STATE_DICT
+"""
+TORCHAO = """
+dynamo_config:
+  dynamo_backend: INDUCTOR
+  dynamo_mode: max-autotune
+  dynamo_use_dynamic: false
+  dynamo_use_fullgraph: true
+  dynamo_use_regional_compilation: true
+fp8_config:
+  backend: AO
+  enable_fsdp_float8_all_gather: true
+  pad_inner_dim: true
+mixed_precision: fp8
+"""
+HEADS = """
+num_processes: 4
+parallelism_config:
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_seq_length: 4096
+  parallelism_config_sp_size: 4
+"""
+OLD_DYNAMO = """
+dynamo_backend: EAGER
+num_processes: 1
+"""
+TE = Precision(compute="bf16", fp8=Fp8(backend="transformer_engine", amax_history=1024))
+AO = Precision(compute="bf16", fp8=Fp8(fp8_all_gather=True))
+REPEATED = Compile(regions="repeated", mode="max-autotune", fullgraph=True, dynamic=False)
+SHARDED: dict[str, Any] = {
+    "strategy": "fsdp",
+    "mesh": "dp_replicate=2,dp_shard=4",
+    "plan": Plan(units=("Block", "Head"), reshard_after_forward=True, offload=True),
+    "rdzv_endpoint": "node0:29500",
+}
 FILES = [
     (HOSTS, LaunchConfig(nproc_per_node=8, nnodes=2, node_rank=1, rdzv_endpoint="node0:29500", bind_cores=True), set()),
     (V11 + INERT, LaunchConfig(nproc_per_node=1, precision="fp32"), set()),
@@ -135,11 +201,32 @@ FILES = [
         {"ipex_config", "mpirun_config"},
     ),
     (SAGEMAKER, LaunchConfig(precision="fp16"), {"compute_environment", "ec2_instance_type", "iam_role_name"}),
-    (FP8 + INERT, LaunchConfig(nproc_per_node=2, gpu_ids=(0, 3), precision="fp8"), {"fp8_config"}),
-    (FSDP, LaunchConfig(precision="bf16", strategy="fsdp"), {"debug", "fsdp_config", "dynamo_config"}),
+    (FP8 + INERT, LaunchConfig(nproc_per_node=2, gpu_ids=(0, 3), precision=TE), set()),
+    (FSDP, LaunchConfig(precision="bf16", strategy="fsdp", compile=Compile()), {"debug"}),
+    (FSDP2, LaunchConfig(nproc_per_node=4, nnodes=2, **SHARDED), {"fsdp_config.activation_checkpointing"}),
+    (
+        FSDP2.replace("fsdp_offload_params", "offload_params"),
+        LaunchConfig(nproc_per_node=4, nnodes=2, **SHARDED),
+        {"fsdp_config.activation_checkpointing"},
+    ),
+    (SIZED, LaunchConfig(strategy="fsdp", plan=Plan(units=1000, reshard_after_forward=False)), set()),
+    (NO_SHARD, LaunchConfig(strategy="ddp"), {"fsdp_config.state_dict_type"}),
+    (TORCHAO, LaunchConfig(precision=AO, compile=REPEATED), {"fp8_config.pad_inner_dim"}),
+    (TORCHAO.replace("AO", "MSAMP"), LaunchConfig(precision="fp8", compile=REPEATED), {"fp8_config.backend"}),
+    (
+        HEADS,
+        LaunchConfig(nproc_per_node=4, mesh="cp=4", plan=Plan(context="heads")),
+        {"parallelism_config.sp_seq_length"},
+    ),
+    (OLD_DYNAMO, LaunchConfig(nproc_per_node=1, compile=Compile(backend="eager")), set()),
     (DEEPSPEED, LaunchConfig(nproc_per_node=2, accumulation=4), {"distributed_type", "deepspeed_config"}),
     (PARALLEL, LaunchConfig(nproc_per_node=8, strategy="fsdp", mesh="dp_replicate=2,dp_shard=2,tp=2"), set()),
-    (CONTEXT, LaunchConfig(nproc_per_node=2, mesh="cp=2"), {"parallelism_config"}),
+    (CONTEXT, LaunchConfig(nproc_per_node=2, mesh="cp=2"), set()),
+    (
+        CONTEXT.replace("allgather", "alltoall"),
+        LaunchConfig(nproc_per_node=2, mesh="cp=2", plan=Plan(context="ring")),
+        set(),
+    ),
     (TPU, LaunchConfig(nproc_per_node=8, device="xla"), {"downcast_bf16", "tpu_name"}),
     (TPU.replace("XLA", "TPU") + INERT, LaunchConfig(nproc_per_node=8, device="xla"), {"downcast_bf16", "tpu_name"}),
     (OTHERS, LaunchConfig(device="cpu", precision="fp32"), {"commands", "gpu_ids"}),

@@ -85,7 +85,8 @@ def _units(section: dict[str, Any]) -> object:
 
 def _hybrid_mesh(values: Mapping[str, Any]) -> str:
     """Return the mesh of shards within a host; nothing where the file does not say how many there are."""
-    hosts, ranks = values.get("num_machines"), values.get("num_processes")
+    hosts = values.get("num_machines")
+    ranks = values.get("num_processes")
     if (
         type(hosts) is int
         and type(ranks) is int

@@ -9,4 +9,9 @@ from accel.testing._errors import (
 )
 from accel.testing._faults import Fault as Fault, WriteFault as WriteFault
 from accel.testing._networks import Network as Network
+from accel.testing._regression import (
+    Line as Line,
+    RegressionDataset as RegressionDataset,
+    RegressionModel as RegressionModel,
+)
 from accel.testing._simulate import Simulator as Simulator, simulate as simulate, simulate_groups as simulate_groups

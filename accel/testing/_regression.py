@@ -55,10 +55,10 @@ class RegressionDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def best(self) -> Line:
         """Return the line with the least mean squared error, rounded to 9 digits. No communication."""
-        x, y = self.x.double().flatten(), self.y.double().flatten()
-        columns = torch.stack([x, torch.ones_like(x)], 1)
-        slope, intercept = torch.linalg.lstsq(columns, y[:, None]).solution.flatten().tolist()
-        return Line(round(slope, 9), round(intercept, 9))
+        x = self.x.double()
+        y = self.y.double()
+        slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+        return Line(round(slope, 9), round(float(y.mean()) - slope * float(x.mean()), 9))
 
     def descend(self, *, lr: float, steps: int, start: Line = Line(0.0, 0.0)) -> Line:  # noqa: B008 - a frozen value
         """Return the line after steps of SGD on all points at once, by arithmetic in float64. No communication.
@@ -70,12 +70,13 @@ class RegressionDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             steps: number of steps.
             start: line of the model before the first.
         """
-        x, y = self.x.double(), self.y.double()
-        slope, intercept = start
+        x = self.x.double()
+        y = self.y.double()
+        line = start
         for _ in range(steps):
-            off = slope * x + intercept - y
-            slope, intercept = slope - lr * float((2 * off * x).mean()), intercept - lr * float((2 * off).mean())
-        return Line(slope, intercept)
+            off = line.slope * x + line.intercept - y
+            line = Line(line.slope - lr * float((2 * off * x).mean()), line.intercept - lr * float((2 * off).mean()))
+        return line
 
 
 class RegressionModel(nn.Module):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -12,10 +12,9 @@ import accel
 from accel.testing import Line, RegressionDataset, RegressionModel
 
 
-@settings(deadline=None, max_examples=5)
-@given(size=st.integers(1, 4), length=st.integers(5, 20), per_step=st.integers(1, 3), seed=st.integers(0, 9))
-def test_any_split_of_the_points_descends_to_the_same_line(ranks, size, length, per_step, seed):
-    points = RegressionDataset(length, Line(-1.5, 0.25), seed=seed, dtype=torch.float64)
+@pytest.mark.parametrize(("size", "length", "per_step"), [(1, 7, 1), (2, 7, 2), (3, 10, 2)])
+def test_any_split_of_the_points_descends_to_the_same_line(ranks, size, length, per_step):
+    points = RegressionDataset(length, Line(-1.5, 0.25), seed=size, dtype=torch.float64)
     micro = -(-length // per_step)
 
     def rank(ctx: accel.DistContext) -> Line:

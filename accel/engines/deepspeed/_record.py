@@ -67,7 +67,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
     stage: Literal[0, 1, 2, 3] = 2
     offload_optimizer: Offload | Literal["cpu"] | None = None
     offload_parameters: Offload | Literal["cpu"] | None = None
-    reduce_bucket: Elements | Auto = "auto"
+    reduce_bucket: Annotated[int, Meta(ge=1)] | Auto = "auto"
     gather_bucket: Elements | Auto = "default"
     prefetch_bucket: Elements | Auto = "auto"
     persist_below: Elements | Auto = "auto"

@@ -7,7 +7,7 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.tensors import is_absent
+from accel.tensors import is_absent, packed_weights
 
 _SHOWN = 3
 
@@ -19,6 +19,7 @@ def check_absent(ctx: DistContext, model: nn.Module) -> None:
         PrepareError: such a model; the first weights are named.
     """
     trains = {name: each.requires_grad for name, each in model.named_parameters() if is_absent(each)}
+    trains |= {name: False for name, each in packed_weights(model).items() if any(map(is_absent, each.parts.values()))}
     trained = [name for name, is_trained in trains.items() if is_trained]
     if trained:
         raise PrepareError(

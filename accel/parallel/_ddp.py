@@ -16,10 +16,11 @@ from accel.parallel._empty import allocate, make_room
 from accel.parallel._labels import label_parameters
 from accel.parallel._move import move_model
 from accel.parallel._private import rebuild_buckets
-from accel.parallel._replicas import begin_with_rank_0_
+from accel.parallel._replicas import begin_with_rank_0_, replicated_tensors
 from accel.parallel._sharded import is_sharded
 from accel.parallel._spread import Spread, compare_models
 from accel.parallel._unwrap import wrapped_name
+from accel.tensors import packed_weights
 
 _ddp = cast(Any, DistributedDataParallel)
 
@@ -109,7 +110,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is
     uses_all = not options.find_unused_parameters and not options.static_graph
     label_parameters(model, needed=uses_all, viewed=options.gradient_as_bucket_view)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
+        begin_with_rank_0_(ctx, replicated_tensors(model))
         return model
     return _replicate(ctx, model, options)
 
@@ -145,10 +146,13 @@ def _buffer_options(ctx: DistContext, model: nn.Module, options: ReplicateOption
 
 
 def _initial_options(ctx: DistContext, model: nn.Module) -> dict[str, bool]:
-    """On XLA, begin with rank 0's tensors without DDP: it sends integers of 64 bits, which TPUs do not combine."""
-    if ctx.device.type != "xla":
+    """Begin with rank 0's tensors without DDP where it cannot send them.
+
+    On XLA it sends integers of 64 bits, which TPUs do not combine. Of quantizers' weights it sends no parts.
+    """
+    if ctx.device.type != "xla" and not packed_weights(model):
         return {}
-    begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
+    begin_with_rank_0_(ctx, replicated_tensors(model))
     return {"init_sync": False}
 
 

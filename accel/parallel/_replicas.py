@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from accel.comm import Comm, adopt, all_reduce_flat, alone, broadcast_flat
 from accel.context import DistContext, group_of
+from accel.tensors import packed_weights
 from accel.topology import dimension_of
 
 
@@ -55,6 +57,15 @@ def begin_with_rank_0_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> Non
     """Replace tensors by rank 0's. A collective of one message for each, which needs no memory for a second copy."""
     for tensor in tensors:
         broadcast_flat(ctx.comm, tensor.detach(), source=0)
+
+
+def replicated_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return what replicas of a model begin with alike: parameters, parts of quantizers' weights, buffers."""
+    weights = packed_weights(model)
+    plain = [each for name, each in model.named_parameters() if name not in weights]
+    parts = [part for weight in weights.values() for part in weight.parts.values()]
+    small = [part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part for part in parts]
+    return [*plain, *small, *model.buffers()]
 
 
 def _in_flat(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_nets import CountingSource, Net, make_net, token_ids
-from safetensors.torch import load_file
+from hypothesis import HealthCheck, given, settings, strategies as st
+from msgspec.structs import replace
+from quantized_nets import CountingSource, Net, TensorSource, make_net, token_ids
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
@@ -161,6 +163,104 @@ def test_memory_holds_one_weight_as_it_was(config: accel.Bitsandbytes | accel.To
 @pytest.mark.slow
 @pytest.mark.usefixtures("packages")
 @pytest.mark.filterwarnings("default")
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(2, 40),
+    config=st.sampled_from(CONFIGS[:3] + CONFIGS[4:7]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_matrix_is_counted_before_and_comes_back(
+    rows: int, columns: int, config: Any, dtype: torch.dtype, seed: int
+) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(columns, rows, bias=False)).to(dtype)
+
+    config = replace(config, skip=(), keep_float32=())
+    ctx = accel.single("cpu")
+    skeleton = accel.describe_quantized(accel.init_empty_weights(make), config)
+    source = {"0.weight": weight}
+    model = accel.load_quantized(ctx, accel.init_empty_weights(make), TensorSource(source), config=config)
+    assert accel.describe(model) == skeleton
+    packed = accel.get_state_dict(ctx, model, dst=None)
+    again = accel.load_quantized(ctx, accel.init_empty_weights(make), TensorSource(packed), config=config)
+    found = accel.get_state_dict(ctx, again, dst=None)
+    assert found.keys() == packed.keys()
+    for name, each in packed.items():
+        assert torch.equal(found[name].view(-1).view(torch.uint8), each.view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_checkpoints_of_bitsandbytes_own_layers_load(tmp_path: Path, bits: int) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    ctx, net = accel.single("cpu"), make_net()
+    full = accel.save_model(ctx, net, tmp_path / "full")
+    config = accel.Bitsandbytes(bits=bits, double=bits == 4, skip="head")
+    expected = accel.load_quantized(ctx, empty(), full, config=config)
+    for block in net.blocks:
+        for name in ("up", "down"):
+            old = block.get_submodule(name)
+            options = {"bias": old.bias is not None}
+            if bits == 4:
+                kind = bitsandbytes.nn.Linear4bit
+                options |= {"quant_type": "nf4", "compute_dtype": torch.bfloat16}
+            else:
+                kind = bitsandbytes.nn.Linear8bitLt
+                options |= {"has_fp16_weights": False}
+            new = kind(old.in_features, old.out_features, **options)
+            new.load_state_dict(old.state_dict())
+            setattr(block, name, new.to("cpu"))
+    own = {name: each.contiguous() for name, each in net.state_dict().items()}
+    save_file(own, tmp_path / "own.safetensors")
+    loaded = accel.load_quantized(ctx, empty(), tmp_path / "own.safetensors", config=config)
+    assert torch.equal(outputs(loaded), outputs(expected))
+    with pytest.raises(accel.ConfigError, match="quantized already"):
+        accel.load_quantized(ctx, net, full, config=config)
+    skeleton = accel.describe(net)
+    with pytest.raises(accel.ConfigError, match=r"a class of its own"):
+        accel.dispatch_model(net, elsewhere(skeleton, "cpu", "cpu:0"))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("default")
+def test_a_limit_holds_for_quantized_bytes(tmp_path: Path) -> None:
+    ctx, config = accel.single("cpu"), accel.Bitsandbytes(double=True, skip="head")
+
+    def wide() -> Net:
+        return accel.init_empty_weights(lambda: Net(blocks=6, width=256)).eval()
+
+    full = accel.save_model(ctx, make_net(blocks=6, width=256), tmp_path / "full")
+    whole = accel.load_quantized(ctx, wide(), full, config=config)
+    skeleton = accel.describe_quantized(wide(), config)
+    limit = skeleton.memory * 3 // 4
+    homes = accel.infer_device_map(skeleton, {"cuda:0": limit, "cpu": "1GB"}, slots=1).home
+    assert {"cpu", "cuda:0"} <= set(homes.values())
+    places = {name: "cpu:0" if home == "cuda:0" else home for name, home in homes.items()}  # the same on the host
+    device_map = accel.DeviceMap(
+        skeleton=skeleton, home=places, runs=dict.fromkeys(places, "cpu:0"), slots=1, limits={"cpu:0": limit}
+    )
+    assert device_map.resident("cpu:0") + device_map.window("cpu:0") <= limit
+    model = accel.load_quantized(ctx, wide(), full, config=config, device_map=device_map)
+    with accel.dispatch_model(model, device_map) as run:
+        assert torch.equal(outputs(run.model), outputs(whole))
+        moved = {each.name: each.moved_bytes for each in run.stats().segments}
+    assert set(moved) == set(device_map.order)
+    assert all(moved.values())
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("default")
 def test_what_is_quantized_and_what_is_not(tmp_path: Path) -> None:
     ctx, net = accel.single("cpu"), make_net()
     net.head.weight = net.embed.weight
@@ -204,6 +304,8 @@ def test_wrong_inputs_are_refused_and_change_nothing(tmp_path: Path) -> None:
     refused(accel.ConfigError, r"not a way to quantize.*Bitsandbytes", empty(), full, "int8")
     odd = accel.Torchao(kind="int4_grouped", group_size=128)
     refused(accel.ConfigError, r"do not divide into groups of 128.*blocks\.0\.up", empty(), full, odd)
+    thin = accel.init_empty_weights(lambda: nn.Sequential(nn.Linear(1, 4)))
+    refused(accel.ConfigError, r"no layers with one input.*skip=\('0',\)", thin, full, accel.Torchao())
     with_mslk = accel.Torchao(kind="int4")
     refused(accel.AccelError, r"Torchao\.kind", empty(), full, with_mslk)
     if not torch.cuda.is_available():

@@ -118,12 +118,14 @@ def test_adapters_train_while_the_base_streams(tmp_path: Path, peft: Any, config
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, peft: Any) -> None:
-    config = accel.Bitsandbytes(double=True, skip="head")
-    accel.save_model(accel.single("cpu"), make_net(), tmp_path / "full")
+@pytest.mark.parametrize("config", [*CONFIGS, accel.Torchao(kind="float8")], ids=lambda config: repr(config)[:24])
+def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, peft: Any, config: Any) -> None:
+    ctx = accel.single("cpu")
+    folders = [accel.save_model(ctx, make_net(seed), tmp_path / f"full{seed}") for seed in range(2)]
 
     def run(ctx: accel.DistContext) -> list[float]:
-        return train(adapted(peft, ctx, tmp_path / "full", config), ctx, tmp_path / f"out{ctx.world_size}", 3)
+        model = adapted(peft, accel.single("cpu"), folders[ctx.rank], config)  # replicas begin with rank 0's
+        return train(model, ctx, tmp_path / f"out{ctx.world_size}", 3)
 
     alone = simulate(run, 1, default_group=True)[0]
     for losses in simulate(run, 2, default_group=True):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel import StoredTensor
+from accel.storage import torch_dtypes
 
 WIDTH = 64
 
@@ -54,6 +55,25 @@ def make_net(seed: int = 0, **options: int) -> Net:
 def token_ids() -> torch.Tensor:
     """Return ids of shape [2, 5]."""
     return torch.arange(10).reshape(2, 5) * 4
+
+
+class TensorSource:
+    """A mapping of tensors as a source of weights."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        names = {kind: name for name, kind in torch_dtypes().items()}
+        self.entries: Mapping[str, StoredTensor] = {
+            name: StoredTensor(shape=tuple(each.shape), dtype=names[each.dtype], nbytes=each.nbytes)
+            for name, each in tensors.items()
+        }
+
+    def read(self, targets: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for name, target in targets:
+            target.copy_(self._tensors[name])
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class CountingSource:

@@ -18,7 +18,7 @@ from accel.engines.quantized._config import Bitsandbytes, Quantization, Torchao,
 from accel.engines.quantized._formats import check_installed, empty, empty_layer
 from accel.errors import ConfigError, did_you_mean
 from accel.parallel import Select, named_modules
-from accel.tensors import Packed, is_absent, is_dtensor, packed_weights
+from accel.tensors import FORMATS, Packed, is_absent, is_dtensor
 
 _SHOWN = 5
 
@@ -145,10 +145,11 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_model(model: nn.Module) -> None:
-    if weights := packed_weights(model):
+    quantized = [name for name, each in model.named_parameters() if type(each).__module__.partition(".")[0] in FORMATS]
+    if quantized:
         raise ConfigError(
             "the model is quantized already",
-            got=", ".join(map(repr, list(weights)[:_SHOWN])),
+            got=", ".join(map(repr, quantized[:_SHOWN])),
             where="load_quantized",
             fix="Build it anew, as by accel.init_empty_weights.",
         )
@@ -167,7 +168,13 @@ def _check_layers(chosen: list[tuple[str, nn.Linear]], config: Quantization) -> 
             where=f"load_quantized, {type(config).__name__}",
             fix="Skip fewer modules.",
         )
-    group = (config.group_size or 32) if isinstance(config, Torchao) and config.kind.startswith("int4") else 1
+    if not isinstance(config, Torchao):
+        return
+    if narrow := [name for name, module in chosen if module.in_features == 1]:
+        got = ", ".join(map(repr, narrow[:_SHOWN]))
+        fix = f"Pass skip={tuple(narrow[:_SHOWN])!r}."
+        raise ConfigError("torchao quantizes no layers with one input", got=got, where="Torchao.skip", fix=fix)
+    group = (config.group_size or 32) if config.kind.startswith("int4") else 1
     odd = [name for name, module in chosen if module.in_features % group]
     if odd:
         raise ConfigError(

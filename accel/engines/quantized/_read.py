@@ -24,7 +24,7 @@ class Places(NamedTuple):
 
     Attributes:
         home: destination by name of a tensor or of a part.
-        runs: computing device by path of a module.
+        runs: computing device by name of a tensor or of a part.
     """
 
     home: Callable[[str], Destination]
@@ -42,7 +42,7 @@ def find_places(model: nn.Module, plan: Plan, device_map: DeviceChoice, default:
     if not isinstance(device_map, DeviceMap):
         device = home("").device or default
 
-        def one(path: str) -> torch.device:
+        def one(name: str) -> torch.device:
             return device
 
         return Places(home, one)
@@ -55,13 +55,12 @@ def find_places(model: nn.Module, plan: Plan, device_map: DeviceChoice, default:
                 where="load_quantized(device_map=)",
                 fix="Make it of accel.describe_quantized(model, config).",
             )
-    skeleton = device_map.skeleton
     devices = {name: torch.empty(0, device=name).device for name in device_map.devices}
-
-    def of_segment(path: str) -> torch.device:
-        return devices[device_map.runs[skeleton.segment_of(path)]]
-
-    return Places(home, of_segment)
+    runs: dict[str, torch.device] = {}
+    for segment in device_map.skeleton.segments:
+        for weight in segment.weights:
+            runs |= dict.fromkeys((weight.name, *weight.tied), devices[device_map.runs[segment.name]])
+    return Places(home, runs.__getitem__)
 
 
 def made_layer(layer: Layer, found: Found, source: WeightSource, config: Quantization, places: Places) -> nn.Parameter:
@@ -79,7 +78,7 @@ def made_layer(layer: Layer, found: Found, source: WeightSource, config: Quantiz
     entry = source.entries[name]
     weight = torch.empty(entry.shape, dtype=weight_dtype(entry.dtype))
     source.read([(name, weight)])
-    weight = weight.to(places.runs(layer.name), layer.dtype)
+    weight = weight.to(places.runs(f"{layer.name}.{layer.template.first}"), layer.dtype)
     packed = quantize(weight, config)
     del weight
     parts: dict[str, torch.Tensor] = {}
@@ -149,7 +148,7 @@ def commit_others(model: nn.Module, made: list[tuple[Other, torch.Tensor]], plac
                 if id(old) in known:
                     registry[key] = kept.setdefault(id(old), _put(old, known[id(old)]))
                 elif key in module._non_persistent_buffers_set and not old.is_meta:  # pyright: ignore[reportPrivateUsage]
-                    registry[key] = old.to(places.runs(path))
+                    registry[key] = old.to(places.runs(f"{path}.{key}" if path else key))
 
 
 def _put(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from accel.checkpoint import Item, Kept, has_records, is_object, memory_id, tensors_in
 from accel.errors import CheckpointError
-from accel.items import _zero
+from accel.items import _packed_state, _zero
 from accel.items._kinds import is_floating, is_zero, local_optimizer, type_name
 from accel.items._optimizer_state import (
     Names,
@@ -64,12 +64,14 @@ class OptimizerLoad(ItemLoad):
         live: the optimizer without wrappers; `result` is the caller's.
         _stored: the state, by the names of live parameters.
         _owners: parameters of stored tensors.
+        _packed: names of tensors that are parts of a packed one, and keep their dtype.
         _slots: live tensors to copy into, by the names of stored ones.
     """
 
     live: torch.optim.Optimizer
     _stored: OptimizerValue = field(default_factory=lambda: OptimizerValue((), {}, {}, {}))
     _owners: dict[str, _Owner] = field(default_factory=dict[str, _Owner])
+    _packed: set[str] = field(default_factory=set[str])
     _slots: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def compare(self) -> None:
@@ -88,6 +90,8 @@ class OptimizerLoad(ItemLoad):
         for name, parameter in owned.items():
             owner = _Owner(parameter, stored.params[name].dtype)
             self._owners |= dict.fromkeys(tensors_in(state[name]), owner)
+        packed = (value for each in state.values() for value in each.values() if _packed_state.is_parts(value))
+        self._packed = {key for value in packed for key in tensors_in(value)}
         live = {key: owner.parameter for key, owner in self._owners.items()}
         self.wanted = source.want(source.names_in(self.name, stored.encoded()), live)
         self._slots = _loadable_in_place(local_optimizer(self.live), state, owned)
@@ -146,7 +150,7 @@ class OptimizerLoad(ItemLoad):
 
     def _state_dtype(self, key: str, owner: _Owner) -> torch.dtype:
         stored, shape = self.source.facts(key)
-        cast = stored == owner.stored_dtype and is_floating(stored) and shape
+        cast = stored == owner.stored_dtype and is_floating(stored) and shape and key not in self._packed
         return owner.parameter.dtype if cast else self.source.saved.stub(key).dtype
 
 

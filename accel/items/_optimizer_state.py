@@ -11,7 +11,7 @@ import torch
 
 from accel.checkpoint import Kept, Making, decode, encode
 from accel.errors import CheckpointError
-from accel.items import _zero
+from accel.items import _packed_state, _zero
 from accel.items._kinds import is_zero
 from accel.optim import parameters_of
 from accel.storage import dtype_name
@@ -116,7 +116,8 @@ def encode_optimizer(
     for index, entries in packed["state"].items():
         if type(index) is not int or not 0 <= index < len(order):
             raise CheckpointError("state that belongs to no parameter", got=repr(index), where=f"{item}.state")
-        state[order[index]] = encode(entries, f"{item}.state.{order[index]}", tensors, kept)
+        path = f"{item}.state.{order[index]}"
+        state[order[index]] = encode(_packed_state.take_apart(entries, path), path, tensors, kept)
     groups = tuple(
         Group(
             params=tuple(order[index] for index in cast("list[int]", group["params"])),
@@ -159,9 +160,11 @@ def decode_optimizer(
     state: dict[int, Any] = {}
     for index, name in enumerate(listed):
         if name in stored.state:
-            state[index] = decode(stored.state[name], where, tensors, f"{item}.state.{name}", making)
-            if not isinstance(state[index], dict):
-                raise CheckpointError("not a state of a parameter", got=repr(state[index]), where=f"{where}, {name}")
+            path = f"{item}.state.{name}"
+            entries = decode(stored.state[name], where, tensors, path, making)
+            if not isinstance(entries, dict):
+                raise CheckpointError("not a state of a parameter", got=repr(entries), where=f"{where}, {name}")
+            state[index] = _packed_state.put_together(cast("dict[str, Any]", entries), listed[name], path)
     live = state_dict(optimizer)["param_groups"]
     groups: list[dict[str, Any]] = []
     for i, (group, mine) in enumerate(zip(stored.groups, live, strict=True)):

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of optimizers in 8 and 4 bits by torchao: blocks of codes with a scale each, stored as plain tensors.
+
+Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861. Those of bitsandbytes hold plain
+tensors and need nothing of this.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from accel.errors import CheckpointError, MissingExtraError
+from accel.storage import dtype_name
+from accel.tensors import dtensor_like, is_dtensor, local_part
+
+# torchao exports no names of these classes.
+PRIVATE: Mapping[str, str] = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
+_KIND = "torchao"  # key of the class's name in a stored state
+_FLAT = ("codes", "scale")  # parts with an element for each element or block of the parameter, in its order
+
+
+def take_apart(entries: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return a parameter's state with each packed tensor as a dict of its parts. No communication.
+
+    Args:
+        entries: state by name.
+        path: path of the state, for errors.
+
+    Raises:
+        CheckpointError: a packed tensor is sharded in another way than by equal numbers of rows.
+    """
+    return {key: _parts(value, f"{path}.{key}") if _is_packed(value) else value for key, value in entries.items()}
+
+
+def put_together(entries: Mapping[str, Any], parameter: torch.Tensor, path: str) -> dict[str, Any]:
+    """Return a parameter's state with packed tensors made of their parts. No communication.
+
+    Args:
+        entries: state by name, of `take_apart`.
+        parameter: the live parameter, which says what of a sharded state this rank holds.
+        path: path of the state, for errors.
+
+    Raises:
+        CheckpointError: the blocks do not lie whole on the ranks.
+        MissingExtraError: torchao is missing.
+    """
+    return {
+        key: _made(cast("dict[str, Any]", value), parameter, f"{path}.{key}") if is_parts(value) else value
+        for key, value in entries.items()
+    }
+
+
+def is_parts(value: object) -> bool:
+    """Return whether a stored value is a packed tensor's, in parts."""
+    return isinstance(value, dict) and cast("dict[str, Any]", value).get(_KIND) in PRIVATE
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and PRIVATE.get(type(local_part(value)).__name__) is not None
+
+
+def _parts(value: torch.Tensor, path: str) -> dict[str, Any]:
+    part: Any = local_part(value)
+    found: dict[str, Any] = {_KIND: type(part).__name__, "dtype": dtype_name(part.dtype)}
+    for name in part.tensor_attrs:
+        tensor: torch.Tensor = getattr(part, name)
+        found[name] = _spread(tensor, value, path) if name in _FLAT and is_dtensor(value) else tensor
+    return found | ({"signed": part.signed} if hasattr(part, "signed") else {})
+
+
+def _spread(part: torch.Tensor, whole: Any, path: str) -> torch.Tensor:
+    """Return a rank's codes or scales as its share of a tensor of all ranks."""
+    ranks = _row_ranks(whole, path)
+    return dtensor_like(part, whole, torch.Size((ranks * part.shape[0], *part.shape[1:])))
+
+
+def _row_ranks(whole: Any, path: str) -> int:
+    """Return the number of ranks that share the rows of a DTensor.
+
+    Raises:
+        CheckpointError: it is sharded in another way, or unevenly.
+    """
+    shares = [whole.device_mesh.size(at) for at, each in enumerate(whole.placements) if each.is_shard()]
+    by_rows = all(each.is_replicate() or each.is_shard(0) for each in whole.placements)
+    ranks = shares[0] if shares else 1
+    if not by_rows or len(shares) > 1 or whole.shape[0] % ranks:
+        raise CheckpointError(
+            "blocks of quantized state do not lie whole on the ranks",
+            expected="rows that the ranks share evenly",
+            got=f"{tuple(whole.shape)} by {whole.placements}",
+            where=path,
+            fix="Choose sizes that the number of ranks divides, or an optimizer that keeps its state in full precision.",
+        )
+    return ranks
+
+
+def _made(stored: dict[str, Any], parameter: torch.Tensor, path: str) -> torch.Tensor:
+    kind = stored[_KIND]
+    parts = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
+    local = local_part(parameter)
+    if is_dtensor(parameter):
+        place, ranks = _row_place(parameter, path)
+        parts = {name: _share(value, place, ranks, path) if name in _FLAT else value for name, value in parts.items()}
+    parts = {name: local_part(value).to(local.device) for name, value in parts.items()}
+    facts = [getattr(torch, stored["dtype"])]
+    if "signed" in stored:
+        facts = [stored["signed"], *([local.shape] if kind == "OptimState4bit" else []), *facts]
+    made = _class_of(kind).__tensor_unflatten__(parts, facts)
+    return made if not is_dtensor(parameter) else dtensor_like(made, parameter, parameter.shape)
+
+
+def _row_place(parameter: Any, path: str) -> tuple[int, int]:
+    """Return this rank's place among those that share a parameter's rows, and their number."""
+    ranks = _row_ranks(parameter, path)
+    coordinate = parameter.device_mesh.get_coordinate()
+    dims = [at for at, each in enumerate(parameter.placements) if each.is_shard()]
+    return (coordinate[dims[0]] if dims else 0), ranks
+
+
+def _share(tensor: torch.Tensor, place: int, ranks: int, path: str) -> torch.Tensor:
+    """Return a rank's part of codes or scales, which may be its part already."""
+    if is_dtensor(tensor) and any(each.is_shard() for each in tensor.placements):
+        return tensor
+    whole = local_part(tensor)
+    if whole.shape[0] % ranks:
+        raise CheckpointError(
+            "blocks of quantized state do not lie whole on the ranks",
+            expected=f"a number of blocks that {ranks} ranks divide",
+            got=f"{whole.shape[0]}",
+            where=path,
+            fix="Load on a number of ranks that divides it, or leave out the optimizer with None.",
+        )
+    return whole.chunk(ranks)[place].clone()
+
+
+def _class_of(kind: str) -> Any:
+    try:
+        return getattr(importlib.import_module(PRIVATE[kind]), kind)
+    except ImportError as error:
+        raise MissingExtraError(
+            "the optimizer's state is quantized by a package that does not import",
+            expected="torchao",
+            got=str(error),
+            where="load_state",
+            fix="Run `pip install 'accel[torchao]'`.",
+        ) from error

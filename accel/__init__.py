@@ -113,7 +113,7 @@ if TYPE_CHECKING:
         TrackerError as TrackerError,
         TreeError as TreeError,
     )
-    from accel.formats import Compile as Compile, Fp8 as Fp8, Precision as Precision
+    from accel.formats import Compile as Compile, Fp8 as Fp8, Precision as Precision, Qat as Qat
     from accel.items import (
         Folder as Folder,
         Loaded as Loaded,
@@ -199,6 +199,7 @@ if TYPE_CHECKING:
         LossScale as LossScale,
         apply_precision as apply_precision,
         autocast as autocast,
+        convert_qat as convert_qat,
         loss_scale as loss_scale,
     )
     from accel.preempt import (
@@ -354,7 +355,7 @@ _HOMES = {
         "TrackerError",
         "TreeError",
     ),
-    "formats": ("Compile", "Fp8", "Precision"),
+    "formats": ("Compile", "Fp8", "Precision", "Qat"),
     "items": (
         "Folder",
         "Loaded",
@@ -423,7 +424,7 @@ _HOMES = {
         "unwrap_model",
         "vocab_cross_entropy",
     ),
-    "precision": ("LossScale", "apply_precision", "autocast", "loss_scale"),
+    "precision": ("LossScale", "apply_precision", "autocast", "convert_qat", "loss_scale"),
     "preempt": ("Stop", "StopRequests", "stop_agreed", "stop_requests"),
     "process": (
         "any_rank",

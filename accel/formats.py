@@ -98,6 +98,31 @@ class Fp8(msgspec.Struct, frozen=True, kw_only=True):
         return self.scaling or _SCALINGS[self.backend][0]
 
 
+class Qat(msgspec.Struct, frozen=True, kw_only=True):
+    """Linear layers that train for a model quantized later, by torchao (extra `torchao`).
+
+    Attributes:
+        weights: integers of the quantized weights, "int4" or "int8".
+        group_size: neighbouring weights of a row that share a scale; None for a scale a row.
+        activations: "int8" for inputs that the quantized layer rounds too, a scale a token; None for none.
+        skip: patterns of names of layers to leave unchanged, such as "head" or "blocks.*.router".
+    """
+
+    weights: Literal["int4", "int8"] = "int4"
+    group_size: int | None = 32
+    activations: Literal["int8"] | None = None
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice(self.weights, ("int4", "int8"), "unknown format", where="Qat.weights")
+        if self.activations is not None:
+            check_choice(self.activations, ("int8",), "unknown format", where="Qat.activations")
+        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 2):
+            expected, where = "an integer from 2, or None", "Qat.group_size"
+            raise ConfigError("not a group size", expected=expected, got=repr(self.group_size), where=where)
+        _check_patterns(self.skip, "Qat.skip")
+
+
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
     """The formats in which a run computes and stores.
 
@@ -110,6 +135,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
         fp32_modules: patterns of names of submodules with fp32 parameters, inputs and arithmetic, such as "head" or
             "blocks.*.router".
         fp8: layers in fp8, beside compute in bf16.
+        qat: layers that round their weights, for a model that `convert_qat` quantizes after the training.
     """
 
     compute: Compute = "fp32"
@@ -117,6 +143,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     outputs: Literal["fp32", "bf16", "fp16"] | None = None
     fp32_modules: tuple[str, ...] = ()
     fp8: Fp8 | None = None
+    qat: Qat | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.compute, get_args(Compute), "unknown format", where="Precision.compute")
@@ -127,6 +154,16 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
         _check_patterns(self.fp32_modules, "Precision.fp32_modules")
         if self.fp8 is not None and not isinstance(self.fp8, Fp8):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError("not a recipe", expected="an accel.Fp8", got=repr(self.fp8), where="Precision.fp8")
+        if self.qat is not None and not isinstance(self.qat, Qat):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError("not a recipe", expected="an accel.Qat", got=repr(self.qat), where="Precision.qat")
+        if self.fp8 is not None and self.qat is not None:
+            raise ConfigError(
+                "layers are trained for fp8 or for integers",
+                expected="fp8 or qat",
+                got="both",
+                where="Precision",
+                fix="Leave one out.",
+            )
         if self.fp32_modules and self.compute not in ("bf16", "fp16") and self.params != "bf16":
             raise _no_effect("Precision.fp32_modules", f"where all is computed in {self.compute}")
         if self.fp8 is not None and self.compute != "bf16":

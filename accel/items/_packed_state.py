@@ -97,7 +97,7 @@ def _row_ranks(whole: Any, path: str) -> int:
             expected="rows that the ranks share evenly",
             got=f"{tuple(whole.shape)} by {whole.placements}",
             where=path,
-            fix="Choose sizes that the number of ranks divides, or an optimizer that keeps its state in full precision.",
+            fix="Choose sizes that the number of ranks divides, or an optimizer with a state in full precision.",
         )
     return ranks
 

@@ -4,3 +4,4 @@
 from accel.precision._autocast import autocast as autocast, matmul_precision as matmul_precision
 from accel.precision._loss_scale import LossScale as LossScale, loss_scale as loss_scale
 from accel.precision._model import apply_precision as apply_precision
+from accel.precision._qat import convert_qat as convert_qat

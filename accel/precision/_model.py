@@ -17,6 +17,7 @@ from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
 from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
 from accel.precision._names import matched, submodules
+from accel.precision._qat import has_qat, qat_layers, round_layers
 from accel.precision._support import DTYPES, check_compute
 from accel.tensors import is_dtensor
 
@@ -65,9 +66,9 @@ def apply_precision(ctx: DistContext, model: M) -> M:
         The model.
 
     Raises:
-        ConfigError: a name that no submodule has, or no layer for fp8.
+        ConfigError: a name that no submodule has, or no layer for fp8 or to quantize.
         DeviceError: the device does not support a format.
-        MissingExtraError: a package for fp8 is missing.
+        MissingExtraError: a package for fp8 or quantization is missing.
         PrepareError: parameters to convert have gradients, or are sharded.
     """
     precision = ctx.precision
@@ -77,12 +78,17 @@ def apply_precision(ctx: DistContext, model: M) -> M:
     if precision.fp8 is not None and not _has_fp8(model):
         check_fp8(ctx.device, precision.fp8)
         layers = fp8_layers(model, precision.fp8, spared)
+    rounded: list[str] = []
+    if precision.qat is not None and not has_qat(model):
+        rounded = qat_layers(model, precision.qat, spared)
     _convert(_formats(model, precision, spared))
     # nested ones too: a list of modules has no forward to cover its own
     in_fp32 = [model.get_submodule(name) for name in spared]
     add_mixin(in_fp32, InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
     if precision.fp8 is not None and layers:
         convert_layers(model, precision.fp8, layers)
+    if precision.qat is not None and rounded:
+        round_layers(model, precision.qat, rounded)
     if precision.outputs is not None:
         add_mixin([model], WithOutputs, _accel_outputs=DTYPES[precision.outputs], _accel_containers=ctx.containers)
     return model

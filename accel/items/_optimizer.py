@@ -90,8 +90,7 @@ class OptimizerLoad(ItemLoad):
         for name, parameter in owned.items():
             owner = _Owner(parameter, stored.params[name].dtype)
             self._owners |= dict.fromkeys(tensors_in(state[name]), owner)
-        packed = (value for each in state.values() for value in each.values() if _packed_state.is_parts(value))
-        self._packed = {key for value in packed for key in tensors_in(value)}
+        self._packed = {key for entries in state.values() for key in tensors_in(_packed_state.packed_of(entries))}
         live = {key: owner.parameter for key, owner in self._owners.items()}
         self.wanted = source.want(source.names_in(self.name, stored.encoded()), live)
         self._slots = _loadable_in_place(local_optimizer(self.live), state, owned)

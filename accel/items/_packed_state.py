@@ -58,6 +58,12 @@ def put_together(entries: Mapping[str, Any], parameter: torch.Tensor, path: str)
     }
 
 
+def packed_of(entries: object) -> list[object]:
+    """Return what a parameter's stored state holds in parts."""
+    held = cast("dict[str, object]", entries).values() if isinstance(entries, dict) else ()
+    return [value for value in held if is_parts(value)]
+
+
 def is_parts(value: object) -> bool:
     """Return whether a stored value is a packed tensor's, in parts."""
     return isinstance(value, dict) and cast("dict[str, Any]", value).get(_KIND) in PRIVATE
@@ -104,16 +110,22 @@ def _row_ranks(whole: Any, path: str) -> int:
 
 def _made(stored: dict[str, Any], parameter: torch.Tensor, path: str) -> torch.Tensor:
     kind = stored[_KIND]
-    parts = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
     local = local_part(parameter)
+    parts = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
+    dtype = getattr(torch, str(stored.get("dtype")), None)
+    if not isinstance(dtype, torch.dtype) or any(name not in parts or not parts[name].dim() for name in _FLAT):
+        raise CheckpointError(f"not the parts of {kind}", got=", ".join(sorted(stored)), where=path)
     if is_dtensor(parameter):
         place, ranks = _row_place(parameter, path)
         parts = {name: _share(value, place, ranks, path) if name in _FLAT else value for name, value in parts.items()}
     parts = {name: local_part(value).to(local.device) for name, value in parts.items()}
-    facts = [getattr(torch, stored["dtype"])]
+    facts: list[object] = [dtype]
     if "signed" in stored:
         facts = [stored["signed"], *([local.shape] if kind == "OptimState4bit" else []), *facts]
-    made = _class_of(kind).__tensor_unflatten__(parts, facts)
+    try:
+        made = _class_of(kind).__tensor_unflatten__(parts, facts)
+    except (TypeError, ValueError, KeyError, AssertionError, ArithmeticError) as error:
+        raise CheckpointError(f"not the parts of {kind}: {error}", where=path) from error
     return made if not is_dtensor(parameter) else dtensor_like(made, parameter, parameter.shape)
 
 

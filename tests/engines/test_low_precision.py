@@ -16,6 +16,7 @@ from torch import nn
 
 import accel
 from accel import Fp8, Precision, Qat
+from accel.items._packed_state import put_together
 from accel.testing import simulate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -192,3 +193,19 @@ def test_sharded_low_bit_optimizers_resume_on_other_numbers_of_ranks(tmp_path: P
         assert simulate(lambda ctx: run(ctx, resume=True), ranks, default_group=True)[0] == pytest.approx(
             straight[-5:], rel=1e-3
         )
+
+
+def test_parts_that_make_no_state_are_refused() -> None:
+    parameter = torch.zeros(64, 64)
+    whole = {"torchao": "OptimState8bit", "dtype": "float32", "signed": True, "qmap": torch.zeros(256)}
+    whole |= {"codes": torch.zeros(64, 64, dtype=torch.uint8), "scale": torch.ones(16)}
+    made = put_together({"exp_avg": whole}, parameter, "optimizer.state.weight")["exp_avg"]
+    assert type(made).__name__ == "OptimState8bit"
+    for change in (
+        {"dtype": "load"},
+        {"codes": torch.zeros(64, 64)},
+        {"scale": torch.ones(0)},
+        {"signed": None, "qmap": 3},
+    ):
+        with pytest.raises(accel.CheckpointError, match="not the parts of OptimState8bit"):
+            put_together({"exp_avg": whole | change}, parameter, "optimizer.state.weight")

@@ -60,7 +60,11 @@ def round_layers(model: nn.Module, recipe: Qat, names: list[str]) -> None:
     chosen = set(names)
     qat = _package("torchao.quantization.qat")
     config = qat.QATConfig(_quantization(recipe), step="prepare")
-    _package("torchao.quantization").quantize_(model, config, filter_fn=lambda _, name: name in chosen)
+
+    def is_chosen(_: nn.Module, name: str) -> bool:
+        return name in chosen
+
+    _package("torchao.quantization").quantize_(model, config, filter_fn=is_chosen)
 
 
 @context_first

@@ -23,7 +23,17 @@ from accel.cli._estimate_device_map import (
 from accel.cli._estimate_mesh import CONTEXT_METHODS, add_mesh_flags, check_without_mesh, run_mesh
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
-from accel.estimate import OPTIMIZERS, STRATEGIES, Memory, Model, fewest_ranks, has_weights, plan_memory
+from accel.estimate import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Memory,
+    Model,
+    cached_model,
+    fewest_ranks,
+    has_weights,
+    is_model_name,
+    plan_memory,
+)
 from accel.formats import PrecisionName
 from accel.storage import parse_size
 from accel.terminal import show_size, show_table
@@ -37,8 +47,10 @@ _ABOUT = """Estimate the memory of a training step on each rank; no weights are 
 SOURCE is one of
   module:function      makes the model; it takes no arguments
   config.json          of Hugging Face's transformers (extra `transformers`)
-  model.safetensors    or an index of several; headers only, so without activations
-  a folder             with such files: the headers, or config.json with --input and without weights"""
+  model.safetensors    or pytorch_model.bin, or an index of several; headers only, so without activations
+  a folder             with such files: the headers, or config.json with --input and without weights
+  organisation/model   in the local cache of Hugging Face's Hub; nothing is downloaded
+  timm/NAME            a model of timm (extra `timm`)"""
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "pure-bf16")
 NAMES: Mapping[str, tuple[str, ...]] = {
     "--precision": get_args(PrecisionName),
@@ -48,15 +60,17 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "--placement": PLACEMENTS,
     "--fill": FILLS,
 }
+_TIMM = "timm/"
 _ALONE = ("ddp",)  # one rank divides nothing
 _INPUT = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::([a-z]+[0-9]*))?")
 _TITLES = ("PRECISION", "STRATEGY", "PARAMETERS", "GRADIENTS", "OPTIMIZER", "ACTIVATIONS", "WORKING", "TOTAL")
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
 
-def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Print the estimate; return the exit status, 1 if nothing fits."""
     known = parser().read(words)
+    known.source = _located(known.source, environ)
     given = {"--precision": known.precision, "--strategy": known.strategy, "--optimizer": [known.optimizer]}
     for flag, names in given.items():
         for name in names or ():
@@ -122,8 +136,18 @@ def _limit(memory: str, reserve: str) -> int:
     return left
 
 
+def _located(source: str, environ: Mapping[str, str]) -> str:
+    """Return the folder of a model that is named as on the Hub; another source as it is."""
+    named = not os.path.exists(source) and ":" not in source and not source.startswith(_TIMM)
+    return str(cached_model(source, environ)) if named and is_model_name(source) else source
+
+
 def _read(source: str, inputs: Sequence[str]) -> Model:
     path = Path(source)
+    if source.startswith(_TIMM) and not path.exists():
+        from accel.estimate import from_timm
+
+        return from_timm(source.removeprefix(_TIMM), [_input(each, "float32") for each in inputs])
     if not path.exists() and ":" in source:
         from accel.estimate import from_function
 

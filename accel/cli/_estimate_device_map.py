@@ -20,7 +20,7 @@ from accel.bigmodel.plan import (
     infer_device_map,
 )
 from accel.errors import ConfigError, check_choice
-from accel.estimate import built, function_of, name_headers, read_config, read_headers
+from accel.estimate import built, function_of, name_headers, read_config, read_headers, timm_maker
 from accel.storage import parse_size
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def _limits(text: str) -> dict[int | str, int | str | None]:
 
 def _skeleton(source: str) -> _Found:
     path = Path(source)
+    if source.startswith("timm/") and not path.exists():
+        return _Found(source, _described(timm_maker(source.removeprefix("timm/")), source), None)
     if not path.exists() and ":" in source:
         sys.path.insert(0, os.getcwd())  # as `python -m` would have it
         return _Found(source, _described(function_of(source), source), None)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         name_headers as name_headers,
         read_headers as read_headers,
     )
+    from accel.estimate._hub_cache import cached_model as cached_model, is_model_name as is_model_name
     from accel.estimate._meshes import list_meshes as list_meshes, mesh_problem as mesh_problem
     from accel.estimate._plan import (
         OPTIMIZERS as OPTIMIZERS,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     )
     from accel.estimate._rank_memory import RankMemory as RankMemory, rank_memory as rank_memory
     from accel.estimate._step import Step as Step
+    from accel.estimate._timm import from_timm as from_timm, timm_maker as timm_maker
     from accel.estimate._traffic import Traffic as Traffic, step_traffic as step_traffic
     from accel.estimate._transformer import Transformer as Transformer, read_transformer as read_transformer
 
@@ -68,6 +70,7 @@ __getattr__ = exports(
         ),
         "_choices": ("Choice", "Choices", "Job", "Refusal", "choose_meshes"),
         "_cost": ("Hosts", "StepTime", "step_time"),
+        "_hub_cache": ("cached_model", "is_model_name"),
         "_headers": ("from_headers", "has_weights", "name_headers", "read_headers"),
         "_meshes": ("list_meshes", "mesh_problem"),
         "_plan": (
@@ -83,6 +86,7 @@ __getattr__ = exports(
         ),
         "_rank_memory": ("RankMemory", "rank_memory"),
         "_step": ("Step",),
+        "_timm": ("from_timm", "timm_maker"),
         "_traffic": ("Traffic", "step_traffic"),
         "_transformer": ("Transformer", "read_transformer"),
     },

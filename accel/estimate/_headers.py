@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's shapes from the headers of its safetensors files; no weight is read."""
+"""A model's shapes from the headers of its safetensors files, or of files of torch.save; no weight is read."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from itertools import chain
+from math import prod
 from pathlib import Path
+from typing import Any, cast
 
 from accel.errors import CheckpointError, ConfigError
 from accel.estimate._plan import Model, Parameter
-from accel.storage import INDEX, WEIGHTS, Header, decode_index, read_header
+from accel.storage import INDEX, WEIGHTS, Header, TensorHeader, decode_index, read_header
 
 _TRAINED_BYTES = 4
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_FOUND = (INDEX, WEIGHTS, *_PICKLED)  # the first that is there counts
+_DTYPES = {  # names of torch, and of safetensors
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "complex64": "C64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
 def from_headers(path: Path) -> Model:
-    """Return the model of a safetensors file, of an index, or of a folder with either.
+    """Return the model of a file of weights, of an index of several, or of a folder with either.
 
     Floating-point tensors count as trained parameters in fp32, whatever their stored format. Others keep their format
     and are not trained.
@@ -37,7 +47,7 @@ def from_headers(path: Path) -> Model:
 
 
 def read_headers(path: Path) -> Sequence[Header]:
-    """Return the headers of a safetensors file, of an index, or of a folder with either.
+    """Return the headers of a file of weights, of an index of several, or of a folder with either.
 
     Raises:
         ConfigError: the path holds no weights.
@@ -53,7 +63,7 @@ def name_headers(path: Path, headers: Sequence[Header]) -> str:
 
 def has_weights(folder: Path) -> bool:
     """Return whether `from_headers` finds weights in a folder."""
-    return (folder / INDEX).is_file() or (folder / WEIGHTS).is_file()
+    return any((folder / name).is_file() for name in _FOUND)
 
 
 def _files(path: Path) -> list[Path]:
@@ -61,20 +71,22 @@ def _files(path: Path) -> list[Path]:
         if not has_weights(path):
             raise ConfigError(
                 "no weights in the folder",
-                expected=f"{WEIGHTS} or {INDEX}",
+                expected=" or ".join(_FOUND),
                 got=", ".join(sorted(each.name for each in path.iterdir())[:5]) or "an empty folder",
                 where=str(path),
             )
-        path = path / INDEX if (path / INDEX).is_file() else path / WEIGHTS
+        path = next(path / name for name in _FOUND if (path / name).is_file())
     if path.suffix != ".json":
         return [path]
     index = decode_index(path.read_bytes())
     if index is None:
-        raise CheckpointError("the index cannot be read", expected="an index of safetensors files", where=str(path))
+        raise CheckpointError("the index cannot be read", expected="an index of files of weights", where=str(path))
     return [path.parent / name for name in index.files]
 
 
 def _header(file: Path) -> Header:
+    if file.suffix in (".bin", ".pt", ".pth"):
+        return _pickled(file)
     try:
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             data = memoryview(mapped)
@@ -84,3 +96,27 @@ def _header(file: Path) -> Header:
                 data.release()
     except (OSError, ValueError) as error:
         raise CheckpointError("the file cannot be read", got=str(error), where=str(file)) from error
+
+
+def _pickled(file: Path) -> Header:
+    """Return what a header would say of a file of torch.save. It is read as weights alone: no code of it runs."""
+    torch: Any = import_module("torch")
+    fake: Any = import_module("torch._subclasses.fake_tensor").FakeTensorMode()
+    try:
+        with fake:  # tensors get no memory, and no bytes of them are read
+            loaded: object = torch.load(file, weights_only=True)
+    except Exception as error:  # whatever torch raises for a file that is none of its own
+        fix = "Load it where you trust it, and save its tensors as safetensors."
+        raise CheckpointError("cannot be read as weights", got=str(error), where=str(file), fix=fix) from error
+    found: dict[str, TensorHeader] = {}
+    end = 0
+    for name, tensor in cast("Mapping[Any, Any]", loaded).items() if isinstance(loaded, Mapping) else [("", loaded)]:
+        dtype = _DTYPES.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or dtype is None or not name:
+            got = f"{type(tensor).__name__} under {name!r}"
+            raise CheckpointError("not weights by name", expected="a state dict", got=got, where=str(file))
+        shape = tuple(cast(Any, tensor).shape)
+        size = prod(shape) * cast(Any, tensor).element_size()
+        found[name] = TensorHeader(dtype=dtype, shape=shape, data_offsets=(end, end + size))
+        end += size
+    return Header(tensors=found, metadata={}, end=0)

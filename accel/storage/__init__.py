@@ -37,6 +37,7 @@ from accel.storage._safetensors import (
     ITEM_BITS as ITEM_BITS,
     MOST_TENSORS as MOST_TENSORS,
     Header as Header,
+    TensorHeader as TensorHeader,
     dtype_name as dtype_name,
     encode_tensors as encode_tensors,
     header_size as header_size,

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from accel.collectives import (
         broadcast as broadcast,
+        broadcast_from_holder as broadcast_from_holder,
         broadcast_object_list as broadcast_object_list,
         gather as gather,
         gather_object as gather_object,
@@ -299,6 +300,7 @@ _HOMES = {
     "checkpoint": ("Keep", "Recipe", "Saving", "latest_checkpoint"),
     "collectives": (
         "broadcast",
+        "broadcast_from_holder",
         "broadcast_object_list",
         "gather",
         "gather_object",

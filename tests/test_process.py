@@ -165,6 +165,17 @@ def test_printing_is_the_builtin_on_rank_0(ranks):
     assert ranks.run(rank, 3) == ["a-1!", "", ""]
 
 
+def test_printing_once_per_node_is_by_the_first_rank_of_each():
+    shown = []
+    for rank in range(4):
+        position = {"rank": rank, "local_rank": rank % 2, "node_rank": rank // 2}
+        ctx = dataclasses.replace(accel.single(), world_size=4, local_world_size=2, num_nodes=2, **position)
+        file = io.StringIO()
+        accel.print(ctx, "node", ctx.node_rank, once_per_node=True, file=file)
+        shown.append(file.getvalue())
+    assert shown == ["node 0\n", "", "node 1\n", ""]
+
+
 def _parts(size: int, inputs: object, **options: bool) -> list:
     contexts = [dataclasses.replace(accel.single(), rank=rank, world_size=size) for rank in range(size)]
     return [accel.split_between_processes(ctx, inputs, **options) for ctx in contexts]

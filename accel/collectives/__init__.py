@@ -7,4 +7,5 @@ from accel.collectives._objects import broadcast_object_list as broadcast_object
 from accel.collectives._packing import flat_bytes as flat_bytes, is_large as is_large, pack as pack, unpack as unpack
 from accel.collectives._pad import pad_across_processes as pad_across_processes
 from accel.collectives._reduce import reduce as reduce
+from accel.collectives._share import broadcast_from_holder as broadcast_from_holder
 from accel.collectives._tree_tensors import check_packable as check_packable, check_rank as check_rank

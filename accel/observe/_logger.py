@@ -24,7 +24,8 @@ _HERE = 2  # frames of this module between a caller of `log` and `findCaller`
 class RankLogger(_Adapter):
     """A logger of one rank, from `get_logger`: a `logging.LoggerAdapter` with the same methods.
 
-    Each takes two more keywords. `main_process_only=False` logs on every rank, with the rank in front of the message.
+    Each takes more keywords. `main_process_only=False` logs on every rank, with the rank in front of the message.
+    `once_per_node=True` logs on the first rank of every node, with the node in front.
     `in_order=True` beside it logs one rank after another, which is a collective: every rank makes the call. Records
     have the attributes `rank` and `world_size`.
 
@@ -63,6 +64,7 @@ class RankLogger(_Adapter):
         msg: object,
         *args: object,
         main_process_only: bool = True,
+        once_per_node: bool = False,
         in_order: bool = False,
         stacklevel: int = 1,
         **kwargs: Any,
@@ -74,11 +76,17 @@ class RankLogger(_Adapter):
             msg: message, with places for `args`.
             args: values for the places.
             main_process_only: whether rank 0 alone logs it.
+            once_per_node: whether the first rank of every node logs it, and no other.
             in_order: whether ranks log one after another; every rank must make the call, whatever its level.
             stacklevel: as of `logging.Logger.log`.
             kwargs: `exc_info`, `stack_info` and `extra`, as of `logging.Logger.log`.
         """
         enabled = self.isEnabledFor(level)
+        if once_per_node:
+            if enabled and self.ctx.is_local_main_process:
+                text = f"[node {self.ctx.node_rank}] {msg}" if self.ctx.num_nodes > 1 else msg
+                self._emit(level, text, args, stacklevel + _HERE, kwargs)
+            return
         if main_process_only:
             if enabled and self.ctx.is_main_process:
                 self._emit(level, msg, args, stacklevel + _HERE, kwargs)
@@ -110,7 +118,7 @@ class RankLogger(_Adapter):
         if options:
             raise ConfigError(
                 "not keywords of a logger",
-                expected="main_process_only, in_order, stacklevel, exc_info, stack_info, extra",
+                expected="main_process_only, once_per_node, in_order, stacklevel, exc_info, stack_info, extra",
                 got=", ".join(options),
             )
         file, line, function, stack = self.logger.findCaller(stack_info, stacklevel)

@@ -34,6 +34,20 @@ def drop_others(optimizer: Optimizer, group: dict[str, Any]) -> None:
             group[key] = list(itertools.compress(cast("list[Any]", group[key]), kept))
 
 
+def move_state(optimizer: Optimizer) -> None:
+    """Move state to the devices of its parameters, as after a load before `prepare`. Mutates the state's containers.
+
+    A "step" stays where it is, as torch keeps it on the CPU, unless its group is `capturable` or `fused`.
+    """
+    for group in optimizer.param_groups:
+        counts_there = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                stays = key == "step" and not counts_there
+                if isinstance(value, torch.Tensor) and value.device != parameter.device and not stays:
+                    optimizer.state[parameter][key] = value.to(parameter.device)
+
+
 def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
     """Raise if shards cannot replace parameters of an optimizer."""
     listed = list(replaced)

@@ -29,7 +29,7 @@ from accel.parallel import (
 from accel.precision import apply_precision
 from accel.tensors import is_offloaded
 from accel.topology import Plan
-from accel.training._optimizer_parameters import check_state, current_parameter, drop_others
+from accel.training._optimizer_parameters import check_state, current_parameter, drop_others, move_state
 
 Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
 Data: TypeAlias = DataLoader[Any]
@@ -149,7 +149,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
 def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     """Return the optimizer, after a check that its parameters are on the context's device. No communication.
 
-    Parameters that were sharded after it was built are replaced by their shards; those of other ranks' pipeline stages
+    State that was loaded before the model moved follows its parameters to their device. Parameters that were sharded after it was built are replaced by their shards; those of other ranks' pipeline stages
     are taken out.
 
     Args:
@@ -175,6 +175,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
                     where=f"param_groups[{group_at}]['params'][{i}], shape {list(parameter.shape)}",
                     fix="Prepare the model before the optimizer.",
                 )
+    move_state(optimizer)
     return optimizer
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -200,3 +201,16 @@ def test_a_model_is_a_module(thing):
 def test_unwrapping_a_plain_model_gives_itself():
     model = nn.Linear(1, 1)
     assert accel.unwrap_model(model) is model
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_state_loaded_before_prepare_moves_with_the_parameters(capturable):
+    there = torch.device("meta")
+    optimizer = torch.optim.AdamW(nn.Linear(3, 2, device=there).parameters(), capturable=capturable)
+    (group,) = optimizer.param_groups
+    optimizer.state.update({p: {"step": torch.ones(()), "exp_avg": torch.ones(p.shape)} for p in group["params"]})
+    ctx = dataclasses.replace(accel.single(), device=there)
+    before = [torch.device("meta" if capturable else "cpu"), there]
+    assert accel.prepare_optimizer(ctx, optimizer) is optimizer
+    for state in optimizer.state.values():
+        assert [state["step"].device, state["exp_avg"].device] == before

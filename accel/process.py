@@ -132,14 +132,7 @@ def on_local_process(ctx: DistContext, function: Callable[P, R], local_rank: int
 
 @context_first
 def print(ctx: DistContext, *values: object, once_per_node: bool = False, **options: Any) -> None:
-    """Print on rank 0 only, with the arguments of the built-in. No communication.
-
-    Args:
-        ctx: the context.
-        values: values to print.
-        once_per_node: whether the first rank of every node prints.
-        options: `sep`, `end`, `file` and `flush`, as of the built-in.
-    """
+    """Print on rank 0, or on every node's first rank; other arguments are the built-in's. No communication."""
     if ctx.is_local_main_process if once_per_node else ctx.is_main_process:
         builtins.print(*values, **options)
 

@@ -14,10 +14,16 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.launching._attempts import run_plan as run_plan
-    from accel.launching._failure_record import FailureRecord as FailureRecord
+    from accel.launching._children import Children as Children, open_logs as open_logs, start_relay as start_relay
+    from accel.launching._failure_record import (
+        Failure as Failure,
+        FailureRecord as FailureRecord,
+        read_failure as read_failure,
+    )
     from accel.launching._function import (
         debug_launcher as debug_launcher,
         launch as launch,
+        launch_placed as launch_placed,
         notebook_launcher as notebook_launcher,
     )
     from accel.launching._hostfile import (
@@ -36,12 +42,14 @@ if TYPE_CHECKING:
         read_machine as read_machine,
         visible_gpus as visible_gpus,
     )
+    from accel.launching._placed import PlacedRank as PlacedRank, RankNews as RankNews, RankPosition as RankPosition
     from accel.launching._plan import (
         HostPosition as HostPosition,
         LaunchPlan as LaunchPlan,
         ProcessPlan as ProcessPlan,
         plan_launch as plan_launch,
     )
+    from accel.launching._relay import Relay as Relay
     from accel.launching._remote_shell import read_hostfile as read_hostfile, run_on_hosts as run_on_hosts
     from accel.launching._slurm import batch_script as batch_script, submit as submit
     from accel.launching._target import Target as Target, check_target as check_target
@@ -50,14 +58,17 @@ if TYPE_CHECKING:
 __getattr__ = exports(
     __name__,
     {
-        "_function": ("debug_launcher", "launch", "notebook_launcher"),
         "_hostfile": ("HostCommand", "HostSlots", "choose_hosts", "exported", "host_commands", "read_hosts"),
+        "_children": ("Children", "open_logs", "start_relay"),
+        "_function": ("debug_launcher", "launch", "launch_placed", "notebook_launcher"),
         "_hosts": ("check_endpoint",),
         "_launch": ("plan_here", "run_launch"),
         "_machine": ("Gpu", "Machine", "read_machine", "visible_gpus"),
         "_plan": ("LaunchPlan", "HostPosition", "ProcessPlan", "plan_launch"),
-        "_failure_record": ("FailureRecord",),
         "_remote_shell": ("read_hostfile", "run_on_hosts"),
+        "_failure_record": ("Failure", "FailureRecord", "read_failure"),
+        "_placed": ("PlacedRank", "RankNews", "RankPosition"),
+        "_relay": ("Relay",),
         "_slurm": ("batch_script", "submit"),
         "_attempts": ("run_plan",),
         "_target": ("Target", "check_target"),

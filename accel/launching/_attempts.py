@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from accel.launching._children import Children
 from accel.launching._failure_record import newest_checkpoint
 from accel.launching._journal import Journal
 from accel.launching._plan import LaunchPlan
@@ -37,10 +38,15 @@ def run_plan(plan: LaunchPlan) -> int:
     return ending.status
 
 
-def run_to_end(plan: LaunchPlan) -> Ending:
-    """Run a plan as `run_plan` does, but leave the report to the caller."""
+def run_to_end(plan: LaunchPlan, children: Children | None = None) -> Ending:
+    """Run a plan as `run_plan` does, but leave the report to the caller.
+
+    Args:
+        plan: processes to start.
+        children: starts and watches them; None for processes of this host.
+    """
     with listening() as signals:
-        return Supervisor(signals, plan).run()
+        return Supervisor(signals, plan, children=children).run()
 
 
 def run_attempts(

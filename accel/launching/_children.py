@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import IO
 
 from accel.errors import LaunchError
 from accel.launching._failure_record import Failure, file_beside, read_failure
@@ -30,7 +31,7 @@ class Children:
             LaunchError: a log file cannot be written, or the system refuses a process; those started have been killed.
         """
         alone = len(plan.processes) == 1
-        logs = _open_logs(plan)
+        logs = open_logs(plan)
         piped = not alone or bool(logs) or plan.hang_timeout_s is not None
         for process in plan.processes:
             pipe = subprocess.PIPE if piped else None
@@ -118,31 +119,47 @@ class Children:
             _ = popen.communicate()
 
     def _relay(self, plan: LaunchPlan, logs: Mapping[int, Log]) -> Relay:
-        out = os.fstat(1)
-        err = os.fstat(2)
-        stdout = Sink(1)
-        stderr = stdout if os.path.samestat(out, err) else Sink(2)  # one terminal has one cursor
-        prefixed = plan.prefix and len(plan.processes) > 1
-        pipes = [(process.rank, popen.stdout, stdout) for process, popen in self._processes]
-        pipes += [(process.rank, popen.stderr, stderr) for process, popen in self._processes]
-        relay = Relay(
-            (
-                Pipe(
-                    pipe,
-                    None if plan.quiet and rank else sink,
-                    prefix=b"[rank %d] " % rank if prefixed else b"",
-                    log=logs.get(rank),
-                )
-                for rank, pipe, sink in pipes
-                if pipe is not None
-            ),
-            logs.values(),
+        return start_relay(
+            plan, logs, {process.rank: (popen.stdout, popen.stderr) for process, popen in self._processes}
         )
-        relay.start()
-        return relay
 
 
-def _open_logs(plan: LaunchPlan) -> dict[int, Log]:
+def start_relay(plan: LaunchPlan, logs: Mapping[int, Log], pipes: Mapping[int, Sequence[IO[bytes] | None]]) -> Relay:
+    """Start to show what comes through the pipes of ranks.
+
+    Args:
+        plan: prefix and silence of the lines.
+        logs: file of each rank, if any.
+        pipes: standard output and error of each rank.
+    """
+    stdout = Sink(1)
+    stderr = stdout if os.path.samestat(os.fstat(1), os.fstat(2)) else Sink(2)  # one terminal has one cursor
+    prefixed = plan.prefix and len(plan.processes) > 1
+    streams = [(rank, out, stdout) for rank, (out, _) in pipes.items()]
+    streams += [(rank, err, stderr) for rank, (_, err) in pipes.items()]
+    relay = Relay(
+        (
+            Pipe(
+                pipe,
+                None if plan.quiet and rank else sink,
+                prefix=b"[rank %d] " % rank if prefixed else b"",
+                log=logs.get(rank),
+            )
+            for rank, pipe, sink in streams
+            if pipe is not None
+        ),
+        logs.values(),
+    )
+    relay.start()
+    return relay
+
+
+def open_logs(plan: LaunchPlan) -> dict[int, Log]:
+    """Open the log file of each process, if there is a folder for them.
+
+    Raises:
+        LaunchError: one cannot be written.
+    """
     try:
         return {process.rank: Log(plan.log_dir, process.rank) for process in plan.processes if plan.log_dir}
     except OSError as error:

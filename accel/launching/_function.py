@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import Any, Literal, TypeVar
 
@@ -19,14 +20,16 @@ from accel.config import TORCHRUN_VARIABLES, LaunchConfig, resolve, to_text
 from accel.errors import ConfigError, LaunchError
 from accel.formats import PrecisionName
 from accel.launching._attempts import run_to_end
+from accel.launching._children import Children
 from accel.launching._launch import make_log_dir, plan_here, record_dir
-from accel.launching._parcel import pack, receive_error, receive_value, send_call, unpack
+from accel.launching._parcel import pack, read_call, receive_error, receive_value, send_call, unpack
+from accel.launching._placed import CALLED
+from accel.launching._plan import LaunchPlan, ProcessPlan, check_mesh
 from accel.launching._report import tell
 from accel.launching._supervisor import Ending
 from accel.launching._target import Target
 
 T = TypeVar("T")
-_CALLED = "accel.launching._function_rank"
 
 
 def launch(
@@ -70,15 +73,57 @@ def launch(
     call = pack((fn, tuple(args)), "the function to launch, or its arguments")
     with record_dir() as folder:
         send_call(folder, call)
-        target = Target(kind="module", name=_CALLED, args=(folder,))
+        target = Target(kind="module", name=CALLED, args=(folder,))
         plan = plan_here(target, config, environ, record_dir=folder)
         make_log_dir(config.log_dir)
-        ending = run_to_end(plan)
-        if ending.stopped:
-            raise _stopped(ending)
-        if ending.first is not None:
-            raise _failure(ending, folder, len(plan.processes))
-        return [_value(folder, process.rank) for process in plan.processes]
+        return _outcome(run_to_end(plan), folder, len(plan.processes))
+
+
+def launch_placed(
+    fn: Callable[..., T],
+    args: Sequence[Any],
+    *,
+    nproc: int,
+    config: LaunchConfig | None,
+    environ: Mapping[str, str] | None = None,
+    place: Callable[[LaunchConfig, bytes], AbstractContextManager[Children]],
+) -> list[T]:
+    """Run `fn(ctx, *args)` as `launch` does, on ranks that another program places on its hosts.
+
+    Args:
+        fn, args: as for `launch`.
+        nproc: number of ranks.
+        config: settings of the launch; None for those of the `ACCEL_*` variables.
+        environ: mapping of these variables; `os.environ` if None.
+        place: takes the settings and the packed call, and gives the processes, which it ends with its block.
+
+    Returns:
+        A copy of each rank's value, in rank order.
+
+    Raises:
+        Exception: as `launch` does.
+    """
+    config = _resolve({}, os.environ if environ is None else environ) if config is None else config
+    config = msgspec.structs.replace(config, nproc_per_node=nproc)
+    _refuse_without_effect(config)
+    check_mesh(config, nproc)
+    call = pack((fn, tuple(args)), "the function to launch, or its arguments")
+    with record_dir() as folder:
+        send_call(folder, call)
+        planned = tuple(
+            ProcessPlan(rank=rank, program=(), command=(), environ={}, record=f"{folder}/rank-{rank}-0.json")
+            for rank in range(nproc)
+        )
+        plan = LaunchPlan(
+            processes=planned,
+            log_dir=config.log_dir,
+            prefix=config.prefix,
+            quiet=config.quiet,
+            stop_grace_s=config.stop_grace_s,
+        )
+        make_log_dir(config.log_dir)
+        with place(config, read_call(folder)) as children:
+            return _outcome(run_to_end(plan, children), folder, nproc)
 
 
 def notebook_launcher(
@@ -140,6 +185,15 @@ def _refuse_without_effect(config: LaunchConfig) -> None:
                 got=f"{name}={getattr(config, name)}",
                 fix="Put the call into a script and start that with `accel launch`.",
             )
+
+
+def _outcome(ending: Ending, folder: str, world_size: int) -> list[Any]:
+    """Return the values of all ranks, or raise what ended the launch."""
+    if ending.stopped:
+        raise _stopped(ending)
+    if ending.first is not None:
+        raise _failure(ending, folder, world_size)
+    return [_value(folder, rank) for rank in range(world_size)]
 
 
 def _value(folder: str, rank: int) -> Any:

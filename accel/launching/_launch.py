@@ -26,7 +26,7 @@ from accel.launching._supervisor import Ending, Peers
 from accel.launching._target import Target, check_target
 from accel.launching._tpu import on_pod
 
-_WORKER = str(Path(__file__).with_name("_worker.py"))
+WORKER_PATH = str(Path(__file__).with_name("_worker.py"))
 
 
 def run_launch(
@@ -117,7 +117,7 @@ def plan_here(
         config,
         environ=environ,
         machine=read_machine(),
-        interpreter=(sys.executable, _WORKER),
+        interpreter=(sys.executable, WORKER_PATH),
         parent_pid=os.getpid(),
         port=free_port() if port is None else port,
         record_dir=record_dir,

@@ -72,6 +72,11 @@ def send_call(folder: str, call: bytes) -> None:
     _ = Path(folder, _CALL).write_bytes(pickle.dumps((sys.path, sources, call)))
 
 
+def read_call(folder: str) -> bytes:
+    """Return what `send_call` has written, as it is, for a folder on another host."""
+    return Path(folder, _CALL).read_bytes()
+
+
 def receive_call(folder: str) -> bytes:
     """Read what `send_call` has written; take over the parent's import path and the sources of its notebook's cells.
 

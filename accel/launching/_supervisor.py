@@ -94,19 +94,25 @@ class Supervisor:
         plan: ranks of this host.
         peers: the other hosts; None on one host.
         journal: journal of the launch; None for none.
+        children: the processes, where another program starts them; None for those of this host.
 
     Raises:
         LaunchError: a process cannot be started.
     """
 
     def __init__(
-        self, signals: Signals, plan: LaunchPlan, peers: Peers | None = None, journal: Journal | None = None
+        self,
+        signals: Signals,
+        plan: LaunchPlan,
+        peers: Peers | None = None,
+        journal: Journal | None = None,
+        children: Children | None = None,
     ) -> None:
         self._plan = plan
         self._peers = Peers() if peers is None else peers
         self._journal = Journal() if journal is None else journal
         self._signals = signals
-        self._children = Children()
+        self._children = Children() if children is None else children
         self._relay = self._children.start(plan)
         self._watch = Watch(self._children, self._relay, plan.hang_timeout_s)
 

@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray: run a function as ranks on a cluster, with the errors, output and stop requests of a launch on one machine."""
+
+from accel.engines.ray._launch import Placement as Placement, launch as launch

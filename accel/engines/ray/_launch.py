@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`launch` on a Ray cluster: room for the ranks by a placement group, one actor a rank, the launcher's supervision."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from accel.config import LaunchConfig
+from accel.engines.ray._children import RayChildren
+from accel.errors import ConfigError, LaunchError, MissingExtraError, check_choice
+from accel.launching import PlacedRank, RankPosition, launch_placed
+
+T = TypeVar("T")
+Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+_STEP_S = 0.25
+_NONE: Mapping[str, float] = MappingProxyType({})
+
+
+def launch(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    *,
+    nproc: int,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    resources: Mapping[str, float] = _NONE,
+    placement: Placement = "PACK",
+    timeout_s: float = 60.0,
+    config: LaunchConfig | None = None,
+) -> list[T]:
+    """Run `fn(ctx, *args)` on ranks that Ray places on its cluster, and return their values.
+
+    This process must be connected: `ray.init()` first. Each rank is a fresh interpreter with a context from
+    `session()`, held by an actor; the rank ends with its actor, and all ranks when one fails. Output of the ranks
+    appears here, with their rank in front. SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 of this process reach all ranks.
+
+    Args:
+        fn: called on every rank with its context first. Hosts must have accel and the modules of the function.
+        args: further arguments, a copy for each rank.
+        nproc: number of ranks.
+        cpus: CPU cores of each rank.
+        gpus: GPUs of each rank, 0 or 1; ranks without one compute on the CPU, unless `config.device` names another
+            device.
+        resources: further resources of each rank, by Ray's name.
+        placement: distribution over hosts, as Ray calls it. Each host used must hold equally many ranks.
+        timeout_s: seconds to wait for these resources.
+        config: settings of the launch; None for those of the `ACCEL_*` variables.
+
+    Returns:
+        A copy of each rank's value, in rank order; tensors should be on the CPU.
+
+    Raises:
+        Exception: the exception of the rank that failed first, with a note of its rank and traceback.
+        LaunchError: no connection to a cluster, too few resources within `timeout_s`, hosts with unequal numbers of
+            ranks, or a rank or its actor was killed.
+        MissingExtraError: Ray is not installed.
+        ConfigError: an argument outside its range, or an object that cannot be pickled.
+        KeyboardInterrupt: Ctrl-C; the ranks have had their time to leave.
+    """
+    ray = _require()
+    _check(nproc, cpus, gpus, timeout_s)
+    check_choice(placement, get_args(Placement), "unknown placement", where="placement=")
+    if not ray.is_initialized():
+        raise LaunchError(
+            "this process is connected to no Ray cluster",
+            where="accel.engines.ray.launch",
+            fix='Call ray.init() for this machine, or ray.init(address="auto") for the cluster it belongs to.',
+        )
+    bundle = {"CPU": cpus, "GPU": gpus, **resources}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+
+    @contextmanager
+    def place(settings: LaunchConfig, call: bytes) -> Generator[RayChildren]:
+        settings = _with_device(settings, gpus)
+        group = ray.util.placement_group([bundle] * nproc, strategy=placement)
+        actors: list[Any] = []
+        try:
+            _await_room(ray, group, bundle, nproc, timeout_s)
+            seats = _seats(ray, group, nproc)
+            actors += [_actor(ray, group, seat, cpus, gpus, resources) for seat, _ in seats]
+            children = RayChildren(ray, actors, [host for _, host in seats])
+            children.open(_positions(ray, actors, [host for _, host in seats]), settings, call)
+            yield children
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+            ray.util.remove_placement_group(group)
+
+    return launch_placed(fn, args, nproc=nproc, config=config, place=place)
+
+
+def _require() -> Any:
+    try:
+        ray = importlib.import_module("ray")
+        _ = importlib.import_module("ray.util.scheduling_strategies")
+    except ImportError as error:
+        raise MissingExtraError(
+            "Ray is not installed",
+            got=str(error),
+            where="accel.engines.ray",
+            fix="Run `pip install 'accel[ray]'`.",
+        ) from error
+    return ray
+
+
+def _check(nproc: int, cpus: float, gpus: float, timeout_s: float) -> None:
+    problems = [
+        text
+        for wrong, text in (
+            (nproc < 1, f"nproc={nproc}, expected at least 1"),
+            (cpus < 0, f"cpus={cpus}, expected 0 or above"),
+            (gpus not in (0, 1), f"gpus={gpus}, expected 0 or 1"),
+            (cpus == 0 and gpus == 0, "cpus=0 and gpus=0, expected some of either"),
+            (timeout_s <= 0, f"timeout_s={timeout_s}, expected above 0"),
+        )
+        if wrong
+    ]
+    if problems:
+        raise ConfigError("arguments outside their range", got="; ".join(problems), where="accel.engines.ray.launch")
+
+
+def _with_device(config: LaunchConfig, gpus: float) -> LaunchConfig:
+    """Return settings for ranks each of which sees its own GPU only, or may use none."""
+    if not config.device.startswith(("auto", "cuda")):
+        return config
+    if not gpus and config.device != "auto":
+        raise ConfigError(
+            "ranks on GPUs that Ray has not given them",
+            expected="gpus=1",
+            got=f"gpus=0 and device={config.device}",
+            where="accel.engines.ray.launch",
+        )
+    return msgspec.structs.replace(config, device="cuda:0" if gpus else "cpu")
+
+
+def _await_room(ray: Any, group: Any, bundle: Mapping[str, float], nproc: int, timeout_s: float) -> None:
+    """Wait until the cluster has reserved the resources; Ray itself would wait forever."""
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(_STEP_S, timeout_s)):
+        if time.monotonic() < deadline:
+            continue
+        total = ray.cluster_resources()
+        free = ray.available_resources()
+        names = ("CPU", "GPU", *(name for name in bundle if name not in ("CPU", "GPU")))
+        held = ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name} free" for name in names)
+        raise LaunchError(
+            f"the Ray cluster has no room for {nproc} ranks within {timeout_s:g} s",
+            expected=f"{nproc} times {', '.join(f'{amount:g} {name}' for name, amount in bundle.items())}",
+            got=f"{held}, on {len([node for node in ray.nodes() if node['Alive']])} hosts",
+            where="accel.engines.ray.launch",
+            fix="Ask for less, end what holds the resources, or give a growing cluster a longer timeout_s.",
+        )
+
+
+def _seats(ray: Any, group: Any, nproc: int) -> list[tuple[int, str]]:
+    """Return the bundle and host of each rank; ranks of one host follow each other.
+
+    Raises:
+        LaunchError: hosts hold unequal numbers of ranks.
+    """
+    nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    order = list(dict.fromkeys(nodes[at] for at in range(nproc)))
+    counts = {node: sum(nodes[at] == node for at in range(nproc)) for node in order}
+    if len(set(counts.values())) > 1:
+        raise LaunchError(
+            "hosts hold unequal numbers of ranks",
+            expected="equally many on each host",
+            got=", ".join(f"{count} on {address[node]}" for node, count in counts.items()),
+            where="accel.engines.ray.launch",
+            fix='Pass placement="STRICT_PACK" or "STRICT_SPREAD", or another nproc.',
+        )
+    return sorted(((at, address[nodes[at]]) for at in range(nproc)), key=lambda seat: order.index(nodes[seat[0]]))
+
+
+def _actor(ray: Any, group: Any, bundle: int, cpus: float, gpus: float, resources: Mapping[str, float]) -> Any:
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=bundle
+    )
+    options = {"num_cpus": cpus, "num_gpus": gpus, "resources": dict(resources), "max_restarts": 0}
+    return ray.remote(PlacedRank).options(scheduling_strategy=strategy, **options).remote()
+
+
+def _positions(ray: Any, actors: Sequence[Any], hosts: Sequence[str]) -> list[RankPosition]:
+    try:
+        port = ray.get(actors[0].free_port.remote())
+    except ray.exceptions.RayError as error:
+        raise LaunchError(
+            "the actor of rank 0 does not start",
+            got=next(iter(str(error).splitlines()), type(error).__name__),
+            where=hosts[0],
+            fix="Let every host of the cluster have this Python, accel and its packages.",
+        ) from error
+    order = list(dict.fromkeys(hosts))
+    count = len(hosts) // len(order)
+    return [
+        RankPosition(
+            rank=rank,
+            world_size=len(hosts),
+            local_rank=rank % count,
+            local_world_size=count,
+            node_rank=order.index(host),
+            master_addr=hosts[0],
+            port=port,
+        )
+        for rank, host in enumerate(hosts)
+    ]

@@ -52,16 +52,18 @@ class CheckedBeforeSave(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of a module or optimizer that ranks divide by names, as pipelines do.
+    """This rank's part of a module, an optimizer or an object's state that ranks divide by names, as pipelines do.
 
     Names are those of the whole: a rank with the last two layers of ten has `layers.8.weight` and so on. Ranks with the
     same name hold the same tensor, or parts of one DTensor.
 
     Attributes:
         item: the module, or an optimizer of it; with as many parameter groups as on other ranks, empty ones included.
+            Or an object whose `state_dict` is a dict of this rank's values by name, and whose `load_state_dict` takes
+            one with the same names.
     """
 
-    item: nn.Module | torch.optim.Optimizer
+    item: nn.Module | torch.optim.Optimizer | Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +154,14 @@ def without_parts(items: Mapping[str, object]) -> dict[str, object]:
     """Return items without their `Part`s and `TrainableOnly`s, by what these hold.
 
     Raises:
-        ConfigError: a `Part` of neither module nor optimizer, or a `TrainableOnly` of no module.
+        ConfigError: a `Part` of something without a state, or a `TrainableOnly` of no module.
     """
     found: dict[str, object] = {}
     for name, item in items.items():
         held = item.item if isinstance(item, Part) else item.model if isinstance(item, TrainableOnly) else item
         got = type(held).__name__
-        if isinstance(item, Part) and not isinstance(held, nn.Module | torch.optim.Optimizer):
-            raise ConfigError("not a Part of a module or an optimizer", got=got, where=f"item {name}")
+        if isinstance(item, Part) and kind_of(held) not in ("module", "optimizer", "stateful"):
+            raise ConfigError("not a Part of a module, an optimizer or a state", got=got, where=f"item {name}")
         if isinstance(item, TrainableOnly) and not isinstance(held, nn.Module):
             raise ConfigError("not a module", got=got, where=f"item {name}, TrainableOnly")
         found[name] = held

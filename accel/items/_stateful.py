@@ -13,7 +13,8 @@ import torch
 
 from accel.checkpoint import Item, Kept, encode
 from accel.items._kinds import Stateful, type_name
-from accel.items._source import Change, ItemLoad, facts
+from accel.items._source import Change, ItemLoad, facts, fields_in
+from accel.tensors import dtensor_like, is_dtensor, local_part
 
 
 def capture_stateful(name: str, live: Stateful, tensors: dict[str, torch.Tensor], kept: Kept) -> Item:
@@ -37,6 +38,7 @@ class StatefulLoad(ItemLoad):
 
     live: Stateful
     _before: dict[str, Any] = field(default_factory=dict[str, Any])
+    _stored: Any = None
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     _kept: Kept = field(default_factory=Kept)
 
@@ -44,7 +46,8 @@ class StatefulLoad(ItemLoad):
         """Compare the tensors in both states; the object itself judges the rest."""
         self._before = self.live.state_dict()
         encode(self._before, self.name, self._tensors, self._kept)
-        names = self.source.names_in(self.name, self.item.value)
+        self._stored = self._own_part() if self.name in self.source.parts else self.item.value
+        names = self.source.names_in(self.name, self._stored)
         self.wanted = self.source.want(names, self._tensors)
         for key in names & self._tensors.keys():
             if self._tensors[key].numel():  # what is empty now has yet to grow
@@ -52,6 +55,29 @@ class StatefulLoad(ItemLoad):
 
     def read(self) -> Sequence[Change]:
         """Make the state."""
-        state = self.source.decode(self.name, self.item.value, self._tensors, self._kept)
+        state = self.source.decode(self.name, self._stored, self._tensors, self._kept)
         put = self.live.load_state_dict
-        return [Change(f"item {self.name}", partial(put, state), partial(put, copy.deepcopy(self._before)))]
+        is_part = self.name in self.source.parts
+        before = _copies(self._before) if is_part else copy.deepcopy(self._before)
+        return [Change(f"item {self.name}", partial(put, state), partial(put, before))]
+
+    def _own_part(self) -> dict[str, Any]:
+        """Return the stored values of a `Part` that this rank holds."""
+        stored = fields_in(self.item.value, self.name)
+        self.source.left |= {f"{self.name}.{key}" for key in stored.keys() - self._before.keys()}
+        own = {key: value for key, value in stored.items() if key in self._before}
+        self.problems.compare_names(self._before.keys(), own.keys(), f"{self.name}.")
+        return own
+
+
+def _copies(state: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of the values of a `Part`: tensors without the memory around them, DTensors on the same mesh."""
+    found = dict[str, Any]()
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            found[key] = copy.deepcopy(value)
+        elif is_dtensor(value):
+            found[key] = dtensor_like(local_part(value).clone(), value, value.shape)
+        else:
+            found[key] = value.detach().clone()
+    return found

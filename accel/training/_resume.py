@@ -14,7 +14,7 @@ from accel.comm import call_site
 from accel.context import DistContext, context_first
 from accel.data import Cursor
 from accel.errors import CheckpointError, ConfigError
-from accel.items import LoadOptions, kind_of, load_newest
+from accel.items import LoadOptions, Part, TrainableOnly, kind_of, load_newest
 from accel.optim import Accumulation
 from accel.precision import LossScale
 from accel.storage import RemotePath
@@ -79,7 +79,7 @@ def _check_items(items: Mapping[str, object], start: object) -> None:
             fix="state = accel.resume(ctx, out, items, accel.train_state(ctx))",
         )
     for name, item in items.items():
-        if item is not None and kind_of(item) in ("record", "value"):
+        if item is not None and not isinstance(item, Part | TrainableOnly) and kind_of(item) in ("record", "value"):
             raise ConfigError(
                 "a value among the items, which resume would load and not return",
                 expected="live objects: modules, optimizers, schedulers",

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-core: a context on its parallel state, and its model and optimizer as items of a checkpoint.
+
+Megatron prepares, schedules and steps its own model. Batches, cursors, collectives, checkpoints, trackers and launches
+are accel's. Names resolve on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel.lazy import exports
+
+if TYPE_CHECKING:
+    from accel.engines.megatron._context import from_megatron as from_megatron, megatron_mesh as megatron_mesh
+    from accel.engines.megatron._items import megatron_items as megatron_items
+    from accel.engines.megatron._ranks import RankMesh as RankMesh, mesh_of_groups as mesh_of_groups
+
+__getattr__ = exports(
+    __name__,
+    {
+        "_context": ("from_megatron", "megatron_mesh"),
+        "_items": ("megatron_items",),
+        "_ranks": ("RankMesh", "mesh_of_groups"),
+    },
+)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts on Megatron's parallel state."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from accel.config import GroupKeywords
+from accel.context import DistContext, from_mesh
+from accel.engines.megatron._ranks import mesh_of_groups
+from accel.errors import ConfigError, MissingExtraError
+
+
+def megatron_core(module: str) -> Any:
+    """Import a module of Megatron-core.
+
+    Args:
+        module: its path below `megatron.core`.
+
+    Raises:
+        MissingExtraError: Megatron-core does not import.
+    """
+    try:
+        return importlib.import_module(f"megatron.core.{module}")
+    except ImportError as error:
+        raise MissingExtraError(
+            "Megatron-core does not import",
+            expected="megatron.core",
+            got=f"{type(error).__name__}: {error}",
+            where="accel.engines.megatron",
+            fix="Run `pip install 'accel[megatron]'`.",
+        ) from error
+
+
+def initialized_state() -> Any:
+    """Return Megatron's module of the parallel state.
+
+    Raises:
+        MissingExtraError: Megatron-core does not import.
+        ConfigError: its parallel state is not initialized.
+    """
+    state = megatron_core("parallel_state")
+    if not dist.is_initialized() or not state.model_parallel_is_initialized():
+        raise ConfigError(
+            "Megatron's parallel state is not initialized",
+            expected="its groups, on torch's default group",
+            got="no groups" if dist.is_initialized() else "no default group",
+            where="from_megatron",
+            fix="Call megatron.core.parallel_state.initialize_model_parallel(...) on every rank before.",
+        )
+    return state
+
+
+def megatron_mesh(device_type: str) -> DeviceMesh:
+    """Return Megatron's groups as one mesh of all ranks, for `accel.replace(ctx, mesh=)`. No communication.
+
+    Its dimensions are those of "pp", "dp", "cp" and "tp" that have several ranks, in Megatron's order. With experts,
+    "ep" and "dp" divide the data ranks; where experts divide other ranks too, as with context parallelism, the mesh has
+    no "ep". The groups stay Megatron's.
+
+    Args:
+        device_type: such as "cuda" or "cpu".
+
+    Raises:
+        MissingExtraError: Megatron-core does not import.
+        ConfigError: its parallel state is not initialized, or does not form one mesh.
+    """
+    state = initialized_state()
+    groups: dict[str, dist.ProcessGroup] = {
+        "pp": state.get_pipeline_model_parallel_group(),
+        "dp": state.get_data_parallel_group(),
+        "cp": state.get_context_parallel_group(),
+        "tp": state.get_tensor_model_parallel_group(),
+        "ep": state.get_expert_model_parallel_group(),
+        "edp": state.get_expert_data_parallel_group(),
+    }
+    ranks = {name: sorted(dist.get_process_group_ranks(group)) for name, group in groups.items()}
+    world = dist.group.WORLD
+    assert world is not None
+    found = mesh_of_groups(ranks, world.rank(), world.size())
+    if "ep" in found.names:
+        groups["dp"] = groups["edp"]
+    along = [groups[name] for name in found.names]
+    if len(along) == 1:
+        return DeviceMesh.from_group(along[0], device_type, mesh_dim_names=found.names)
+    grid = torch.arange(world.size()).view(found.sizes)
+    return DeviceMesh.from_group(along, device_type, grid, mesh_dim_names=found.names)
+
+
+def from_megatron(
+    *,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    **settings: Unpack[GroupKeywords],
+) -> DistContext:
+    """Make a context on Megatron's parallel state; nothing of Megatron's is destroyed with it. No communication.
+
+    Ranks along "dp", and "ep", have samples of their own. Ranks along "tp", "cp" and "pp" share them: loaders give them
+    the same batches.
+
+    Args:
+        local_rank, local_world_size: as for `accel.from_group`.
+        settings: as for `accel.from_group`; the device is by default CUDA's where there is one, else the CPU.
+
+    Raises:
+        MissingExtraError: Megatron-core does not import.
+        ConfigError: its parallel state is not initialized, or a setting is outside its range.
+        DeviceError: the device is not there.
+    """
+    device = settings.get("device")
+    kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = megatron_mesh(kind)
+    return from_mesh(mesh, local_rank=local_rank, local_world_size=local_world_size, **settings)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of the tests with Megatron-core: `megatron_worker.py PART FOLDER`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from megatron_cpu import on_cpu
+
+import accel
+from accel.engines.megatron import from_megatron
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron.py"
+STEPS = 3  # of the runs that are killed, which checkpoint the first two
+SMALL = ["--batch", "8", "--save-every", "1", "--dropout", "0.1"]
+LAYOUTS = {"tp": ["--tp", "2"], "pp": ["--pp", "2"], "dp": ["--distributed-optimizer"]}
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("megatron_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(ctx: accel.DistContext, example: ModuleType, *words: str) -> None:
+    """Train in a layout, and leave it."""
+    example.main(ctx, example.arguments([*SMALL, *words]))
+    example.parallel_state.destroy_model_parallel()
+
+
+def main(part: str, folder: Path) -> None:
+    example = load_example()
+    torch.use_deterministic_algorithms(True)
+    with on_cpu(), accel.session() as ctx:
+        if part == "killed":
+            for name, layout in LAYOUTS.items():
+                run(ctx, example, *layout, "--out", str(folder / name), "--steps", str(STEPS - 1))
+            os._exit(9)  # with the checkpoints of two steps
+        if part == "resumed":
+            for name, layout in LAYOUTS.items():
+                run(ctx, example, *layout, "--out", str(folder / name), "--steps", str(STEPS))
+                run(ctx, example, *layout, "--out", str(folder / f"{name}-whole"), "--steps", str(STEPS))
+        names = ["pp", "dp"] if part == "resumed" else ["one"]
+        for name in names:
+            relay(ctx, example, folder, name)
+
+
+def relay(ctx: accel.DistContext, example: ModuleType, folder: Path, name: str) -> None:
+    """Load what each layout saved in this one, and save it again."""
+    given = example.arguments([*SMALL, *LAYOUTS.get(name, []), "--steps", "0"])
+    ctx, model, optimizer = example.main(ctx, given)
+    adopted = from_megatron()
+    assert (adopted.world_size, adopted.data_parallel) == (ctx.world_size, ctx.data_parallel)
+    items = example.megatron_items(adopted, model, optimizer)
+    for source in LAYOUTS:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)  # nothing that a load forgets looks like a weight
+        state = accel.resume(ctx, folder / source, items, accel.train_state(ctx, seed=0))
+        accel.save_state(ctx, folder / f"{source}-at-{name}", {**items, "state": state}, step=STEPS)
+    example.parallel_state.destroy_model_parallel()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-core's GPT in its own DDP, optimizers and schedules: killed and resumed exactly, loaded at other layouts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from processes import patience, same_path
+
+from accel.checkpoint import Item, open_checkpoint
+from accel.storage import as_place
+
+pytest.importorskip("megatron.core", reason="needs accel[engine-tests]")
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.filterwarnings("ignore::")]
+
+WORKER = Path(__file__).parent / "megatron_worker.py"
+LAYOUTS = ("tp", "pp", "dp")  # two ranks each; dp with the distributed optimizer
+
+
+def launch(part: str, folder: Path, count: int) -> subprocess.CompletedProcess[str]:
+    """Run a part of the worker on so many processes."""
+    command = [
+        sys.executable,
+        "-m",
+        "accel.cli",
+        "launch",
+        "--nproc-per-node",
+        str(count),
+        str(WORKER),
+        part,
+        str(folder),
+    ]
+    return subprocess.run(
+        command,
+        env={**same_path(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patience(150),
+        check=False,
+    )
+
+
+def saved(folder: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Item]]:
+    """The tensors of a run's checkpoint by name, random streams of ranks among them, and its items."""
+    with open_checkpoint(as_place(folder / "step-00000003")) as found:
+        return {name: found.read(name) for name in found.entries}, found.manifest.items
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: killed after two steps and resumed, uninterrupted, and saved again at other layouts."""
+    folder = tmp_path_factory.mktemp("megatron")
+    killed = launch("killed", folder, 2)
+    assert killed.returncode != 0, killed.stdout
+    assert "newest checkpoint" in killed.stderr, killed.stderr
+    assert not list(folder.glob("*/step-00000003"))
+    for part, count in (("resumed", 2), ("one", 1)):
+        done = launch(part, folder, count)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_goes_on_as_if_it_had_not_been_killed(runs: Path, layout: str) -> None:
+    one, items = saved(runs / layout)
+    other, expected = saved(runs / f"{layout}-whole")
+    assert items == expected
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("at", ["pp", "dp", "one"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_and_optimizer_state_load_at_another_layout(runs: Path, layout: str, at: str) -> None:
+    one, items = saved(runs / layout)
+    other, expected = saved(runs / f"{layout}-at-{at}")
+    assert items["optimizer"] == expected["optimizer"]
+    names = [name for name in one if name.startswith(("model[", "optimizer["))]
+    assert names == [name for name in other if name.startswith(("model[", "optimizer["))]
+    assert one['model["decoder.layers.mlp.linear_fc1.weight[1]"]'].shape == (256, 64)  # the whole, not a part
+    assert one['optimizer["optimizer.state.exp_avg_sq.output_layer.weight"]'].shape == (256, 64)
+    for name in names:
+        assert torch.equal(one[name], other[name]), name

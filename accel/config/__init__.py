@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LeftOut as LeftOut,
         import_accelerate as import_accelerate,
     )
+    from accel.config._accelerate_deepspeed import translate_deepspeed as translate_deepspeed
     from accel.config._files import (
         DEFAULT_FILE as DEFAULT_FILE,
         decode as decode,
@@ -50,6 +51,7 @@ __getattr__ = exports(
     __name__,
     {
         "_accelerate": ("Imported", "LeftOut", "import_accelerate"),
+        "_accelerate_deepspeed": ("translate_deepspeed",),
         "_files": ("DEFAULT_FILE", "decode", "decode_values", "encode", "read_config"),
         "_record": ("FIELDS", "LaunchConfig"),
         "_resolve": ("CONFIG_VARIABLE", "ConfigFile", "Resolved", "Source", "resolve"),

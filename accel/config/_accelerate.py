@@ -89,7 +89,7 @@ def import_accelerate(path: str) -> Imported:
     taken = translate(values, path)
     sections = take_sections(values)
     known = (*_TAKEN, *_OF_MACHINES) if "nnodes" in taken else _TAKEN
-    known = (*known, *sections)
+    known = (*known, *sections, *(("distributed_type",) if "deepspeed_config" in sections else ()))
     left = tuple(
         LeftOut(key, value, _why(key))
         for key, value in values.items()

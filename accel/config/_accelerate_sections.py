@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
+
+from accel.config._accelerate_deepspeed import translate_deepspeed
+from accel.formats import StrategyName
 
 
 class Taken(NamedTuple):
@@ -98,6 +101,13 @@ def _hybrid_mesh(values: Mapping[str, Any]) -> str:
     return ""
 
 
+def _take_deepspeed(section: dict[str, Any], values: Mapping[str, Any]) -> Taken | None:
+    if values.get("distributed_type") != "DEEPSPEED" or "deepspeed" not in get_args(StrategyName):
+        return None
+    setting, left = translate_deepspeed(section)
+    return Taken({"strategy": "deepspeed", "deepspeed": setting}, left)
+
+
 def _take_fp8(section: dict[str, Any], values: Mapping[str, Any]) -> Taken | None:
     if values.get("mixed_precision") != "fp8":
         return None
@@ -169,6 +179,7 @@ def join(taken: Mapping[str, Taken], fields: dict[str, Any]) -> None:
 
 _SECTIONS: dict[str, Callable[[dict[str, Any], Mapping[str, Any]], Taken | None]] = {
     "fsdp_config": _take_fsdp,
+    "deepspeed_config": _take_deepspeed,
     "fp8_config": _take_fp8,
     "dynamo_config": _take_dynamo,
     "parallelism_config": _take_parallelism,

@@ -93,11 +93,13 @@ def draw(found: dict[str, Any], path: str) -> None:
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6.5), height_ratios=(2, 1), sharex=True)
     first = next(iter(found["losses"]))
+    first, reference = next(iter(found["losses"].items()))
     for at, (name, curve) in enumerate(found["losses"].items()):
         steps = range(1, len(curve) + 1)
         above.plot(steps, curve, label=name, linewidth=9 - 1.7 * at, alpha=0.75)  # so that none hides another
-        gaps = [max(abs(left - right) / right, 1e-9) for left, right in zip(curve, found["losses"][first], strict=True)]
-        below.plot(steps, gaps, label=name, linewidth=1.2)
+        if name != first:
+            gaps = [abs(left - right) / right or float("nan") for left, right in zip(curve, reference, strict=True)]
+            below.plot(steps, gaps, color=f"C{at}", linewidth=1.2)
     above.set_ylabel("loss, nats a byte")
     above.set_title("One GPT, one seed, one script: 2 processes, fp32, AdamW")
     above.legend(title="strategy")

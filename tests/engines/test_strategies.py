@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from processes import patience
+
+from accel.parallel import ENGINES
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "strategies.py"
 LOSSES, WEIGHTS = 1e-5, 1e-3  # relative; AdamW divides tiny gradients, and their rounding, by their own size
@@ -39,6 +42,9 @@ def check(figures: dict[str, Any], strategies: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.multiprocess
-def test_replicas_and_shards_train_alike_and_load_each_others_checkpoints(tmp_path: Path) -> None:
-    check(found(tmp_path, "ddp,fsdp"), "ddp,fsdp")
+def test_strategies_train_alike_and_load_each_others_checkpoints(tmp_path: Path) -> None:
+    has_deepspeed = "deepspeed" in ENGINES and importlib.util.find_spec("deepspeed") is not None
+    strategies = "ddp,fsdp,zero1,zero2,zero3" if has_deepspeed else "ddp,fsdp"
+    check(found(tmp_path, strategies), strategies)

@@ -92,7 +92,6 @@ def draw(found: dict[str, Any], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6.5), height_ratios=(2, 1), sharex=True)
-    first = next(iter(found["losses"]))
     first, reference = next(iter(found["losses"].items()))
     for at, (name, curve) in enumerate(found["losses"].items()):
         steps = range(1, len(curve) + 1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _FILE = "config_file"
-_OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+_OFFLOADS = {"offload_optimizer": "offload_optimizer_", "offload_parameters": "offload_param_"}
 _EMPTY = (None, "", "none", "None", False)
 _LEFT = {
     "zero3_init_flag": "build the model with accel.init_empty_weights in the script",
@@ -44,10 +44,10 @@ def translate_deepspeed(section: Mapping[str, Any]) -> Translated:
     if section.get(_FILE) not in _EMPTY:
         return Translated(section[_FILE], left)
     fields: dict[str, Any] = {"stage": 2 if section.get("zero_stage") is None else section["zero_stage"]}
-    for field, key in _OFFLOADS.items():
-        device = section.get(f"{key}_device")
+    for field, prefix in _OFFLOADS.items():
+        device = section.get(f"{prefix}device")
         if device not in _EMPTY:
-            path = section.get(f"{key}_nvme_path")
+            path = section.get(f"{prefix}nvme_path")
             fields[field] = {"device": device} | ({"path": path} if device == "nvme" and path not in _EMPTY else {})
     names = section.get("moe_layer_cls_names")
     if names not in _EMPTY:
@@ -59,4 +59,4 @@ def translate_deepspeed(section: Mapping[str, Any]) -> Translated:
 
 
 def _is_taken(key: str) -> bool:
-    return key in _TAKEN or any(key in (f"{each}_device", f"{each}_nvme_path") for each in _OFFLOADS.values())
+    return key in _TAKEN or key.startswith(tuple(_OFFLOADS.values()))

@@ -17,13 +17,13 @@ import operator
 import random as python_random
 import sys
 from collections.abc import Generator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import torch
 
-from accel import xla
-from accel.errors import ConfigError, DeviceError
+from accel.devices import get_random_state, seed_device, set_random_state
+from accel.errors import ConfigError
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ def capture_rng(*devices: torch.device) -> RngState:
     return RngState(
         python=(version, words, gauss),
         torch=_to_bytes(torch.get_rng_state()),
-        devices=tuple((device.type, _to_bytes(_get(device))) for device in _own(devices)),
+        devices=tuple((device.type, _to_bytes(get_random_state(device))) for device in _own(devices)),
         numpy=_capture_numpy(),
     )
 
@@ -116,7 +116,7 @@ def restore_rng(state: RngState, *devices: torch.device) -> None:
     python_random.setstate((version, words, gauss))
     torch.set_rng_state(_from_bytes(state.torch))
     for device, (_, data) in zip(own, state.devices, strict=True):
-        _set(device, _from_bytes(data))
+        set_random_state(device, _from_bytes(data))
     _restore_numpy(state.numpy)
 
 
@@ -129,7 +129,7 @@ def seed_rng(key: Key, *devices: torch.device) -> None:
         numpy.random.seed(numpy_seed % 2**32)
     torch.default_generator.manual_seed(torch_seed)
     for device, seed in zip(own, device_seeds, strict=True):
-        _seed(device, seed)
+        seed_device(device, seed)
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def isolated_rng(*devices: torch.device) -> Generator[None]:
     python_state = python_random.getstate()
     torch_state = torch.get_rng_state()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    device_states = [(device, _get(device)) for device in _own(devices)]
+    device_states = [(device, get_random_state(device)) for device in _own(devices)]
     try:
         yield
     finally:
@@ -148,7 +148,7 @@ def isolated_rng(*devices: torch.device) -> Generator[None]:
         if numpy is not None:
             numpy.random.set_state(numpy_state)
         for device, state in device_states:
-            _set(device, state)
+            set_random_state(device, state)
 
 
 @contextlib.contextmanager
@@ -164,17 +164,17 @@ def torch_rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
     """Seed torch's streams alone, such as for dropout; afterwards they continue as if the block had not run."""
     own = _own(devices)
     state = torch.get_rng_state()
-    device_states = [(device, _get(device)) for device in own]
+    device_states = [(device, get_random_state(device)) for device in own]
     first, *seeds = key.integers(1 + len(own), bits=63)
     try:
         torch.default_generator.manual_seed(first)
         for device, seed in zip(own, seeds, strict=True):
-            _seed(device, seed)
+            seed_device(device, seed)
         yield
     finally:
         torch.set_rng_state(state)
         for device, device_state in device_states:
-            _set(device, device_state)
+            set_random_state(device, device_state)
 
 
 def check_seed(seed: int, *, where: str) -> int:
@@ -191,40 +191,6 @@ def _plain(name: str | int) -> str | int:
 
 def _own(devices: Sequence[torch.device]) -> list[torch.device]:
     return [device for device in devices if device.type != "cpu"]
-
-
-def _get(device: torch.device) -> torch.Tensor:
-    if device.type == "xla":
-        return _from_bytes(xla.get_random_state(str(device)))
-    module = _module(device)
-    return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-
-
-def _set(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "xla":
-        xla.set_random_state(str(device), _to_bytes(state))
-        return
-    module = _module(device)
-    module.set_rng_state(state) if device.type == "mps" else module.set_rng_state(state, device)
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    if device.type == "xla":
-        xla.set_random_state(str(device), seed.to_bytes(xla.STATE_BYTES, "little"))
-    else:
-        _set(device, torch.Generator(device).manual_seed(seed).get_state())
-
-
-def _module(device: torch.device) -> Any:
-    module: Any = torch.get_device_module(device)
-    if not hasattr(module, "get_rng_state") or not hasattr(module, "set_rng_state"):
-        raise DeviceError(
-            "this kind of device does not give its random stream",
-            expected="cuda, xla, xpu, mps or another with get_rng_state",
-            got=str(device),
-            where="random streams",
-        )
-    return module
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:

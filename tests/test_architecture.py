@@ -20,6 +20,7 @@ LAYERS = [
     {"endpoints", "formats", "run_folder", "terminal", "topology", "xla"},
     {"config", "schedules"},
     {"env"},
+    {"devices"},
     {"mixins", "tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},

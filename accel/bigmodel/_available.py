@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from accel.devices import free_memory
 from accel.errors import ConfigError, DeviceError
 from accel.storage import parse_size
 
@@ -48,10 +49,7 @@ def _device(device: int | str | torch.device) -> torch.device:
 
 def _device_bytes(device: torch.device) -> int:
     try:
-        if device.type == "mps":
-            return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-        free, _ = torch.accelerator.get_memory_info(device)
-        return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return free_memory(device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(
             "the memory of the device is not known", got=str(device), where="available_memory", fix=f"torch: {error}"

@@ -16,6 +16,7 @@ from accel.comm._absent import RollCall
 from accel.comm._alarm import StoreAlarm
 from accel.comm._handle import Comm, ThreadExchange
 from accel.comm._rendezvous import open_store
+from accel.devices import backend_of, select_device
 from accel.env import LaunchEnv
 from accel.errors import ConfigError, PeerError
 
@@ -33,7 +34,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
     Args:
         env: from `read_env`.
         device: this rank's device.
-        backend: c10d backend for tensors on that device; None for nccl on CUDA, xla on XLA and gloo elsewhere.
+        backend: c10d backend for tensors on that device; None for that of its kind, such as nccl on CUDA.
         timeout_s: time-out of collectives, in seconds.
 
     Raises:
@@ -43,12 +44,11 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
     """
     if dist.is_initialized():
         return _adopt_default(env, device, backend)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    select_device(device)
     if device.type == "xla" and backend not in (None, xla.BACKEND):
         where = "backend=, ACCEL_BACKEND"
         raise ConfigError("XLA tensors travel by XLA alone", expected="xla, or none", got=backend, where=where)
-    chosen = backend or {"cuda": "nccl", "xla": xla.BACKEND}.get(device.type, "gloo")
+    chosen = backend or backend_of(device)
     both = chosen if device.type in ("cpu", "xla") else f"cpu:gloo,{device.type}:{chosen}"
     # before the group is open: functions of this module keep the group of their import as a default argument
     _ = importlib.import_module("torch.distributed.nn.functional")

@@ -45,7 +45,7 @@ _COMPILATIONS = {
     "repeated": "the repeated blocks of each model, by inductor; starts faster",
 }
 _DEVICES = {
-    "auto": "GPUs if there are any, else the CPU",
+    "auto": "the machine's accelerator of any vendor, else the CPU",
     "cpu": "the CPU, even where there are GPUs",
     "cuda": "GPUs; an error if there are none",
     "xla": "TPUs, through torch_xla",
@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             pattern=r"^[a-z]+(:[0-9]+)?$",
             examples=["auto", "cpu", "cuda", "cuda:1", "xla"],
-            description="Device to compute on; auto: the GPU of each process, the CPU without GPUs.",
+            description="Device to compute on; auto: the accelerator of each process, else the CPU.",
             extra={"shorthand": ("--cpu", "cpu"), "choices": _DEVICES},
         ),
     ] = "auto"

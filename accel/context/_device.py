@@ -8,12 +8,13 @@ from typing import cast
 import torch
 
 from accel import xla
+from accel.devices import count_devices, find_accelerator, kind_of_device
 from accel.env import LaunchEnv
 from accel.errors import DeviceError, EnvError
 
 
 def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.device:
-    """Return the device of a rank: the argument's, else the environment's, else a GPU if there is one.
+    """Return the device of a rank: the argument's, else the environment's, else the machine's accelerator.
 
     Raises:
         DeviceError: no such device, or it is not there.
@@ -23,7 +24,7 @@ def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.
     wanted = explicit if explicit is not None else env.device
     where = "device=" if explicit is not None else env.sources.get("device", "the default device")
     if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = find_accelerator()
     if str(wanted).partition(":")[0] == "xla":
         xla.require_xla()  # before torch knows the device
     try:
@@ -36,19 +37,21 @@ def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.
         return torch.device("cpu")  # tensors never say cpu:0
     if device.type == "xla":
         return _choose_xla(device, env, where)
-    if device.type != "cuda":
+    count = count_devices(device.type)
+    if not kind_of_device(device).numbered or (device.type != "cuda" and not count):
         return _check_present(device, where)
     index = cast(int | None, device.index)
     index = env.local_rank if index is None else index
-    if not 0 <= index < torch.cuda.device_count():  # torch wraps large numbers
+    if not 0 <= index < count:  # torch wraps large numbers
+        name = "GPU" if device.type == "cuda" else f"{device.type} device"
         raise DeviceError(
-            f"rank {env.rank} has no GPU",
-            expected=f"GPU {index} for local rank {env.local_rank}",
-            got=f"{torch.cuda.device_count()} visible GPUs",
+            f"rank {env.rank} has no {name}",
+            expected=f"{name} {index} for local rank {env.local_rank}",
+            got=f"{count} visible {name}s",
             where=where,
-            fix="Start fewer processes a node, make more GPUs visible, or pass device='cpu'.",
+            fix=f"Start fewer processes a node, make more {name}s visible, or pass device='cpu'.",
         )
-    return torch.device("cuda", index)
+    return torch.device(device.type, index)
 
 
 def _choose_xla(device: torch.device, env: LaunchEnv, where: str) -> torch.device:

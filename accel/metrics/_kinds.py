@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
+from accel.devices import wide_dtype
+
 Kind = Literal["mean", "sum", "count", "min", "max", "last"]
 Weight = float | torch.Tensor
 
@@ -23,13 +25,12 @@ START: dict[Kind, float] = {
     "max": -math.inf,
     "last": math.nan,
 }
-_SINGLE = ("mps", "xla")  # devices without float64
 _EXACT_WEIGHT = 2**29  # times a value of at most 24 bits, the product has no rounding in float64
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in float64, or float32 on devices that have no float64; without autograd's record."""
-    return tensor.detach().to(torch.float32 if tensor.device.type in _SINGLE else torch.float64)
+    return tensor.detach().to(wide_dtype(tensor.device))
 
 
 def started(kind: Kind, like: torch.Tensor) -> torch.Tensor:

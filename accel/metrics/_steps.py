@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from accel.context import DistContext, check_context
+from accel.devices import name_of_device, peak_memory, wait_for_device
 from accel.errors import ConfigError
 from accel.metrics._kinds import Kind, Weight
 from accel.metrics._peaks import peak_flops
@@ -213,8 +214,8 @@ def _closed_row(statistics: StepStatistics, ctx: DistContext) -> Row:
     times, memory = statistics.times, 0.0
     if ctx.device.type not in ("cpu", "xla"):
         began = perf_counter()
-        torch.accelerator.synchronize(ctx.device)
-        memory = float(torch.accelerator.max_memory_allocated(ctx.device)) if ctx.device.type != "mps" else 0.0
+        wait_for_device(ctx.device)
+        memory = float(peak_memory(ctx.device))
         times = msgspec.structs.replace(times, seconds=times.seconds + perf_counter() - began)
     if not _forward_is_own(ctx):
         times = msgspec.structs.replace(times, own=times.wait)
@@ -243,7 +244,7 @@ def _forward_is_own(ctx: DistContext) -> bool:
 
 def _utilisation(ctx: DistContext, rate: float, peak: float | None) -> dict[str, float]:
     """Return FLOP/s of all ranks, and their share of the devices' peak if that is known and not exceeded."""
-    if peak is None and ctx.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(ctx.device), ctx.precision)
+    if peak is None:
+        peak = peak_flops(name_of_device(ctx.device), ctx.precision)
     share = rate / (peak * ctx.world_size) if peak else 0.0
     return {"flops_per_s": rate} | ({"mfu": share} if 0 < share <= 1 else {})  # above 1, the count or the peak is wrong

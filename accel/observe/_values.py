@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from accel.devices import wide_dtype
 from accel.errors import ConfigError
 
 TIME = "time/"  # names of readings of clocks begin with it
@@ -132,5 +133,5 @@ def _check_tensor(name: str, value: torch.Tensor) -> None:
 
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Copy tensors on one device: a replayed graph overwrites its results."""
-    wide = torch.float32 if next(iter(tensors.values())).device.type in ("mps", "xla") else torch.float64
+    wide = wide_dtype(next(iter(tensors.values())).device)
     return torch.stack([tensor.detach().reshape(()).to(wide) for tensor in tensors.values()])

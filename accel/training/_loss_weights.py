@@ -12,6 +12,7 @@ import torch
 from accel.comm import start_all_reduce
 from accel.context import DistContext
 from accel.data import SampleCount
+from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.precision import LossScale
@@ -147,7 +148,7 @@ def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> 
 
 
 def _weight_dtype(ctx: DistContext) -> torch.dtype:
-    return torch.float32 if ctx.device.type in ("mps", "xla") else torch.float64
+    return wide_dtype(ctx.device)
 
 
 def _no_weight(got: str) -> ConfigError:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel.context import DistContext
+from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation, clamp_, parameters_of, scale_
 from accel.parallel import Engine, StepOutcome, StepRequest
@@ -114,7 +115,7 @@ def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tu
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
         first = tensors[0]
-        wide = torch.float32 if first.device.type in ("mps", "xla") else torch.float64
+        wide = wide_dtype(first.device)
         read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
         values = [next(read) if isinstance(value, torch.Tensor) else value for value in values]
     *lengths, total = map(float, values)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel.collectives import broadcast, gather, gather_object, pad_across_processes, reduce
 from accel.context import DistContext, replace
 from accel.data import Cursor, batches, gather_for_metrics, order, prepare_loader
+from accel.devices import name_of_device, wait_for_device
 from accel.items import load_state, save_state
 from accel.optim import Accumulation
 from accel.precision import autocast, loss_scale
@@ -46,7 +47,7 @@ def devices(ctx: DistContext, _folder: Path) -> Judged:
     with autocast(ctx):
         product = whole.to(ctx.device, torch.float32) @ whole.T.to(ctx.device, torch.float32)
     error = (product.cpu().double() - whole.double() @ whole.T.double()).abs().max() / (64 * 9)
-    places = gather_object(ctx, (ctx.node_rank, _identity(ctx.device), _device_name(ctx.device)))
+    places = gather_object(ctx, (ctx.node_rank, _identity(ctx.device), name_of_device(ctx.device)))
     problems = [] if error < 0.01 else [f"a product of matrices is off by {float(error):.2g} on {ctx.device}"]
     twins = [at for at, place in enumerate(places) if place[:2] == places[ctx.rank][:2] and at != ctx.rank]
     if twins and ctx.device.type != "cpu":
@@ -239,25 +240,16 @@ def _flat(model: nn.Module) -> torch.Tensor:
 
 def _seconds(ctx: DistContext, tensor: torch.Tensor, rounds: int) -> float:
     _ = reduce(ctx, tensor)
-    _wait(ctx.device)
+    wait_for_device(ctx.device)
     began = time.perf_counter()
     for _ in range(rounds):
         _ = reduce(ctx, tensor)
-    _wait(ctx.device)
+    wait_for_device(ctx.device)
     return (time.perf_counter() - began) / rounds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _identity(device: torch.device) -> str:
     return str(cast(Any, torch.cuda).get_device_properties(device).uuid) if device.type == "cuda" else str(device)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _list(tensor: torch.Tensor) -> list[Any]:

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchft: replica groups that come and go at every step, while the others go on training."""
+
+from accel.engines.torchft._group import ReplicaGroup as ReplicaGroup, lighthouse as lighthouse, replica as replica
+from accel.engines.torchft._step import (
+    StepReport as StepReport,
+    Turn as Turn,
+    begin_step as begin_step,
+    next_batch as next_batch,
+    optimizer_step as optimizer_step,
+)

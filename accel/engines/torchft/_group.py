@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica group, as each of its ranks holds it, and the lighthouse where groups find each other."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from accel.collectives import broadcast
+from accel.context import DistContext, context_first
+from accel.engines.torchft._transport import StateServer
+from accel.errors import ConfigError, LaunchError, MissingExtraError
+
+_REACH_S = 10.0
+
+
+class ReplicaGroup:
+    """A handle on the replica group of this rank, from `replica`.
+
+    Attributes:
+        ctx: context of the group's own ranks.
+        manager: torchft's `Manager`.
+        offer: returns the state that a joining group would take; None before the first step.
+        taken: state of another group that this one has to take up; None if there is none.
+        begun: whether a step has begun.
+    """
+
+    def __init__(self, ctx: DistContext) -> None:
+        self.ctx = ctx
+        self.manager: Any = None
+        self.offer: Callable[[], Mapping[str, Any]] | None = None
+        self.taken: Mapping[str, Any] | None = None
+        self.begun = False
+
+    def give(self) -> Mapping[str, Any]:
+        """Return the state for a joining group."""
+        assert self.offer is not None
+        return self.offer()
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Keep the state of another group until `begin_step` takes it up."""
+        self.taken = state
+
+
+@contextmanager
+def lighthouse(
+    port: int = 0, *, min_replicas: int = 1, join_timeout_s: float = 60.0, heartbeat_timeout_s: float = 5.0
+) -> Generator[str]:
+    """Serve the lighthouse of a job from this process, as the program `torchft_lighthouse` does from its own.
+
+    Args:
+        port: port to listen on; 0 for any that is free.
+        min_replicas: fewest groups that make a step.
+        join_timeout_s: seconds that a step waits for groups that are alive but have not come yet.
+        heartbeat_timeout_s: seconds of silence after which a group counts as dead.
+
+    Returns:
+        A context manager that gives the address, such as http://host:29510.
+
+    Raises:
+        MissingExtraError: torchft is not installed.
+    """
+    server = _require("torchft.coordination").LighthouseServer(
+        bind=f"[::]:{port}",
+        min_replicas=min_replicas,
+        join_timeout_ms=round(join_timeout_s * 1000),
+        heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
+        quorum_tick_ms=100,
+    )
+    try:
+        yield server.address()
+    finally:
+        server.shutdown()
+
+
+@context_first
+@contextmanager
+def replica(
+    ctx: DistContext,
+    *,
+    lighthouse: str,
+    name: str,
+    min_replicas: int = 1,
+    timeout_s: float = 60.0,
+    quorum_timeout_s: float = 300.0,
+    hostname: str | None = None,
+) -> Generator[ReplicaGroup]:
+    """Join a job as one replica group, whose ranks are those of `ctx`. A collective of the group.
+
+    Args:
+        ctx: the context of the group's own launch, which replicates the model.
+        lighthouse: address of the job's lighthouse, such as http://host:29510.
+        name: name of this group; a replacement may have the same.
+        min_replicas: fewest groups that make a step.
+        timeout_s: seconds after which an exchange with other groups is given up, and the step with it.
+        quorum_timeout_s: seconds to wait at the begin of a step for `min_replicas` groups.
+        hostname: name under which other groups reach this host; `socket.gethostname()` if None.
+
+    Returns:
+        A context manager that gives the group, and leaves the job at its end.
+
+    Raises:
+        LaunchError: nothing listens at the lighthouse's address.
+        ConfigError: an argument outside its range.
+        MissingExtraError: torchft is not installed.
+    """
+    torchft = _require("torchft")
+    _check(lighthouse, name, min_replicas, timeout_s, quorum_timeout_s)
+    _reach(lighthouse)
+    hostname = socket.gethostname() if hostname is None else hostname
+    group = ReplicaGroup(ctx)
+    store = (
+        cast(Any, dist).TCPStore(hostname, 0, is_master=True, wait_for_workers=False) if ctx.is_main_process else None
+    )
+    port = torch.tensor([store.port if store is not None else 0], device=ctx.device)
+    port = int(broadcast(ctx, port).item())
+    limit = timedelta(seconds=timeout_s)
+    kind = torchft.ProcessGroupNCCL if ctx.device.type == "cuda" else torchft.ProcessGroupGloo
+    exchange = kind(timeout=limit)
+    group.manager = torchft.Manager(
+        pg=exchange,
+        load_state_dict=group.take,
+        state_dict=group.give,
+        min_replica_size=min_replicas,
+        use_async_quorum=False,  # whoever joins takes part in the very step in which it heals
+        timeout=limit,
+        quorum_timeout=timedelta(seconds=quorum_timeout_s),
+        connect_timeout=limit,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        store_addr=hostname,
+        store_port=port,
+        lighthouse_addr=lighthouse,
+        replica_id=name,
+        hostname=hostname,
+        checkpoint_transport=StateServer(hostname),
+    )
+    try:
+        yield group
+    finally:
+        group.manager.shutdown(wait=False)
+        exchange.shutdown()
+        group.offer = None
+
+
+def _require(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            "torchft is not installed",
+            got=str(error),
+            where="accel.engines.torchft",
+            fix="Run `pip install 'accel[torchft]'`.",
+        ) from error
+
+
+def _check(lighthouse: str, name: str, min_replicas: int, timeout_s: float, quorum_timeout_s: float) -> None:
+    parts = urlsplit(lighthouse)
+    problems = [
+        text
+        for wrong, text in (
+            (parts.scheme != "http" or not parts.hostname, f"lighthouse={lighthouse!r}, expected http://host:port"),
+            (not name or ":" in name, f"name={name!r}, expected a text without a colon"),
+            (min_replicas < 1, f"min_replicas={min_replicas}, expected at least 1"),
+            (timeout_s <= 0, f"timeout_s={timeout_s}, expected above 0"),
+            (quorum_timeout_s <= 0, f"quorum_timeout_s={quorum_timeout_s}, expected above 0"),
+        )
+        if wrong
+    ]
+    if problems:
+        raise ConfigError("arguments outside their range", got="; ".join(problems), where="torchft.replica")
+
+
+def _reach(lighthouse: str) -> None:
+    parts = urlsplit(lighthouse)
+    try:
+        socket.create_connection((str(parts.hostname), parts.port or 80), timeout=_REACH_S).close()
+    except OSError as error:
+        raise LaunchError(
+            "the lighthouse does not answer",
+            expected=f"a listener at {lighthouse}",
+            got=str(error),
+            where="torchft.replica",
+            fix="Start it first: `torchft_lighthouse --min_replicas 1 --bind [::]:29510`, or torchft.lighthouse().",
+        ) from error

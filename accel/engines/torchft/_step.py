@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of all replica groups that are alive: it counts for all of them, or for none and its samples come again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+import torch
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel.data import Batch, Cursor, Loader, SampleCount, batches, skip_first_batches
+from accel.engines.torchft._group import ReplicaGroup
+from accel.engines.torchft._healing import capture, check_items, restore
+from accel.errors import AccelError, PeerError, StepError
+from accel.optim import parameters_of
+from accel.training import TrainState, optimizer_step as step_of_group
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One step as this group begins it.
+
+    Attributes:
+        step: steps that the job has committed before.
+        groups: number of groups that take part.
+        index: place of this group among them, from 0.
+        healed: whether this group has just taken up the state of another.
+        state: the state that every group begins with.
+        begun_s: time of the begin, of `time.perf_counter`.
+    """
+
+    step: int
+    groups: int
+    index: int
+    healed: bool
+    state: TrainState
+    begun_s: float
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a step.
+
+    Attributes:
+        step: steps that the job had committed before.
+        committed: whether it counts; if not, its samples are dealt again.
+        groups: number of groups that took part.
+        index: place of this group among them.
+        healed: whether this group took up the state of another at its begin.
+        start, stop: positions in the data, before and after the samples of all groups.
+        weight: weight of the losses of all groups together; 0 for a step that does not count.
+        seconds: time since its begin.
+        reason: the error for which this rank gave it up; empty if there was none here.
+    """
+
+    step: int
+    committed: bool
+    groups: int
+    index: int
+    healed: bool
+    start: Cursor
+    stop: Cursor
+    weight: float
+    seconds: float
+    reason: str = ""
+
+
+def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, object]) -> Turn:
+    """Agree with all live groups on the next step. A collective of all ranks of all groups; may mutate the items.
+
+    A group that is behind takes up the state of another first, into the items. At the first step all groups take up
+    that of one.
+
+    Args:
+        group: from `replica`.
+        state: between two windows.
+        items: live objects with state_dict and load_state_dict, the same in every group: models, optimizers,
+            schedulers.
+
+    Returns:
+        The turn of this group; go on with `turn.state`.
+
+    Raises:
+        PeerError: there were too few groups until the time-out, or the lighthouse is gone.
+        ConfigError: items that another group cannot take up, or a state within a window.
+    """
+    began = time.perf_counter()
+    check_items(items)
+    state.check_saveable()
+    manager = group.manager
+    if not group.begun:  # a run that resumes is ahead of groups that begin
+        manager.load_state_dict({"step": state.updates + state.accum.skipped, "batches_committed": 0})
+        group.begun = True
+    group.offer = lambda: capture(items, state)
+    try:
+        manager.start_quorum()
+    except AccelError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerError(
+            "the replica groups did not come together for a step",
+            expected="a lighthouse that answers, and enough groups before quorum_timeout_s",
+            got=str(error),
+            where=f"begin_step, step {manager.current_step()}",
+        ) from error
+    taken, group.taken = group.taken, None
+    if taken is not None:
+        state = restore(items, taken)
+    return Turn(
+        step=manager.current_step(),
+        groups=manager.num_participants(),
+        index=manager.participating_rank() or 0,
+        healed=taken is not None,
+        state=state,
+        begun_s=began,
+    )
+
+
+def next_batch(group: ReplicaGroup, loader: Loader, turn: Turn, state: TrainState) -> Batch:
+    """Return this rank's next batch of a turn. A collective of the group's own ranks.
+
+    The loader's steps from `state.cursor` on are dealt to the groups in order. So a batch is a function of position,
+    index and number of the groups alone, and `batch.next` is the position after the batches of all groups. Where the
+    epoch ends before this group's batch, it gets a stand-in with `valid == 0`.
+
+    Args:
+        group: from `replica`.
+        loader: from `prepare_loader`; its `global_batch` is that of one group.
+        turn: from `begin_step`.
+        state: `turn.state`, or the state after the batch before.
+
+    Raises:
+        DataError: as `accel.batches`.
+    """
+    cursor = state.cursor
+    left = loader.steps(cursor)
+    at = skip_first_batches(cursor, min(turn.index, left - 1), loader)
+    reading = batches(group.ctx, loader, at)
+    batch = next(reading)
+    reading.close()
+    after = skip_first_batches(cursor, min(turn.groups, left), loader)
+    valid = batch.valid if turn.index < left else SampleCount(0, 0, batch.valid.copies)
+    return msgspec.structs.replace(batch, start=cursor, next=after, is_last=turn.groups >= left, valid=valid)
+
+
+def optimizer_step(
+    group: ReplicaGroup,
+    turn: Turn,
+    optimizer: Optimizer | Sequence[Optimizer],
+    state: TrainState,
+    *,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+) -> tuple[TrainState, StepReport]:
+    """Sum gradients and weights over all live groups, and step, or give the step up. Mutates parameters.
+
+    A collective of all ranks of all groups. Loss sums and weights are summed and divided once, so that batches of
+    unequal size count by their samples. If a group is lost meanwhile, the gradients are dropped, nothing else changes,
+    and the state returned is that of the begin.
+
+    Args:
+        group: from `replica`.
+        turn: from `begin_step`.
+        optimizer: as for `accel.optimizer_step`.
+        state: a state whose window has ended.
+        scheduler, max_norm, max_value, nonfinite: as for `accel.optimizer_step`.
+
+    Returns:
+        The next state, and the report of the step.
+
+    Raises:
+        StepError: the window has not ended; or as `accel.optimizer_step`.
+        NonFiniteError: by the policy, on every rank of every group.
+    """
+    if not state.sync:
+        raise StepError(
+            "the window has not ended",
+            expected="optimizer_step when state.sync",
+            got=f"micro-batch {state.accum.micro} of {state.accum.steps}",
+            where="torchft.optimizer_step",
+        )
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    manager = group.manager
+    total = _exchange(group, optimizers, state)
+    error = manager.errored()
+    committed = bool(manager.should_commit())
+    error = manager.errored() or error
+    if committed:
+        accum = msgspec.structs.replace(state.accum, world_weight=total, unit=1.0)
+        vars(accum).update(vars(state.accum))
+        summed = msgspec.structs.replace(state, accum=accum)
+        vars(summed).update(vars(state))
+        after = step_of_group(
+            group.ctx,
+            optimizers,
+            summed,
+            scheduler=scheduler,
+            max_norm=max_norm,
+            max_value=max_value,
+            nonfinite=nonfinite,
+        )
+    else:
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
+        after = turn.state
+    return after, StepReport(
+        step=turn.step,
+        committed=committed,
+        groups=turn.groups,
+        index=turn.index,
+        healed=turn.healed,
+        start=turn.state.cursor,
+        stop=state.cursor,
+        weight=total if committed else 0.0,
+        seconds=time.perf_counter() - turn.begun_s,
+        reason="" if error is None else str(error.original_exception),
+    )
+
+
+def _exchange(group: ReplicaGroup, optimizers: Sequence[Optimizer], state: TrainState) -> float:
+    """Sum gradients over groups, bit for bit the same in each; return the weight of all groups together.
+
+    Units of windows differ between groups, so the sums are in none. They are worthless where another group is lost,
+    which the manager knows.
+    """
+    parameters = parameters_of(optimizers)
+    unit = state.accum.unit or 1.0
+    device = group.ctx.device
+    head = torch.zeros(1 + len(parameters), dtype=torch.float64, device=device)
+    head[0] = state.accum.world_weight
+    head[1:] = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float64)
+    works = [group.manager.allreduce(head, reduce_op=ReduceOp.SUM)]
+    kinds = sorted({each.dtype for each in parameters}, key=str)
+    flats: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in kinds:
+        parts = [each for each in parameters if each.dtype == dtype]
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parts]
+        flats[dtype] = torch.cat([grad.detach().reshape(-1) for grad in grads]).mul_(unit)
+        works.append(group.manager.allreduce(flats[dtype], reduce_op=ReduceOp.SUM))
+    for work in works:
+        _ = work.wait()
+    if group.manager.errored():
+        return 0.0
+    total, *held = cast("list[float]", cast(Any, head).tolist())
+    held_by = dict(zip(map(id, parameters), held, strict=True))
+    for dtype, flat in flats.items():
+        parts = [each for each in parameters if each.dtype == dtype]
+        pieces: Sequence[torch.Tensor] = cast(Any, flat).split([each.numel() for each in parts])
+        for each, piece in zip(parts, pieces, strict=True):
+            if held_by[id(each)]:
+                each.grad = piece.view_as(each) if each.grad is None else each.grad.copy_(piece.view_as(each))
+    return total

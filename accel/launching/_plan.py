@@ -19,6 +19,7 @@ from accel.topology import fit_axes
 # Variables of torchrun for its own workers. One of them makes torch look for a store of torchrun's agent, and there is
 # no such agent here.
 _FOREIGN = "TORCHELASTIC_"
+_NO_PEERS = "RTX 40"  # consumer cards whose driver has no peer-to-peer copies, at which NCCL hangs or fails
 
 
 class HostPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +118,7 @@ def plan_launch(
     tpus = count_processes(config, machine.tpu_chips)
     count = _count(config, gpus) if tpus is None else tpus
     check_mesh(config, position.num_nodes * count)
-    shared = _shared(config, environ, gpus, threads=max(1, machine.cores // count))
+    shared = _without_peers(machine, count) | _shared(config, environ, gpus, threads=max(1, machine.cores // count))
     launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
     processes: list[ProcessPlan] = []
     for local_rank in range(count):
@@ -218,6 +219,12 @@ def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, .
     if config.threads_per_process != "auto":
         shared["OMP_NUM_THREADS"] = str(config.threads_per_process)
     return {"OMP_NUM_THREADS": str(threads)} | shared
+
+
+def _without_peers(machine: Machine, count: int) -> dict[str, str]:
+    """Return the variables by which NCCL does without peer-to-peer copies, where several ranks' GPUs have none."""
+    needed = count > 1 and any(_NO_PEERS in gpu.name for gpu in machine.gpus or ())
+    return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if needed else {}
 
 
 def _variables(local_rank: int, count: int, position: HostPosition, port: int) -> dict[str, str]:

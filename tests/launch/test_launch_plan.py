@@ -214,6 +214,15 @@ def test_cores_of_one_memory_node_stand_together(usable: set[int]) -> None:
     assert order_cores(usable, []) == tuple(sorted(usable))
 
 
+@pytest.mark.parametrize(("name", "count", "off"), [("RTX 4090", 2, "1"), ("RTX 4090", 1, None), ("H100", 2, None)])
+def test_cards_without_peer_to_peer_copies_are_told_to_nccl(name: str, count: int, off: str | None) -> None:
+    machine = Machine(cores=4, gpus=(Gpu(name=f"NVIDIA {name}", generation=8),) * count)
+    for process in plan(machine=machine).processes:
+        assert [process.environ.get(each) for each in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")] == [off, off]
+    users = plan(machine=machine, environ={"NCCL_P2P_DISABLE": "0"}).processes[0].environ
+    assert users["NCCL_P2P_DISABLE"] == "0"
+
+
 def test_processes_are_bound_only_if_asked() -> None:
     machine = Machine(cores=4, core_ids=(0, 2, 1, 3))
     bound = plan(config=LaunchConfig(nproc_per_node=2, bind_cores=True), machine=machine)

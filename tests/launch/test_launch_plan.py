@@ -217,9 +217,10 @@ def test_cores_of_one_memory_node_stand_together(usable: set[int]) -> None:
 @pytest.mark.parametrize(("name", "count", "off"), [("RTX 4090", 2, "1"), ("RTX 4090", 1, None), ("H100", 2, None)])
 def test_cards_without_peer_to_peer_copies_are_told_to_nccl(name: str, count: int, off: str | None) -> None:
     machine = Machine(cores=4, gpus=(Gpu(name=f"NVIDIA {name}", generation=8),) * count)
-    for process in plan(machine=machine).processes:
+    config = LaunchConfig(nproc_per_node=count)
+    for process in plan(config=config, machine=machine).processes:
         assert [process.environ.get(each) for each in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")] == [off, off]
-    users = plan(machine=machine, environ={"NCCL_P2P_DISABLE": "0"}).processes[0].environ
+    users = plan(config=config, machine=machine, environ={"NCCL_P2P_DISABLE": "0"}).processes[0].environ
     assert users["NCCL_P2P_DISABLE"] == "0"
 
 

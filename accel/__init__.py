@@ -501,7 +501,7 @@ _OTHERS = {  # names of Accelerate, Fabric and torch.distributed
     "DistributedDataParallelKwargs": "Use the arguments of accel.prepare_model.",
     "DistributedDataParallel": "Use accel.prepare_model.",
     "FullyShardedDataParallelPlugin": 'Use accel.session(strategy="fsdp"), then accel.prepare.',
-    "DeepSpeedPlugin": 'Use accel.session(strategy="fsdp"), then accel.prepare.',
+    "DeepSpeedPlugin": 'Use accel.session(strategy="deepspeed", deepspeed=accel.DeepSpeed(...)), then accel.prepare.',
     "AutocastKwargs": "Use the arguments of accel.autocast.",
     "GradScalerKwargs": "Use the arguments of accel.loss_scale.",
     "GradScaler": "Use accel.loss_scale.",

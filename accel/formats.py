@@ -14,7 +14,7 @@ import msgspec
 from accel.errors import ConfigError, check_choice
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "tf32", "pure-bf16", "fp8"]
-StrategyName = Literal["ddp", "fsdp"]
+StrategyName = Literal["ddp", "fsdp", "deepspeed"]
 Compute = Literal["fp32", "tf32", "bf16", "fp16"]
 Fp8Backend = Literal["torchao", "transformer_engine"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]

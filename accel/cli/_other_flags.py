@@ -54,7 +54,7 @@ _OTHERS = {
     "num_cpu_threads_per_process": _Same("--threads-per-process"),
     "enable_cpu_affinity": _Same("--bind-cores"),
     "use_fsdp": _SHARDS,
-    "use_deepspeed": _Same("--strategy", "fsdp", "It shards parameters, gradients and optimizer states, as ZeRO does."),
+    "use_deepspeed": _Same("--strategy", "deepspeed"),
     "zero_stage": _SHARDS,
     "config_file": _Same("--config"),
     "redirects": _Same("--log-dir"),

@@ -37,6 +37,7 @@ _STRATEGIES = {
     "auto": "the script's choice, else ddp",
     "ddp": "every rank holds the whole model, and gradients are averaged",
     "fsdp": "ranks shard parameters, gradients and optimizer state: less memory, more messages",
+    "deepspeed": "ZeRO by DeepSpeed, extra `deepspeed`, with the options of the setting deepspeed",
 }
 _COMPILATIONS = {
     "auto": "the script's choice, else off",

@@ -36,7 +36,7 @@ from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
 from accel.metrics import Metrics, StepStatistics
 from accel.optim import Accumulation, parameters_of
-from accel.parallel import ENGINES, LocalSgd, clear_gradients, clear_parameters, engine_items
+from accel.parallel import ENGINES, LocalSgd, clear_gradients, clear_parameters, engine_items, engine_loaded
 from accel.precision import LossScale
 from accel.random import Key, RngState
 from accel.tensors import local_part
@@ -63,6 +63,7 @@ class Matching:
         loads: the items to load, in order of names; folders last, as what they load is not undone.
         rows: position of the rows of ranks that this rank reads.
         streams: this rank's random streams, once read.
+        whole: what an engine's items are loaded through, by name.
     """
 
     source: CheckpointSource
@@ -70,6 +71,7 @@ class Matching:
     loads: list[ItemLoad] = field(default_factory=list[ItemLoad])
     rows: tuple[str, Box] | None = None
     streams: RngState | None = None
+    whole: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def wanted(self) -> list[Wanted]:
         """Return the boxes that this rank reads."""
@@ -123,14 +125,16 @@ class Matching:
                 where=failure.where,
                 fix="Load it, or an older checkpoint, into the same items again before they are used.",
             ) from failure
+        if self.whole:
+            engine_loaded(self.source.ctx, self.passed, self.whole)
         apply_rng(self.source.ctx, self.source.saved, self.streams)
         drop_gradients(self.passed.values())  # of a window that ends here
 
     def results(self) -> dict[str, object]:
         """Return every item by name: live objects, and new records and values."""
-        return {name: self.passed[name] for name in sorted(self.passed)} | {
-            load.name: load.result for load in self.loads
-        }
+        own = {name for name, item in self.whole.items() if item is not self.passed.get(name)}
+        made = {load.name: load.result for load in self.loads if load.name not in own}
+        return {name: self.passed[name] for name in sorted(self.passed)} | made
 
 
 def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> Matching:
@@ -142,8 +146,9 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         ConfigError: a `Part` of neither module nor optimizer, or a `TrainableOnly` of no module.
     """
     passed, stored = without_parts(items), saved.manifest.items
+    whole: Mapping[str, object] = {}
     if ctx.settings.strategy in ENGINES:
-        items = engine_items(ctx, items)
+        items = whole = engine_items(ctx, items)
     live = without_wrappers(without_parts(items))
     modules = module_states(live)
     source = CheckpointSource(
@@ -155,7 +160,7 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
         parts={name for name, item in items.items() if isinstance(item, Part) or is_staged(ctx, item)},
         types=[*_OWN_RECORDS, *map(type, live.values())],
     )
-    matching = Matching(source, passed)
+    matching = Matching(source, passed, whole=whole)
     found = Problems()
     found.note(MISSING, (f"item {name}" for name in items.keys() - stored.keys()))
     found.note(UNASKED, stored.keys() - items.keys())

@@ -22,6 +22,7 @@ from accel.errors import CheckpointError, ConfigError
 from accel.items._recipes import StoredTensors
 from accel.items._stages import StagedTensors, staged_tensors
 from accel.items._whole import facts, live_tensors
+from accel.parallel import whole_model
 from accel.storage import (
     encode_index,
     file_names,
@@ -91,6 +92,7 @@ def save_model(
     size = f"max_shard_size={max_shard_size}"
     with shared_failure(ctx.comm, Call("save_model", size, site)):
         limit = parse_size(max_shard_size, "save_model, max_shard_size=")
+        model = whole_model(ctx, model)
         live = live_tensors(model)
     stages = staged_tensors(ctx, model, live)
     with shared_failure(ctx.comm, Call("save_model", size, site)):

@@ -16,6 +16,7 @@ from accel.comm import Call, barrier, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.items._module import clean_name
 from accel.items._stages import StagedTensors, staged_tensors
+from accel.parallel import whole_model
 from accel.storage import dtype_name
 from accel.tensors import full_tensor, is_dtensor, state_tensors, stored_values
 
@@ -54,6 +55,7 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
     site = call_site()
     with shared_failure(ctx.comm, Call("get_state_dict", f"dst={dst}", site)):
         check_rank(ctx, dst, "get_state_dict, dst=")
+        model = whole_model(ctx, model)
         tensors = live_tensors(model)
     if (stages := staged_tensors(ctx, model, tensors)) is not None:
         barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(stages.facts)]), site))

@@ -12,7 +12,9 @@ from accel.parallel._engines import (
     StepOutcome as StepOutcome,
     StepRequest as StepRequest,
     engine_items as engine_items,
+    engine_loaded as engine_loaded,
     engine_of as engine_of,
+    whole_model as whole_model,
 )
 from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
 from accel.parallel._labels import (
@@ -50,6 +52,7 @@ from accel.parallel._sync import (
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accel.parallel._unwrap import (
+    WRAPS as WRAPS,
     follow_stages as follow_stages,
     is_divided as is_divided,
     is_pipelined as is_pipelined,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from accel.context import DistContext
 
 # Strategy: module and function, which takes the context and returns the `Engine`. Imported when asked for.
-ENGINES: Mapping[str, tuple[str, str]] = {}
+ENGINES: Mapping[str, tuple[str, str]] = {"deepspeed": ("accel.engines.deepspeed", "make")}
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
             Returns the norm before.
         clip_value: parameters, largest absolute value and that factor.
         items: items of a checkpoint, to items by the same names in which each object of the engine is replaced by one
-            that gives and takes its state, such as a `Part` or an object with state_dict and load_state_dict.
+            that gives and takes its state, such as a module, a `Part` or an object with state_dict and load_state_dict.
+        loaded: the items of a load, and those of `items` in which their state now is. Hands it on to the engine.
     """
 
     prepare: Callable[[DistContext, Sequence[Any]], Sequence[Any]]
@@ -75,6 +76,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     clip_norm: Callable[[DistContext, Sequence[torch.Tensor], float, float, float | torch.Tensor], torch.Tensor]
     clip_value: Callable[[DistContext, Sequence[torch.Tensor], float, float | torch.Tensor], None]
     items: Callable[[DistContext, Mapping[str, object]], Mapping[str, object]]
+    loaded: Callable[[DistContext, Mapping[str, object], Mapping[str, object]], None]
 
 
 def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) -> Engine | None:
@@ -95,3 +97,15 @@ def engine_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, 
     """Return items of a checkpoint with each object of the context's engine replaced by one that gives its state."""
     engine = engine_of(ctx)
     return items if engine is None else engine.items(ctx, items)
+
+
+def engine_loaded(ctx: DistContext, items: Mapping[str, object], made: Mapping[str, object]) -> None:
+    """Hand state that was loaded into the result of `engine_items` on to the context's engine."""
+    engine = engine_of(ctx)
+    if engine is not None:
+        engine.loaded(ctx, items, made)
+
+
+def whole_model(ctx: DistContext, model: nn.Module) -> nn.Module:
+    """Return a model that gives its tensors: an engine's replaced by one that has them, any other as it is."""
+    return cast(nn.Module, engine_items(ctx, {"model": model})["model"]) if ctx.settings.strategy in ENGINES else model

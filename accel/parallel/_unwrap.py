@@ -9,6 +9,7 @@ from typing import cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of what it wraps
 STAGES = "accel_stages"  # attribute of a pipelined model
 _DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
 
@@ -36,6 +37,8 @@ def wrapped_name(module: nn.Module) -> str | None:
     """Return the attribute under which a wrapper holds what it wraps, None for a module that wraps nothing."""
     if isinstance(module, DistributedDataParallel):
         return "module"
+    if (name := vars(module).get(WRAPS)) is not None:
+        return cast(str, name)
     compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
     return "_orig_mod" if compiled else None
 

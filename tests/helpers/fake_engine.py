@@ -82,6 +82,7 @@ def make(ctx: accel.DistContext) -> Engine:
         clip_norm=_clip_norm,
         clip_value=_clip_value,
         items=_items,
+        loaded=_loaded,
     )
 
 
@@ -159,3 +160,7 @@ def _items(ctx: accel.DistContext, items: Mapping[str, object]) -> Mapping[str, 
         elif isinstance(each, FlatMomentum):
             flat[name] = _Flat(each.velocity, each.param_groups)
     return flat
+
+
+def _loaded(ctx: accel.DistContext, items: Mapping[str, object], made: Mapping[str, object]) -> None:
+    """Nothing is left to hand on: state was loaded in place."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
+    from accel.engines.deepspeed._engine import make as make
     from accel.engines.deepspeed._facts import config_of as config_of, read_facts as read_facts
     from accel.engines.deepspeed._reading import (
         from_json as from_json,
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
     from accel.engines.deepspeed._record import DeepSpeed as DeepSpeed, Offload as Offload
     from accel.engines.deepspeed._resolve import resolve as resolve
     from accel.engines.deepspeed._resolved import Facts as Facts, Resolved as Resolved, Setting as Setting
+    from accel.engines.deepspeed._shards import build_sharded as build_sharded, gathered as gathered
 
 __getattr__ = exports(
     __name__,
     {
+        "_engine": ("make",),
         "_facts": ("config_of", "read_facts"),
         "_reading": ("from_json", "from_section", "from_setting", "read_deepspeed"),
         "_record": ("DeepSpeed", "Offload"),
         "_resolve": ("resolve",),
         "_resolved": ("Facts", "Resolved", "Setting"),
+        "_shards": ("build_sharded", "gathered"),
     },
 )

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed as an engine of the training loop: prepare, hold, step and state. Weights and decisions stay accel's.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+from accel.engines.deepspeed._facts import config_of, read_facts
+from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
+from accel.engines.deepspeed._package import connected, forget_gradients
+from accel.engines.deepspeed._resolve import resolve
+from accel.engines.deepspeed._resolved import Resolved
+from accel.engines.deepspeed._whole import loaded, whole_items
+from accel.errors import ConfigError, PrepareError
+from accel.parallel import WRAPS, Engine, StepOutcome, StepRequest
+
+_STATELESS = "model's parameters are sharded, and no optimizer of theirs was passed"
+
+
+def make(ctx: DistContext) -> Engine:
+    """Return the engine. Its state is in the objects that it prepares."""
+    return Engine(
+        prepare=_prepare,
+        hold=_hold,
+        backward=_backward,
+        step=_step,
+        clear=_clear,
+        clip_norm=_refuse_clip,
+        clip_value=_refuse_clip,
+        items=whole_items,
+        loaded=loaded,
+    )
+
+
+def _prepare(ctx: DistContext, objects: Sequence[Any]) -> Sequence[Any]:
+    """Hand models and their optimizers over to DeepSpeed. A collective."""
+    _check_mesh(ctx)
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    owners = {id(each): _owner(each, models) for each in optimizers}
+    beside = [each for each in objects if not isinstance(each, nn.Module | Optimizer)]
+    prepared: dict[int, Any] = {}
+    for model in models:
+        own = [each for each in optimizers if owners[id(each)] is model]
+        resolved = _settled(ctx, [model, *own, *beside])
+        if len(own) > 1:
+            got = f"{len(own)} optimizers"
+            raise PrepareError("DeepSpeed takes one optimizer of a model", got=got, where="prepare", fix=_GROUPS)
+        if own:
+            prepared[id(model)], prepared[id(own[0])] = _trained(ctx, model, own[0], resolved)
+        else:
+            prepared[id(model)] = _frozen(ctx, model, resolved)
+    return [prepared.get(id(each), each) for each in objects]
+
+
+_GROUPS = "Make one optimizer with several groups of parameters."
+
+
+def _check_mesh(ctx: DistContext) -> None:
+    if ctx.data_parallel[1] != ctx.world_size:
+        raise ConfigError(
+            "DeepSpeed spreads a model over data-parallel ranks alone",
+            expected="no mesh",
+            got=str(ctx.axes),
+            where="strategy='deepspeed'",
+            fix="Leave the mesh out, or take strategy='fsdp', which goes with tp, cp and pp.",
+        )
+
+
+def _owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model whose parameters an optimizer has.
+
+    Raises:
+        PrepareError: none of the models.
+    """
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for model in models:
+        if held <= {id(each) for each in model.parameters()}:
+            return model
+    raise PrepareError(
+        "DeepSpeed takes a model and its optimizer together",
+        expected="the model of the optimizer's parameters in the same call",
+        got=type(optimizer).__name__,
+        where="prepare",
+        fix="model, optimizer = accel.prepare(ctx, model, optimizer)",
+    )
+
+
+def _settled(ctx: DistContext, objects: Sequence[Any]) -> Resolved:
+    config = config_of(ctx)
+    if config.stage == 0:
+        raise ConfigError(
+            "ZeRO stage 0 shares nothing out",
+            expected="stage 1, 2 or 3",
+            got="0",
+            where="DeepSpeed.stage",
+            fix="Pass strategy='ddp', which is the same and needs no DeepSpeed.",
+        )
+    return resolve(config, read_facts(ctx, objects))
+
+
+def _trained(ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved: Resolved) -> tuple[Any, Optimizer]:
+    _check_values(model)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    engine, _, _, _ = connected().initialize(model=model, optimizer=optimizer, config=_settings(ctx, resolved))
+    vars(engine)[WRAPS] = "module"
+    return engine, ZeroOptimizer(engine, optimizer, groups, resolved)
+
+
+def _frozen(ctx: DistContext, model: nn.Module, resolved: Resolved) -> nn.Module:
+    """Return a model without an optimizer: sharded at stage 3, else whole on the device."""
+    if resolved.settings["zero_optimization"]["stage"] < 3:
+        return model.to(ctx.device)
+    _check_values(model)
+    engine, _, _, _ = connected().initialize(model=model, config=_settings(ctx, resolved))
+    vars(engine)[WRAPS] = "module"
+    return engine
+
+
+def _check_values(model: nn.Module) -> None:
+    empty = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if empty is not None:
+        raise PrepareError(
+            "DeepSpeed cannot shard a model on the meta device",
+            expected="a model with values, or one that is sharded as it is built",
+            got=f"{empty} on meta",
+            where="prepare",
+            fix="Build it by accel.engines.deepspeed.build_sharded(ctx, make).",
+        )
+
+
+def _settings(ctx: DistContext, resolved: Resolved) -> dict[str, Any]:
+    """Return the settings with a window of one backward, as the loop says where windows end."""
+    settings = resolved.settings
+    settings["gradient_accumulation_steps"] = 1
+    settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] * ctx.world_size
+    settings["gradient_clipping"] = 0.0
+    settings.setdefault("steps_per_print", 2**62)
+    if settings.get("bf16", {}).get("enabled"):
+        settings["bf16"]["check_grad_overflow"] = True
+    return settings
+
+
+@contextlib.contextmanager
+def _hold(ctx: DistContext, models: Sequence[nn.Module], exchanges: bool) -> Generator[None]:
+    for each in models:
+        if WRAPS in vars(each):
+            cast(Any, each).set_gradient_accumulation_boundary(exchanges)
+    yield
+
+
+def _backward(ctx: DistContext, loss: torch.Tensor, retain_graph: bool) -> None:
+    torch.autograd.backward(loss, retain_graph=retain_graph)  # hooks of DeepSpeed's reduce what there is to reduce
+
+
+def _step(ctx: DistContext, optimizers: Sequence[Optimizer], request: StepRequest) -> StepOutcome:
+    handles = _handles(optimizers)
+    _check_request(handles, request)
+    scale = 1.0 / float(request.factor)
+    norms: list[torch.Tensor] = []
+    finite = True
+    for handle, longest in zip(handles, request.max_norms, strict=True):
+        handle.resolved.check_step(max_norm=longest, accumulation=handle.resolved.accumulation or 1)
+        zero = handle.zero
+        zero.loss_scale, zero.clip_grad = scale, longest or 0.0  # its own pass divides and clips
+        handle.engine.set_gradient_accumulation_boundary(True)
+        try:
+            handle.engine.step()
+        finally:
+            zero.loss_scale, zero.clip_grad = 1.0, 0.0
+        if zero.overflow:
+            finite = False
+        elif (norm := handle.engine.get_global_grad_norm()) is not None:
+            norms.append(torch.as_tensor(norm, dtype=torch.float32))
+    joint = torch.stack(norms).square().sum().sqrt() if len(norms) == len(handles) else None
+    return StepOutcome(stepped=finite, finite=finite, grad_norm=joint)
+
+
+def _check_request(handles: Sequence[ZeroOptimizer], request: StepRequest) -> None:
+    problem = ""
+    if request.max_value is not None:
+        problem = "max_value= clips elements"
+    elif request.norm_type != 2 and any(each is not None for each in request.max_norms):
+        problem = f"norm_type={request.norm_type:g} is no 2-norm"
+    elif len(handles) > 1 and (request.joint or request.check_finite) and any(request.max_norms):
+        problem = "max_norm= clips several models by one norm"
+    if problem:
+        raise ConfigError(
+            f"{problem}, which DeepSpeed's engine cannot",
+            expected="max_norm= of one optimizer, by the 2-norm",
+            where="optimizer_step, strategy='deepspeed'",
+            fix="Step each optimizer in a call of its own, with max_norm=.",
+        )
+
+
+def _clear(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
+    for handle in _handles(optimizers):
+        forget_gradients(handle.zero)
+
+
+def _handles(optimizers: Sequence[Optimizer]) -> list[ZeroOptimizer]:
+    found = [each for each in optimizers if isinstance(each, ZeroOptimizer)]
+    if len(found) < len(optimizers):
+        raise PrepareError(
+            "an optimizer that DeepSpeed does not know",
+            expected="the one that prepare returned",
+            got=type(optimizers[0]).__name__,
+            where="optimizer_step",
+            fix="model, optimizer = accel.prepare(ctx, model, optimizer)",
+        )
+    return found
+
+
+def _refuse_clip(ctx: DistContext, parameters: Sequence[torch.Tensor], *options: Any) -> Any:
+    raise ConfigError(
+        "gradients under DeepSpeed cannot be clipped apart from the step",
+        where="strategy='deepspeed'",
+        fix="Pass max_norm= to accel.optimizer_step.",
+    )

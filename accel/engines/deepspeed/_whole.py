@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that DeepSpeed shares out, as whole tensors by name, and back: the same checkpoint at any stage, and by ddp."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.context import DistContext
+from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
+from accel.engines.deepspeed._package import flat_parameters, forget_gradients, link_state, package
+from accel.parallel import WRAPS
+
+_MASTER = torch.float32
+
+
+class Whole(NamedTuple):
+    """A model with whole fp32 weights on the CPU, its optimizer, and their parameters by the live ones."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    of: dict[int, nn.Parameter]
+
+
+def whole_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, object]:
+    """Return items with each of DeepSpeed's objects replaced by a whole one. A collective for each tensor.
+
+    Each rank gets all weights and all optimizer state in memory of the CPU.
+    """
+    handles = {id(each.engine): each for each in items.values() if isinstance(each, ZeroOptimizer)}
+    made: dict[int, Whole] = {}
+    found = dict(items)
+    for name, each in items.items():
+        engine = each.engine if isinstance(each, ZeroOptimizer) else each
+        if not isinstance(engine, nn.Module) or WRAPS not in vars(engine):
+            continue
+        if id(engine) not in made:
+            made[id(engine)] = _whole(engine, handles.get(id(engine)))
+        found[name] = made[id(engine)].optimizer if isinstance(each, ZeroOptimizer) else made[id(engine)].model
+    return found
+
+
+def loaded(ctx: DistContext, items: Mapping[str, object], made: Mapping[str, object]) -> None:
+    """Give DeepSpeed's objects the state that was loaded into the whole ones. A collective for each tensor.
+
+    Args:
+        ctx: the context.
+        items: the caller's items.
+        made: the result of `whole_items`, loaded.
+    """
+    for name, each in items.items():
+        whole = made.get(name)
+        if isinstance(each, ZeroOptimizer):
+            _give_optimizer(each, cast(Optimizer, whole))
+        elif isinstance(each, nn.Module) and WRAPS in vars(each) and isinstance(whole, nn.Module):
+            _give_model(cast(Any, each), whole)
+
+
+def _whole(engine: Any, handle: ZeroOptimizer | None) -> Whole:
+    live = _tensors(engine.module)
+    root = nn.Module()
+    of: dict[int, Any] = {}
+    for name, tensor in live.items():
+        if id(tensor) not in of:
+            value = _value(engine, tensor)
+            of[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        _put(root, name, of[id(tensor)])
+    optimizer = None if handle is None else _whole_optimizer(handle, of)
+    return Whole(root, optimizer, of)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module's state, with their live objects."""
+    return {name: each for name, each in module.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+
+
+def _put(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor into a tree of plain modules at its path."""
+    *path, last = name.split(".")
+    for step in path:
+        inner = getattr(root, step, None)
+        if inner is None:
+            inner = nn.Module()
+            root.add_module(step, inner)
+        root = inner
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(last, tensor)
+    else:
+        root.register_buffer(last, tensor)
+
+
+def _value(engine: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, whole, on the CPU; of a trained parameter the fp32 one."""
+    if isinstance(tensor, nn.Parameter):
+        if tensor.requires_grad and engine.optimizer is not None and hasattr(engine.optimizer, "loss_scale"):
+            return package().utils.safe_get_full_fp32_param(tensor).detach().to("cpu", _MASTER, copy=True)
+        with package().zero.GatheredParameters([tensor]):
+            return tensor.detach().to("cpu", copy=True)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _whole_optimizer(handle: ZeroOptimizer, of: Mapping[int, nn.Parameter]) -> Optimizer:
+    passed = handle.passed
+    whole = copy.copy(passed)
+    whole.state = defaultdict(dict)
+    whole.param_groups = [
+        {**group, "params": [of[id(each)] for each in params]}
+        for group, params in zip(passed.param_groups, handle.groups, strict=True)
+    ]
+    flat = [each for each in flat_parameters(handle.zero) if passed.state.get(each)]
+    if not flat:
+        return whole
+    first = passed.state[flat[0]]
+    shared = {key: copy.deepcopy(value) for key, value in first.items() if not _is_spread(value, flat[0])}
+    spread = [key for key, value in first.items() if _is_spread(value, flat[0])]
+    for params in handle.groups:
+        for each in params:
+            state = copy.deepcopy(shared)
+            for key in spread:
+                value = package().utils.safe_get_full_optimizer_state(each, key)
+                state[key] = value.detach().to("cpu", copy=True)
+            whole.state[of[id(each)]] = state
+    return whole
+
+
+def _is_spread(value: object, flat: torch.Tensor) -> bool:
+    """Return whether a state of the inner optimizer has an element for each weight."""
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape and value.dim() > 0
+
+
+def _give_model(engine: Any, whole: nn.Module) -> None:
+    stored = _tensors(whole)
+    gathered = package().zero.GatheredParameters
+    with torch.no_grad():
+        for name, tensor in _tensors(engine.module).items():
+            value = stored[name].detach()
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(value)
+                continue
+            if tensor.requires_grad and engine.optimizer is not None and hasattr(engine.optimizer, "loss_scale"):
+                _give(engine, tensor, value, None)
+            with gathered([tensor], modifier_rank=0):
+                tensor.data.copy_(value)
+
+
+def _give_optimizer(handle: ZeroOptimizer, whole: Optimizer) -> None:
+    passed = handle.passed
+    for group, other in zip(passed.param_groups, whole.param_groups, strict=True):
+        group.update({key: value for key, value in other.items() if key != "params"})
+    forget_gradients(handle.zero)
+    flat = flat_parameters(handle.zero)
+    held = [state for params in whole.param_groups for each in params["params"] if (state := whole.state.get(each))]
+    if not held:
+        passed.state.clear()
+        return
+    first_parameter = next(each for group in whole.param_groups for each in group["params"] if whole.state.get(each))
+    first = whole.state[first_parameter]
+    spread = [key for key, value in first.items() if _is_spread(value, first_parameter)]
+    for each in flat:
+        old = cast(dict[str, Any], passed.state.get(each) or {})
+        shared = {key: copy.deepcopy(value) for key, value in first.items() if key not in spread}
+        passed.state[each] = {key: old[key] if key in old else torch.zeros_like(each) for key in spread} | shared
+    link_state(handle.zero)
+    pairs = zip(handle.groups, whole.param_groups, strict=True)
+    for params, group in pairs:
+        for each, other in zip(params, group["params"], strict=True):
+            for key in spread:
+                _give(handle.engine, each, whole.state[other][key], key)
+
+
+def _give(engine: Any, parameter: Any, value: torch.Tensor, key: str | None) -> None:
+    """Give DeepSpeed's fp32 copy of a parameter a value, or a state of its optimizer. No communication."""
+    utils = package().utils
+    flat = value.detach().to(torch.device(engine.device), _MASTER)
+    part: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        if key is None:
+            utils.safe_set_full_fp32_param(parameter, flat)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, flat, key)
+        return
+    # at stage 3 ranks hold equal parts, the last one padded, which DeepSpeed's call for whole values does not cut
+    ranks = int(engine.dp_world_size)
+    flat = nn.functional.pad(flat.flatten(), (0, ranks * part.numel() - flat.numel()))
+    own = flat.chunk(ranks)[torch.distributed.get_rank()]
+    if key is None:
+        utils.safe_set_local_fp32_param(parameter, own)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, own, key)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed trains as ddp does at every stage, and they load each other's checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import patience, same_path
+from safetensors.torch import load_file
+from torch import nn
+
+import accel
+from accel.engines.deepspeed._package import PRIVATE
+from accel.testing import simulate
+
+HELPER = Path(__file__).parent.parent / "helpers" / "deepspeed_runs.py"
+CLOSE = 1e-6  # of fp32, relative to the largest weight
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Findings of two processes, and the folder of their checkpoints."""
+    pytest.importorskip("deepspeed")
+    out = tmp_path_factory.mktemp("deepspeed")
+    command = [sys.executable, "-m", "accel.cli", "launch", "--device", "cpu", "--nproc-per-node", "2", str(HELPER)]
+    ended = subprocess.run(
+        [*command, str(out)], env=same_path(), capture_output=True, text=True, timeout=patience(180), check=False
+    )
+    lines = [line for line in ended.stdout.splitlines() if "found:" in line]
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return json.loads(lines[0].partition("found:")[2]), out
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.multiprocess
+class TestRun:
+    """One launch, of which each test looks at a part."""
+
+    def test_every_stage_trains_as_ddp_over_ragged_windows(self, run: Any) -> None:
+        for kind in ("zero1", "zero2", "zero3"):
+            assert run[0][kind]["weights"] < CLOSE
+            assert run[0][kind]["norms"] < CLOSE
+            assert run[0][kind]["rate"] == 0
+
+    def test_checkpoints_are_loaded_at_every_stage_and_by_ddp(self, run: Any) -> None:
+        distances = {name: value for name, value in run[0].items() if " to " in name}
+        assert len(distances) == 12
+        assert max(distances.values()) < CLOSE
+
+    def test_saved_models_are_whole(self, run: Any) -> None:
+        models = [load_file(run[1] / f"zero{stage}-model" / "model.safetensors") for stage in (1, 2, 3)]
+        assert models[0].keys() == models[1].keys() == models[2].keys()
+        for name, tensor in models[0].items():
+            for other in models[1:]:
+                torch.testing.assert_close(tensor, other[name])
+
+    def test_frozen_models_and_models_built_in_shards_compute_what_plain_ones_do(self, run: Any) -> None:
+        found = run[0]
+        assert found["teacher"] < CLOSE
+        assert found["built"] < CLOSE
+        assert found["held"] == 0
+        assert found["whole"] == [8, 4]
+
+    def test_bf16_stays_near_and_gradients_that_are_not_finite_change_nothing(self, run: Any) -> None:
+        found = run[0]
+        assert found["bf16"] < 0.05
+        assert found["refused"] == "NonFiniteError"
+        assert found["kept"] == 0
+        assert found["after"] < CLOSE
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_used_beside_documented_calls_is_there() -> None:
+    pytest.importorskip("deepspeed")
+    for path, names in PRIVATE.items():
+        module, _, name = path.rpartition(".")
+        source = Path(str(importlib.import_module(module).__file__)).read_text()
+        assert f"class {name}" in source
+        assert not [each for each in names if each not in source]
+
+
+def _prepared(ctx: accel.DistContext, *objects: Any, **settings: Any) -> Any:
+    return accel.prepare(accel.replace(ctx, **{"strategy": "deepspeed", **settings}), *objects)
+
+
+def test_what_deepspeed_cannot_is_refused_before_it_is_needed() -> None:
+    def refused(ctx: accel.DistContext) -> None:
+        net = nn.Linear(2, 2)
+        adam = torch.optim.AdamW(net.parameters())
+        with pytest.raises(accel.ConfigError, match="data-parallel ranks alone"):
+            _prepared(ctx, net, adam, mesh="tp=2")
+        with pytest.raises(accel.PrepareError, match="a model and its optimizer together"):
+            _prepared(ctx, adam)
+        with pytest.raises(accel.ConfigError, match=r"stage 0 shares nothing out.*strategy='ddp'"):
+            _prepared(ctx, net, adam, deepspeed=accel.DeepSpeed(stage=0))
+        empty = accel.init_empty_weights(lambda: nn.Linear(2, 2))
+        with pytest.raises(accel.PrepareError, match=r"build_sharded\(ctx, make\)"):
+            _prepared(ctx, empty, torch.optim.AdamW(empty.parameters()))
+
+    _ = simulate(refused, 2, default_group=True)

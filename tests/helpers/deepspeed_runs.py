@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One loop that trains under ddp and under each stage of DeepSpeed, in the processes of one launch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+import accel
+
+ROWS = torch.linspace(-1, 1, 88).view(22, 4)  # batches of 4: the last is ragged, and rank 1 has fewer samples
+
+
+class Net(nn.Module):
+    """A model with a tied weight, a frozen one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.body[2].weight
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.tied(self.body(x)))) * self.scale
+
+
+def objects(ctx: accel.DistContext) -> dict[str, Any]:
+    """The items of a checkpoint, and the loader."""
+    with accel.seeded(ctx, 0):
+        net = Net()
+    optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=1e-2)
+    loader = accel.prepare_loader(ctx, DataLoader(ROWS, batch_size=4, shuffle=True), global_batch=4)
+    scheduler = StepLR(optimizer, 3, 0.5)
+    model, optimizer, scheduler, loader = accel.prepare(ctx, net, optimizer, scheduler, loader)
+    items = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return items | {"state": accel.train_state(ctx, accumulation=2), "loader": loader}
+
+
+def train(ctx: accel.DistContext, parts: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """Train to that epoch; return losses, norms and the weights."""
+    items = dict(parts)
+    loader = items.pop("loader")
+    state = items["state"]
+    norms: list[float] = []
+    losses: list[float] = []
+    while state.epoch < epochs:
+        for batch in accel.batches(ctx, loader, state):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, items["model"]):
+                with accel.autocast(ctx):
+                    loss = items["model"](batch.data).float().square().mean()
+                state = accel.backward(ctx, loss, state)
+            losses.append(loss.item())
+            if state.sync:
+                state = accel.optimizer_step(ctx, items["optimizer"], state, scheduler=items["scheduler"], max_norm=0.5)
+                norms.append(float(state.grad_norm))
+    items["state"] = state
+    weights = accel.get_state_dict(ctx, items["model"], dst=None)
+    rate = items["scheduler"].get_last_lr()[0]
+    return {"items": items, "norms": norms, "losses": losses, "weights": weights, "rate": rate}
+
+
+def settings_of(kind: str, precision: Any) -> dict[str, Any]:
+    """Settings of a session."""
+    if not kind.startswith("zero"):
+        return {"strategy": kind, "precision": precision}
+    offload = "cpu" if kind.endswith("offload") else None
+    record = accel.DeepSpeed(stage=int(kind[4]), offload_optimizer=offload)  # type: ignore[arg-type]
+    return {"strategy": "deepspeed", "deepspeed": record, "precision": precision}
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of weights, relative to the largest weight."""
+    assert one.keys() == other.keys()
+    return max(float((a.float() - other[name].float()).abs().max() / a.abs().max()) for name, a in one.items())
+
+
+def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
+    """What other models and wrong gradients do: a frozen one, one built in shards, bf16, a window given up."""
+    from accel.engines.deepspeed import build_sharded, gathered
+
+    found: dict[str, Any] = {}
+    third = accel.replace(ctx, **settings_of("zero3", "fp32"))
+    with accel.seeded(ctx, 0):
+        plain = Net()
+    with accel.seeded(ctx, 0):
+        teacher = accel.prepare(third, Net().requires_grad_(False))
+    found["teacher"] = float((teacher(ROWS) - plain(ROWS)).abs().max())
+    with accel.seeded(ctx, 0):
+        built = build_sharded(third, Net)
+    first = built.body[0].weight
+    found["held"] = first.numel()
+    with gathered(third, [first]):
+        found["whole"] = list(first.shape)
+    model, _ = accel.prepare(third, built, torch.optim.SGD(built.head.parameters(), lr=0.1))
+    found["built"] = float((model(ROWS) - plain(ROWS)).abs().max())
+
+    second = accel.replace(ctx, **settings_of("zero2", "bf16"))
+    run = train(second, objects(second), 2)
+    found["bf16"] = distance(straight["weights"], run["weights"])
+
+    parts = objects(accel.replace(ctx, **settings_of("zero2", "fp32")))
+    second = accel.replace(ctx, **settings_of("zero2", "fp32"))
+    before = accel.get_state_dict(second, parts["model"], dst=None)
+    scaler = accel.loss_scale(second)
+    accel.backward(second, parts["model"](ROWS).square().mean() * float("inf"), scaler)
+    try:
+        _ = accel.optimizer_step(second, parts["optimizer"], scaler)
+    except accel.NonFiniteError as error:
+        found["refused"] = type(error).__name__
+    found["kept"] = distance(before, accel.get_state_dict(second, parts["model"], dst=None))
+    found["after"] = distance(straight["weights"], train(second, parts, 2)["weights"])
+    return found
+
+
+def main(out: Path) -> None:
+    """Hold each stage against ddp; exchange their checkpoints. Prints a line of JSON on rank 0."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
+    found: dict[str, Any] = {}
+    with accel.session(device="cpu", strategy="ddp") as ctx:
+        straight = train(ctx, objects(ctx), 2)
+        half = train(ctx, objects(ctx), 1)
+        accel.save_state(ctx, out / "ddp", half["items"], step=1)
+        for kind in ("zero1", "zero2", "zero3"):
+            under = accel.replace(ctx, **settings_of(kind, "fp32"))
+            run = train(under, objects(under), 2)
+            found[kind] = {
+                "weights": distance(straight["weights"], run["weights"]),
+                "norms": max(abs(a / b - 1) for a, b in zip(straight["norms"], run["norms"], strict=True)),
+                "rate": run["rate"] - straight["rate"],
+            }
+            first = train(under, objects(under), 1)
+            accel.save_state(under, out / kind, first["items"], step=1)
+            accel.save_model(under, first["items"]["model"], out / f"{kind}-model")
+        for source in ("ddp", "zero1", "zero2", "zero3"):
+            for kind in ("ddp", "zero1", "zero3"):
+                under = accel.replace(ctx, **settings_of(kind, "fp32"))
+                parts = objects(under)
+                items = {name: each for name, each in parts.items() if name != "loader"}
+                state = accel.load_state(under, out / source, items)["state"]
+                run = train(under, parts | {"state": state}, 2)
+                found[f"{source} to {kind}"] = distance(straight["weights"], run["weights"])
+        found |= beside(ctx, straight)
+        if ctx.is_main_process:
+            print("found:", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -219,7 +219,7 @@ FILES = [
         {"parallelism_config.sp_seq_length"},
     ),
     (OLD_DYNAMO, LaunchConfig(nproc_per_node=1, compile=Compile(backend="eager")), set()),
-    (DEEPSPEED, LaunchConfig(nproc_per_node=2, accumulation=4), {"distributed_type", "deepspeed_config"}),
+    (DEEPSPEED, LaunchConfig(nproc_per_node=2, accumulation=4, strategy="deepspeed", deepspeed='{"stage": 2}'), set()),
     (PARALLEL, LaunchConfig(nproc_per_node=8, strategy="fsdp", mesh="dp_replicate=2,dp_shard=2,tp=2"), set()),
     (CONTEXT, LaunchConfig(nproc_per_node=2, mesh="cp=2"), set()),
     (

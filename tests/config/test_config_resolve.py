@@ -106,7 +106,12 @@ def get_choices(name: str) -> list[str]:
         ({"rdzv_endpoint": "node0"}, {}, {}, "a text such as node0:29400, got 'node0' - at --rdzv-endpoint"),
         ({"rdzv_endpoint": "node0:0"}, {}, {}, "got 'node0:0'"),
         ({"accumulation": "0"}, {}, {}, "an integer from 1 to 1000000 or auto, got '0' - at --accumulation"),
-        ({"strategy": "fdsp"}, {}, {}, "one of ddp, deepspeed, fsdp or auto, got 'fdsp' - at --strategy. Did you mean `fsdp`?"),
+        (
+            {"strategy": "fdsp"},
+            {},
+            {},
+            "one of ddp, deepspeed, fsdp or auto, got 'fdsp' - at --strategy. Did you mean `fsdp`?",
+        ),
         ({"mesh": "dp:2"}, {}, {}, "a text such as dp=2,tp=2, dp=-1,tp=8, got 'dp:2' - at --mesh"),
         ({"mesh": "dp=2,dp=2"}, {}, {}, "an axis stands twice: got 'dp=2,dp=2' - at --mesh. Name dp once."),
         ({}, {"ACCEL_MESH": "stage=2"}, {}, "unknown axis of a mesh: got 'stage' in 'stage=2' - at ACCEL_MESH."),

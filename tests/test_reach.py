@@ -18,6 +18,7 @@ REASONS = {
     "config": "the reader of YAML, value by value",
     "context": "devices and sessions that a test replaces, limits that pages of docs quote",
     "data": "what goes through the wire of a dispatched batch; transfers and reads that a test counts",
+    "engines": "the list of private names of engines",
     "env": "names of hosts in Slurm's notation",
     "estimate": "the arithmetic of a plan, without a model",
     "items": "the parts of a save and a load, exchanged by a test; which files a load has read",

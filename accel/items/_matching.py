@@ -63,7 +63,7 @@ class Matching:
         loads: the items to load, in order of names; folders last, as what they load is not undone.
         rows: position of the rows of ranks that this rank reads.
         streams: this rank's random streams, once read.
-        whole: what an engine's items are loaded through, by name.
+        whole: items through which an engine's are loaded, by name.
     """
 
     source: CheckpointSource

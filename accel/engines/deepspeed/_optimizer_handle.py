@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `prepare` returns for an optimizer: its options, and the engine that steps it."""
+"""The handle of an optimizer that `prepare` returns: its options, and the engine that steps it."""
 
 from __future__ import annotations
 

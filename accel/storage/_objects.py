@@ -89,7 +89,7 @@ def remote_errors(place: RemotePath) -> Generator[None]:
         raise CheckpointError(
             "missing" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}",
             where=str(place),
-            fix="See whether the store can be reached and written to; older checkpoints are untouched.",
+            fix="See whether the store can be reached, and whether its credentials allow this.",
         ) from error
 
 

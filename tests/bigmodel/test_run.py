@@ -204,6 +204,23 @@ def test_copies_are_refused_with_the_way_out(dispatch: Dispatch, copied: str) ->
         copy.deepcopy(run.model) if copied == "deepcopy" else torch.save(run.model.state_dict(), io.BytesIO())
 
 
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}], ids=str)
+def test_a_state_dict_for_absent_weights_is_refused_before_any_is_loaded(
+    dispatch: Dispatch, options: dict[str, bool]
+) -> None:
+    run = dispatch()
+    other = make_net(1).state_dict()
+    with pytest.raises(accel.StreamError, match=r"load_state_dict, .*blocks\.0.*run\.close\(\)"):
+        run.model.load_state_dict(other, **options)
+    with torch.no_grad():
+        assert torch.equal(run.model(token_ids()), expected())
+    run.close()
+    if run.device_map.home["blocks.0"] == "cpu":
+        run.model.load_state_dict(other)
+        with torch.no_grad():
+            assert torch.equal(run.model(token_ids()), expected(1))
+
+
 def test_changes_in_place_are_refused(dispatch: Dispatch) -> None:
     run = dispatch()
     with torch.no_grad(), pytest.raises(accel.StreamError, match="in place"):

@@ -134,6 +134,31 @@ def absent_parameter(like: torch.Tensor, origin: Origin, device: torch.device) -
     return nn.Parameter(absent, requires_grad=like.requires_grad)
 
 
+def refuse_load(module: nn.Module, state_dict: Mapping[str, object], prefix: str, *_: object) -> None:
+    """Refuse a state dict that has values for absent weights; a hook of torch's, called before `load_state_dict`.
+
+    Args:
+        module: the dispatched module.
+        state_dict: the values to load, by name.
+        prefix: the module's path in the state dict, with a dot at its end.
+
+    Raises:
+        StreamError: the state dict has values for absent weights; nothing of this module is loaded.
+    """
+    absent = [
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if isinstance(tensor, AbsentTensor) and f"{prefix}{name}" in state_dict
+    ]
+    if absent:
+        raise StreamError(
+            "weights that are not in memory cannot be loaded into",
+            got=f"values for {len(absent)} of them",
+            where=f"load_state_dict, {prefix}{absent[0]}",
+            fix="Load before dispatch_model or after run.close(), or give the values as dispatch_model(source=...).",
+        )
+
+
 def _view(func: Any, absent: AbsentTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbsentTensor:
     """Return the view that an operator makes, absent; shape and strides are found without memory."""
     if func is torch.ops.aten.detach.default:  # as for each Parameter: all of it, in its own shape

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from accel.bigmodel._devices import check_map, device_of
 from accel.bigmodel._source import WeightSource
 from accel.bigmodel.load import open_weights
 from accel.bigmodel.plan import DeviceMap
+from accel.bigmodel.run._absent import refuse_load
 from accel.bigmodel.run._crossings import move_inputs
 from accel.bigmodel.run._dispatched import Dispatched
 from accel.bigmodel.run._install import Streaming, put_blocks, put_mapped, put_table, settle
@@ -99,5 +100,6 @@ def _dispatch(
         }
         streaming = Streaming(segments, supplies, fetches, memory, devices[runs], prefetch)
         blocks |= put_blocks(model, streaming, opened)
+    opened.callback(cast(Any, model).register_load_state_dict_pre_hook(refuse_load).remove)
     move_inputs(model, device_map, opened)
     return Dispatched(model, device_map, blocks, fetches, opened.pop_all())

@@ -8,7 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections import UserDict
+from collections import deque
 
 import pytest
 import torch
@@ -187,19 +187,19 @@ def test_what_cannot_be_handed_over(ranks, leaf, said):
 def test_a_container_that_cannot_be_taken_apart(ranks, mode):
     def make(ctx):
         odd = mode == "dispatch" or ctx.rank == 2
-        return make_loader(ctx, Stream(9), mode, 2, collate_fn=lambda _: {"x": UserDict() if odd else 1})
+        return make_loader(ctx, Stream(9), mode, 2, collate_fn=lambda _: {"x": deque() if odd else 1})
 
-    _everywhere(ranks, make, TreeError, r"rank \d: .*cannot be taken apart.*got UserDict.*\$\.x")
+    _everywhere(ranks, make, TreeError, r"rank \d: .*cannot be taken apart.*got deque.*\$\.x")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_container_that_cannot_be_taken_apart_in_a_later_batch(ranks, mode, workers):
     def collate(samples):
-        return UserDict() if samples[0][0] >= 6 else torch.tensor(samples)
+        return deque() if samples[0][0] >= 6 else torch.tensor(samples)
 
     make = lambda ctx: make_loader(ctx, Stream(40), mode, 2, collate_fn=collate, num_workers=workers)  # noqa: E731
-    _everywhere(ranks, make, TreeError, r"cannot be taken apart.*got UserDict", steps=1)
+    _everywhere(ranks, make, TreeError, r"cannot be taken apart.*got deque", steps=1)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "own"])

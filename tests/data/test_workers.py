@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections import UserDict
+from collections import deque
 
 import numpy
 import pytest
@@ -240,8 +240,8 @@ def test_what_fails_while_reading_is_a_data_error_that_says_where(how, workers, 
 
 def test_a_container_that_cannot_be_taken_apart_is_refused_at_the_first_batch():
     ctx = accel.single()
-    raw = DataLoader(range(4), collate_fn=lambda samples: {"inputs": UserDict(ids=torch.tensor(samples))})
-    with pytest.raises(accel.TreeError, match=r"got UserDict - at \$\.inputs"):
+    raw = DataLoader(range(4), collate_fn=lambda samples: {"inputs": deque([torch.tensor(samples)])})
+    with pytest.raises(accel.TreeError, match=r"got deque - at \$\.inputs"):
         next(accel.batches(ctx, accel.prepare_loader(ctx, raw), Cursor()))
 
 

@@ -25,6 +25,7 @@ print("err of", os.environ["RANK"], file=sys.stderr, flush=True)
 
 def test_every_field_is_a_flag_and_every_flag_a_field() -> None:
     own = {"--help", "--config", "--module", "--no-python", "--dry-run", "--slurm"}
+    own |= {"--hostfile", "--include", "--exclude", "--shell", "--export"}
     shorthands = {field.shorthand[0] for field in FIELDS if field.shorthand}
     flags = {flag for action in parser()._actions for flag in action.option_strings if flag.startswith("--")}
     assert flags - own - shorthands == {field.flag for field in FIELDS}

@@ -58,6 +58,9 @@ CALLS: dict[str, Callable[[accel.DistContext], Any]] = {
     "gather_object": lambda ctx: accel.gather_object(ctx, {"rank": ctx.rank}),
     "gather_object, large": lambda ctx: accel.gather_object(ctx, "x" * LARGE, dst=0),
     "broadcast_object_list": lambda ctx: accel.broadcast_object_list(ctx, [ctx.rank, {"a": (1, None)}], src=1),
+    "broadcast_from_holder": lambda ctx: accel.broadcast_from_holder(
+        ctx, {"x": torch.ones(3)} if ctx.rank == 1 else None
+    ),
     "broadcast_object_list, large": lambda ctx: accel.broadcast_object_list(ctx, ["x" * LARGE]),
     "any_rank": lambda ctx: accel.any_rank(ctx, ctx.rank == 2),
     "wait_for_everyone": accel.wait_for_everyone,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from replica_groups import Dealt, parse, train
 
 DIES_AFTER = 5  # steps of two groups, after which group b ends itself in the middle of the next
-WAITS_FOR = {5: "b", 40: "c"}  # steps after which group a waits until another is about to join
-ALONE_S = 0.4  # pause of group a after a step alone, in which another group can join
+JOINS_AFTER = {5: "b", 25: "c"}  # steps of group a, after which another group joins it
+
+
+def waiting(lighthouse: str) -> int:
+    """Return the number of groups that wait at the lighthouse for a step, by its page of status."""
+    with urllib.request.urlopen(f"{lighthouse}/status", timeout=10) as page:
+        found = re.search(r"(\d+)/\d+ participants healthy", page.read().decode())
+    assert found, "the lighthouse's page of status has changed"
+    return int(found[1])
 
 
 def main(ledger: Path) -> None:
@@ -29,6 +38,7 @@ def main(ledger: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
     together: list[int] = []
+    awaited: list[str] = []
 
     def watch(event: Dealt | torchft.StepReport) -> None:
         if isinstance(event, Dealt):
@@ -39,17 +49,29 @@ def main(ledger: Path) -> None:
             return
         facts = {name: getattr(event, name) for name in ("step", "committed", "groups", "healed", "weight", "seconds")}
         note(**facts, reason=event.reason, at=time.time())
-        awaited = WAITS_FOR.get(event.step) if ledger.name == "a" else None
-        time.sleep(ALONE_S if awaited or (ledger.name == "a" and event.groups == 1 and event.step > 5) else 0.0)
-        while awaited and not ledger.with_name(awaited).exists():
-            time.sleep(0.05)
+        if ledger.name == "a" and event.committed and event.step in JOINS_AFTER:
+            awaited.append(JOINS_AFTER[event.step])
+
+    def meet(lighthouse: str) -> None:
+        """Wait so that another group is in the very next step of group a, however slow the machine is.
+
+        A lighthouse lets a group that is alone go on at once. So the other one waits until group a has come to the
+        step, and group a waits until the other one waits at the lighthouse.
+        """
+        while ledger.name != "a" and not ledger.with_name(f"join-{ledger.name}").exists():
+            time.sleep(0.02)
+        while awaited:
+            ledger.with_name(f"join-{awaited[0]}").touch()
+            if waiting(lighthouse):
+                awaited.clear()
+            time.sleep(0.02)
 
     with accel.session() as ctx:
         flags = parse(sys.argv[2:])
         begin_step = torchft.begin_step
 
         def announce(*args: Any) -> torchft.Turn:
-            ledger.touch()  # this group is about to join
+            meet(flags.lighthouse)
             return begin_step(*args)
 
         torchft.begin_step = announce

@@ -46,7 +46,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("default")
 def test_a_killed_group_costs_a_step_and_no_sample(tmp_path: Path) -> None:
-    with torchft.lighthouse(join_timeout_s=20, heartbeat_timeout_s=2) as address:
+    with torchft.lighthouse(join_timeout_s=60, heartbeat_timeout_s=4) as address:
         first = start(tmp_path, address, "a", "a")
         second = start(tmp_path, address, "b", "b")
         third = None
@@ -75,7 +75,8 @@ def check_ledgers(folder: Path, died: float) -> None:
     assert all(line["reason"] for line in lost)
     healed = next(line for line in c if line.get("healed"))
     assert healed["committed"]
-    assert {line["groups"] for line in reports} == {1, 2}
+    together = [line["step"] for line in reports if line["groups"] == 2]
+    assert together == [*range(6, 12), *range(26, STEPS)]  # b is in six steps, the last of which is given up; then c
 
     counted = {line["step"]: line for line in reports if line["committed"]}
     assert sorted(counted) == list(range(STEPS))

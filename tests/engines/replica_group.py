@@ -55,11 +55,9 @@ def main(ledger: Path) -> None:
     def meet(lighthouse: str) -> None:
         """Wait so that another group is in the very next step of group a, however slow the machine is.
 
-        A lighthouse lets a group that is alone go on at once. So the other one waits until group a has come to the
-        step, and group a waits until the other one waits at the lighthouse.
+        A lighthouse lets a group that is alone go on at once, unless another one is alive. So the other one begins its
+        life once group a has come to the step, and group a waits until the other one waits at the lighthouse.
         """
-        while ledger.name != "a" and not ledger.with_name(f"join-{ledger.name}").exists():
-            time.sleep(0.02)
         while awaited:
             ledger.with_name(f"join-{awaited[0]}").touch()
             if waiting(lighthouse):
@@ -69,6 +67,8 @@ def main(ledger: Path) -> None:
     with accel.session() as ctx:
         flags = parse(sys.argv[2:])
         begin_step = torchft.begin_step
+        while ledger.name != "a" and not ledger.with_name(f"join-{ledger.name}").exists():
+            time.sleep(0.02)
 
         def announce(*args: Any) -> torchft.Turn:
             meet(flags.lighthouse)

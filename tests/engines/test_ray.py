@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services import tried_again
 
 import accel
 from accel.config import LaunchConfig
@@ -45,6 +46,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.filterwarnings("default")
+@tried_again
 def test_ranks_on_a_cluster(cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trained = on_ray.launch(ray_functions.train, (8,), nproc=2, config=CONFIG)
     assert [rank for rank, _, _ in trained] == [0, 1]
@@ -66,6 +68,7 @@ def test_ranks_on_a_cluster(cluster: Any, tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.filterwarnings("default")
+@tried_again
 def test_a_stop_request_reaches_all_ranks_at_one_step(cluster: Any, tmp_path: Path) -> None:
     def ask() -> None:
         while len(list(tmp_path.glob("begun-*"))) < 2:

@@ -128,13 +128,19 @@ class Matching:
         if self.whole:
             engine_loaded(self.source.ctx, self.passed, self.whole)
         apply_rng(self.source.ctx, self.source.saved, self.streams)
-        drop_gradients(self.passed.values())  # of a window that ends here
+        own = self._replaced()
+        ended = (item for name, item in self.passed.items() if name not in own or isinstance(item, nn.Module))
+        drop_gradients(ended)  # of a window that ends here; those of an engine's optimizers are gone by now
 
     def results(self) -> dict[str, object]:
         """Return every item by name: live objects, and new records and values."""
-        own = {name for name, item in self.whole.items() if item is not self.passed.get(name)}
+        own = self._replaced()
         made = {load.name: load.result for load in self.loads if load.name not in own}
         return {name: self.passed[name] for name in sorted(self.passed)} | made
+
+    def _replaced(self) -> set[str]:
+        """Return the names of items that an engine loads through others."""
+        return {name for name, item in self.whole.items() if item is not self.passed.get(name)}
 
 
 def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], options: LoadOptions) -> Matching:

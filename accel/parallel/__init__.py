@@ -16,6 +16,7 @@ from accel.parallel._engines import (
     engine_of as engine_of,
     whole_model as whole_model,
 )
+from accel.parallel._held import HELD as HELD
 from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
 from accel.parallel._labels import (
     check_exchanged as check_exchanged,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accel.parallel._held import held_by
 from accel.parallel._unsharded import drop_unsharded, shards_of
 from accel.parallel._unwrap import stage_modules
 from accel.tensors import integers, local_part
@@ -23,11 +24,14 @@ def clear_gradients(*models: nn.Module) -> None:
     """Drop all gradients of models, such as those of a window that is given up. No communication.
 
     It reaches what `optimizer.zero_grad()` leaves: parameters that no optimizer has, and under `fsdp` the gradients of
-    micro-batches whose exchange has not come yet.
+    micro-batches whose exchange has not come yet. Of an engine's model it reaches what the engine holds.
 
     Args:
         models: plain or from `prepare_model`. The `.grad` of their parameters becomes None.
     """
+    for each in models:
+        if (held := held_by(each)) is not None:
+            held.clear()
     parameters, sharded = _tables(models)
     for module in sharded:
         parameters += drop_unsharded(module)
@@ -49,6 +53,10 @@ def note_gradients(models: Iterable[nn.Module]) -> None:
     Args:
         models: that a window begins with.
     """
+    models = tuple(models)
+    for each in models:
+        if (held := held_by(each)) is not None:
+            held.note()
     parameters, sharded = _tables(models)
     noted = [each for each in parameters if each is not None and (each.grad is not None or hasattr(each, _FOUND))]
     shards = [each for module in sharded for each in shards_of(module)]

@@ -178,6 +178,7 @@ def optimizer_step(
         norm_type=norm_type,
         max_value=max_value,
         check_finite=nonfinite != "ignore" or scaler.dynamic,
+        accumulation=None if accum is None else accum.steps,
     )
     engine = engine_of(ctx)
     if engine is None:

@@ -74,7 +74,8 @@ class TestRun:
         assert found["bf16"] < 0.05
         assert found["refused"] == "NonFiniteError"
         assert found["kept"] == 0
-        assert found["after"] < CLOSE
+        assert found["after"] < CLOSE  # behind a window that was given up
+        assert found["leftover"] == "StepError"
 
 
 @pytest.mark.engine
@@ -103,6 +104,8 @@ def test_what_deepspeed_cannot_is_refused_before_it_is_needed() -> None:
             _prepared(ctx, adam)
         with pytest.raises(accel.ConfigError, match=r"stage 0 shares nothing out.*strategy='ddp'"):
             _prepared(ctx, net, adam, deepspeed=accel.DeepSpeed(stage=0))
+        with pytest.raises(accel.ConfigError, match="no fp16 on a CPU"):
+            _prepared(ctx, net, adam, precision="fp16")
         empty = accel.init_empty_weights(lambda: nn.Linear(2, 2))
         with pytest.raises(accel.PrepareError, match=r"build_sharded\(ctx, make\)"):
             _prepared(ctx, empty, torch.optim.AdamW(empty.parameters()))

@@ -121,7 +121,15 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
     except accel.NonFiniteError as error:
         found["refused"] = type(error).__name__
     found["kept"] = distance(before, accel.get_state_dict(second, parts["model"], dst=None))
+    accel.clear_gradients(parts["model"])
+    accel.backward(second, parts["model"](ROWS).square().sum(), scaler)  # of a window that is given up
+    parts["state"] = accel.discard(parts["state"], parts["model"])
     found["after"] = distance(straight["weights"], train(second, parts, 2)["weights"])
+    accel.backward(second, parts["model"](ROWS).square().sum(), scaler)
+    try:
+        _ = train(second, parts | {"state": accel.train_state(second, accumulation=2)}, 1)
+    except accel.StepError as error:
+        found["leftover"] = type(error).__name__
     return found
 
 

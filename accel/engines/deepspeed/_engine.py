@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from accel.context import DistContext
 from accel.engines.deepspeed._facts import config_of, read_facts
 from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
-from accel.engines.deepspeed._package import connected, forget_gradients
+from accel.engines.deepspeed._package import connected
 from accel.engines.deepspeed._resolve import resolve
 from accel.engines.deepspeed._resolved import Resolved
 from accel.engines.deepspeed._whole import loaded, whole_items
 from accel.errors import ConfigError, PrepareError
-from accel.parallel import WRAPS, Engine, StepOutcome, StepRequest
+from accel.parallel import HELD, WRAPS, Engine, StepOutcome, StepRequest
 
 _STATELESS = "model's parameters are sharded, and no optimizer of theirs was passed"
 
@@ -63,6 +63,7 @@ def _prepare(ctx: DistContext, objects: Sequence[Any]) -> Sequence[Any]:
     return [prepared.get(id(each), each) for each in objects]
 
 
+_BOUNDARY = "managed_gradient_accumulation"  # False: a window ends where `optimizer_step` says so
 _GROUPS = "Make one optimizer with several groups of parameters."
 
 
@@ -106,15 +107,29 @@ def _settled(ctx: DistContext, objects: Sequence[Any]) -> Resolved:
             where="DeepSpeed.stage",
             fix="Pass strategy='ddp', which is the same and needs no DeepSpeed.",
         )
-    return resolve(config, read_facts(ctx, objects))
+    if config.stage == 1 and config.overlap is True:
+        raise ConfigError(
+            "ZeRO stage 1 exchanges gradients within the step",
+            expected="overlap left out, or stage 2",
+            got="overlap=True",
+            where="DeepSpeed.overlap",
+            fix="Leave overlap out, or pass stage=2, whose gradients travel during backward.",
+        )
+    if ctx.device.type == "cpu" and ctx.precision.compute == "fp16":
+        raise ConfigError(
+            "DeepSpeed has no fp16 on a CPU", got=ctx.precision.name, where="precision=", fix="Pass precision='bf16'."
+        )
+    return resolve(config, read_facts(ctx, objects), imposed={_BOUNDARY: False})
 
 
 def _trained(ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved: Resolved) -> tuple[Any, Optimizer]:
     _check_values(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     engine, _, _, _ = connected().initialize(model=model, optimizer=optimizer, config=_settings(ctx, resolved))
+    handle = ZeroOptimizer(engine, optimizer, groups, resolved)
     vars(engine)[WRAPS] = "module"
-    return engine, ZeroOptimizer(engine, optimizer, groups, resolved)
+    vars(engine)[HELD] = handle.gradients
+    return engine, handle
 
 
 def _frozen(ctx: DistContext, model: nn.Module, resolved: Resolved) -> nn.Module:
@@ -153,10 +168,7 @@ def _settings(ctx: DistContext, resolved: Resolved) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _hold(ctx: DistContext, models: Sequence[nn.Module], exchanges: bool) -> Generator[None]:
-    for each in models:
-        if WRAPS in vars(each):
-            cast(Any, each).set_gradient_accumulation_boundary(exchanges)
-    yield
+    yield  # stage 1 exchanges within the step, stages 2 and 3 in every backward, which adds
 
 
 def _backward(ctx: DistContext, loss: torch.Tensor, retain_graph: bool) -> None:
@@ -166,18 +178,20 @@ def _backward(ctx: DistContext, loss: torch.Tensor, retain_graph: bool) -> None:
 def _step(ctx: DistContext, optimizers: Sequence[Optimizer], request: StepRequest) -> StepOutcome:
     handles = _handles(optimizers)
     _check_request(handles, request)
+    for handle in handles:
+        handle.gradients.refuse_found()
     scale = 1.0 / float(request.factor)
     norms: list[torch.Tensor] = []
     finite = True
     for handle, longest in zip(handles, request.max_norms, strict=True):
-        handle.resolved.check_step(max_norm=longest, accumulation=handle.resolved.accumulation or 1)
+        handle.resolved.check_step(max_norm=longest, accumulation=request.accumulation)
         zero = handle.zero
         zero.loss_scale, zero.clip_grad = scale, longest or 0.0  # its own pass divides and clips
-        handle.engine.set_gradient_accumulation_boundary(True)
         try:
             handle.engine.step()
         finally:
             zero.loss_scale, zero.clip_grad = 1.0, 0.0
+        handle.gradients.clear()
         if zero.overflow:
             finite = False
         elif (norm := handle.engine.get_global_grad_norm()) is not None:
@@ -205,7 +219,7 @@ def _check_request(handles: Sequence[ZeroOptimizer], request: StepRequest) -> No
 
 def _clear(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     for handle in _handles(optimizers):
-        forget_gradients(handle.zero)
+        handle.gradients.clear()
 
 
 def _handles(optimizers: Sequence[Optimizer]) -> list[ZeroOptimizer]:

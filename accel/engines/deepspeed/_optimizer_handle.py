@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from accel.engines.deepspeed._package import forget_gradients
+from accel.engines.deepspeed._gradients import ZeroGradients
 from accel.engines.deepspeed._resolved import Resolved
 from accel.errors import ConfigError
 
@@ -31,6 +31,7 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         super().__init__(passed.param_groups, passed.defaults)
         self.engine = engine
+        self.gradients = ZeroGradients(engine.optimizer)
         self.passed = passed
         self.groups = groups
         self.resolved = resolved
@@ -51,4 +52,4 @@ class ZeroOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window."""
-        forget_gradients(self.zero)
+        self.gradients.clear()

@@ -19,13 +19,21 @@ PRIVATE: Mapping[str, Sequence[str]] = {
         "clip_grad",
         "micro_step_id",
         "averaged_gradients",
+        "all_grad_tensors",
+        "cpu_offload",
+        "accumulated_grads_in_cpu",
+        "_offload_accumulated_param_ids",
         "single_partition_of_fp32_groups",
         "_lazy_init_hp_params_optimizer_state",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
         "loss_scale",
         "clip_grad",
+        "micro_step_id",
         "averaged_gradients",
+        "grad_partitions_flat_buffer",
+        "_epilogue_ran_this_backward",
+        "_offload_boundary_param_ids",
         "fp32_partitioned_groups_flat",
     ),
 }
@@ -89,10 +97,44 @@ def link_state(zero: Any) -> None:
         link()
 
 
+def holds_gradients(zero: Any) -> bool:
+    """Return whether a backward came since the last step, or since gradients were dropped."""
+    if _is_third(zero):
+        return zero.micro_step_id > 0 or zero._epilogue_ran_this_backward
+    return zero.micro_step_id > _BEFORE_FIRST
+
+
 def forget_gradients(zero: Any) -> None:
-    """Drop the gradients of a window, also those that are reduced already. Mutates it."""
+    """Drop the gradients of a window, also those that are reduced already. Mutates it.
+
+    Buffers become zero, so that a parameter which the next window leaves out has no gradient of this one: DeepSpeed
+    overwrites the gradients of those parameters alone that a backward reaches.
+    """
     zero.zero_grad(set_to_none=True)
-    if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2; stage 3 counts anew by itself
-        zero.micro_step_id = _BEFORE_FIRST  # what comes next overwrites, and does not add
     for key in zero.averaged_gradients:
         zero.averaged_gradients[key] = None
+    if _is_third(zero):
+        zero.grad_partitions_flat_buffer.zero_()
+        zero._offload_boundary_param_ids.clear()
+        _clear_flat(zero)
+        return
+    zero.micro_step_id = _BEFORE_FIRST  # what comes next overwrites, and does not add
+    for key in zero.all_grad_tensors:
+        zero.all_grad_tensors[key] = None
+    if zero.cpu_offload:
+        zero.reset_cpu_buffers()
+        zero._offload_accumulated_param_ids.clear()
+        for each in zero.accumulated_grads_in_cpu.values():
+            each.zero_()
+        _clear_flat(zero)
+
+
+def _is_third(zero: Any) -> bool:
+    return not hasattr(zero, "single_partition_of_fp32_groups")
+
+
+def _clear_flat(zero: Any) -> None:
+    """Set the gradients to zero that an optimizer on the CPU steps with; they stay where they are between steps."""
+    for each in flat_parameters(zero):
+        if each.grad is not None:
+            each.grad.zero_()

@@ -83,15 +83,15 @@ class Resolved(msgspec.Struct, frozen=True):
         second = max(len(value) for _, value, _ in lines)
         return "\n".join(_line(line, first, second) for line in lines)
 
-    def check_step(self, *, max_norm: float | None, accumulation: int) -> None:
+    def check_step(self, *, max_norm: float | None, accumulation: int | None) -> None:
         """Compare an optimizer step with what the configuration says.
 
         Args:
             max_norm: norm to which the step clips; None if it does not.
-            accumulation: micro-batches of the step.
+            accumulation: micro-batches of a whole window; None where the caller keeps no record of it.
 
         Raises:
-            ConfigError: the step clips otherwise, or has more micro-batches than the configuration says.
+            ConfigError: the step clips otherwise, or has other micro-batches than the configuration says.
         """
         problems: list[str] = []
         if self.clipping is not None and max_norm != self.clipping:
@@ -99,7 +99,7 @@ class Resolved(msgspec.Struct, frozen=True):
                 f"gradient_clipping: {self.clipping:g} in DeepSpeed's configuration, but max_norm={max_norm} here. "
                 f'Pass max_norm={self.clipping:g}, or write "auto".'
             )
-        if self.accumulation is not None and accumulation != self.accumulation:
+        if None not in (self.accumulation, accumulation) and accumulation != self.accumulation:
             problems.append(
                 f"gradient_accumulation_steps: {self.accumulation} in DeepSpeed's configuration, but the state has "
                 f'{accumulation}. Pass accumulation={self.accumulation} to train_state, or write "auto".'

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext
 from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
-from accel.engines.deepspeed._package import flat_parameters, forget_gradients, link_state, package
+from accel.engines.deepspeed._package import flat_parameters, link_state, package
 from accel.parallel import WRAPS
 
 _MASTER = torch.float32
@@ -153,7 +153,7 @@ def _give_optimizer(handle: ZeroOptimizer, whole: Optimizer) -> None:
     passed = handle.passed
     for group, other in zip(passed.param_groups, whole.param_groups, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
-    forget_gradients(handle.zero)
+    handle.gradients.clear()
     flat = flat_parameters(handle.zero)
     held = [state for params in whole.param_groups for each in params["params"] if (state := whole.state.get(each))]
     if not held:

@@ -16,7 +16,6 @@ from accel.parallel._engines import (
     engine_of as engine_of,
     whole_model as whole_model,
 )
-from accel.parallel._held import HELD as HELD
 from accel.parallel._join import join_uneven_inputs as join_uneven_inputs
 from accel.parallel._labels import (
     check_exchanged as check_exchanged,
@@ -53,6 +52,7 @@ from accel.parallel._sync import (
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accel.parallel._unwrap import (
+    HELD as HELD,
     WRAPS as WRAPS,
     follow_stages as follow_stages,
     is_divided as is_divided,

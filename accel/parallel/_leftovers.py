@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from accel.parallel._held import held_by
 from accel.parallel._unsharded import drop_unsharded, shards_of
-from accel.parallel._unwrap import stage_modules
+from accel.parallel._unwrap import held_by, stage_modules
 from accel.tensors import integers, local_part
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules inside a prepared model: the user's own, without wrappers, and the stages of a pipeline."""
+"""Modules inside a prepared model: the user's own, without wrappers, and stages of pipelines; what an engine holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of what it wraps
+HELD = "accel_held"  # attribute of an engine's wrapper: its `Held`
 STAGES = "accel_stages"  # attribute of a pipelined model
 _DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
+
+
+class Held(Protocol):
+    """Gradients of one model, as an engine holds them."""
+
+    def clear(self) -> None:
+        """Drop them. No communication."""
+        ...
+
+    def note(self) -> None:
+        """Note whether there are any now that a window begins; a step then refuses them. No communication."""
+        ...
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -41,6 +54,17 @@ def wrapped_name(module: nn.Module) -> str | None:
         return cast(str, name)
     compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
     return "_orig_mod" if compiled else None
+
+
+def held_by(model: nn.Module) -> Held | None:
+    """Return the gradients that an engine holds of a model, from under wrappers; None if no engine does."""
+    at: nn.Module | None = model
+    while at is not None:
+        if (held := vars(at).get(HELD)) is not None:
+            return cast(Held, held)
+        name = wrapped_name(at)
+        at = None if name is None else getattr(at, name)
+    return None
 
 
 def stage_modules(model: nn.Module) -> Sequence[nn.Module]:

@@ -14,7 +14,7 @@ from accel import xla
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, check_choice
 from accel.optim import Accumulation
-from accel.parallel import StepRequest, engine_of
+from accel.parallel import Engine, StepRequest, engine_of
 from accel.precision import LossScale
 from accel.training._call_order import ended_window
 from accel.training._idle_settings import check_settings
@@ -188,16 +188,21 @@ def optimizer_step(
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
         check_overflow(ctx, scaler, accum, optimizers)
     if not outcome.stepped:
-        if engine is None:
-            clear_here(optimizers)
-        else:
-            engine.clear(ctx, optimizers)
+        _clear(engine, ctx, optimizers)
         return _result(False, accum, scaler, None, finite=outcome.finite)
     for each in schedulers:
         each.step()
     if ctx.device.type == "xla":
         xla.end_step()
     return _result(True, accum, scaler, outcome.grad_norm, finite=True)
+
+
+def _clear(engine: Engine | None, ctx: DistContext, optimizers: list[Optimizer]) -> None:
+    """Clear the gradients of a step that is left out."""
+    if engine is None:
+        clear_here(optimizers)
+    else:
+        engine.clear(ctx, optimizers)
 
 
 def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation | None) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -26,3 +27,12 @@ def test_every_helper_is_found_by_its_own_name(pytestconfig: pytest.Config) -> N
     assert {path.parent for path in helpers()} <= set(pytestconfig.getini("pythonpath"))
     counts = Counter(path.name for path in helpers())
     assert max(counts.values()) == 1, counts
+
+
+def test_no_example_hides_a_package_of_an_extra() -> None:
+    """A script's folder comes first on `sys.path`, so `examples/ray.py` would be found in place of ray."""
+    extras = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {re.split(r"\W", line)[0] for lines in extras.values() for line in lines} | set(extras)
+    assert {"deepspeed", "megatron", "ray"} <= packages
+    examples = {path.stem for path in (TESTS.parent / "examples").glob("*.py")}
+    assert not examples & packages

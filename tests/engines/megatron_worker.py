@@ -15,7 +15,7 @@ from megatron_cpu import on_cpu
 import accel
 from accel.engines.megatron import from_megatron
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
 STEPS = 3  # of the runs that are killed, which checkpoint the first two
 SMALL = ["--batch", "8", "--save-every", "1", "--dropout", "0.1"]
 LAYOUTS = {"tp": ["--tp", "2"], "pp": ["--pp", "2"], "dp": ["--distributed-optimizer"]}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train Megatron-core's GPT on Python's manual: Megatron splits, schedules and steps, accel feeds, saves and resumes.
 
-    accel launch --nproc-per-node 2 examples/megatron.py --tp 2
-    accel launch --nproc-per-node 2 examples/megatron.py --pp 2 --out runs/gpt
-    accel launch --nproc-per-node 4 examples/megatron.py --tp 2 --distributed-optimizer --out runs/gpt
+    accel launch --nproc-per-node 2 examples/megatron_gpt.py --tp 2
+    accel launch --nproc-per-node 2 examples/megatron_gpt.py --pp 2 --out runs/gpt
+    accel launch --nproc-per-node 4 examples/megatron_gpt.py --tp 2 --distributed-optimizer --out runs/gpt
 
 Run again with the same `--out`, it goes on from the newest checkpoint, with whatever sizes.
 """

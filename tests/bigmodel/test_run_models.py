@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from streamed import Block, make_net, streamed_map, token_ids
 from torch import nn
+from torch.nn import functional
 
 from accel.bigmodel import dispatch_model
 
@@ -48,6 +52,13 @@ def t5() -> nn.Module:
     )
 
 
+def vit() -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5)
+    )
+
+
 def dispatched(model: nn.Module, slots: int = 2) -> Any:
     return dispatch_model(model, streamed_map(model, "cpu", slots))
 
@@ -71,6 +82,45 @@ def test_generation_is_that_of_the_whole_model(make: Callable[[], Any], options:
         assert not run.stats().fetches
         assert model.device == IDS.device
     assert torch.equal(model.generate(IDS, **options), expected)
+
+
+@pytest.mark.parametrize(("home", "slots"), [("cpu", 1), ("mmap", 2), ("disk", 3)])
+def test_a_vision_model_and_its_convolution_class_token_and_positions_used_alone(
+    home: str, slots: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = vit().eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    twin = copy.deepcopy(model)
+    images = {size: torch.randn(2, 3, size, size) for size in (16, 24)}  # the larger ones interpolate the positions
+
+    def used_alone(model: Any) -> torch.Tensor:
+        embeddings = model.vit.embeddings
+        conv = embeddings.patch_embeddings.projection
+        by_conv = functional.conv2d(images[16], conv.weight, conv.bias, stride=4).flatten(2).transpose(1, 2)
+        patches = functional.unfold(images[16], 4, stride=4).transpose(1, 2)
+        by_matrix = functional.linear(patches, conv.weight.flatten(1), conv.bias)
+        first = embeddings.cls_token.expand(2, -1, -1) + embeddings.position_embeddings[:, :1]
+        return torch.cat([first, by_conv, by_matrix], dim=1)
+
+    device_map = streamed_map(model, home, slots)
+    with dispatch_model(model, device_map, source=tmp_path / "model.safetensors") as run:
+        moving = {"vit.embeddings", *(f"vit.layers.{at}" for at in range(3))}
+        assert {each.name for each in run.stats().segments} == moving
+        with torch.no_grad():
+            for size, interpolate in ((16, False), (24, True), (16, True)):
+                found, expected = (
+                    each(images[size], interpolate_pos_encoding=interpolate).logits for each in (run.model, twin)
+                )
+                assert torch.equal(found, expected)
+            assert not run.stats().fetches
+            assert torch.equal(used_alone(run.model), used_alone(twin))
+        for each in (run.model, twin):
+            (each(images[16], labels=torch.tensor([1, 4])).loss + used_alone(each).square().mean()).backward()
+        named = dict(run.model.named_parameters())
+        for name, parameter in twin.named_parameters():
+            assert named[name].grad is not None, name
+            torch.testing.assert_close(named[name].grad, parameter.grad)
 
 
 def test_training_of_a_llama_gives_the_gradients_of_the_whole_model() -> None:

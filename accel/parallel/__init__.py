@@ -52,8 +52,10 @@ from accel.parallel._sync import (
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accel.parallel._unwrap import (
+    EMPTIED as EMPTIED,
     HELD as HELD,
     WRAPS as WRAPS,
+    emptied_by as emptied_by,
     follow_stages as follow_stages,
     is_divided as is_divided,
     is_pipelined as is_pipelined,

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of what it wraps
 HELD = "accel_held"  # attribute of an engine's wrapper: its `Held`
+EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
 STAGES = "accel_stages"  # attribute of a pipelined model
 _DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
 
@@ -65,6 +66,11 @@ def held_by(model: nn.Module) -> Held | None:
         name = wrapped_name(at)
         at = None if name is None else getattr(at, name)
     return None
+
+
+def emptied_by(module: nn.Module) -> str | None:
+    """Return what makes a module's parameters empty between passes; None where they have their values."""
+    return cast("str | None", vars(module).get(EMPTIED))
 
 
 def stage_modules(model: nn.Module) -> Sequence[nn.Module]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from accel.errors import ConfigError, PrepareError, check_choice
 from accel.items import clean_name, reshard
-from accel.parallel import follow_stages, is_pipelined, unwrap_model
+from accel.parallel import emptied_by, follow_stages, is_pipelined, unwrap_model
 from accel.parallel.pipeline import pipeline_of
 from accel.tensors import mesh_of, placements_of
 
@@ -47,6 +47,7 @@ class Ema(nn.Module):
 
     Raises:
         ConfigError: a decay out of range, or an unknown choice.
+        PrepareError: a model of DeepSpeed's stage 3, whose weights are empty between passes.
     """
 
     updates: torch.Tensor
@@ -63,6 +64,7 @@ class Ema(nn.Module):
         if not 0 <= decay < 1:
             raise ConfigError("not a decay", expected="0 up to but without 1", got=repr(decay), where="Ema(decay=)")
         check_choice(buffers, ("model", "average"), "unknown choice", where="Ema(buffers=)")
+        _refuse_emptied(model)
         self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"
         self.weights = nn.Module()
         for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
@@ -134,6 +136,7 @@ class Ema(nn.Module):
         return list(zip(own, live, strict=True))
 
     def _other_model(self, model: nn.Module) -> PrepareError:
+        _refuse_emptied(model)
         own = dict([*self.weights.named_parameters(), *self.weights.named_buffers()])
         live = dict(_named(model, buffers=self.averages_buffers))
         names = [*live, *own]
@@ -156,6 +159,17 @@ def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
         warmup: whether the share grows to it, by (1 + updates) / (10 + updates).
     """
     return min(decay, (1 + updates) / (10 + updates)) if warmup else decay
+
+
+def _refuse_emptied(model: nn.Module) -> None:
+    if (source := emptied_by(model)) is not None:
+        raise PrepareError(
+            "an average takes weights between passes, where these are empty",
+            expected="weights on each rank, whole or as DTensors",
+            got=f"{source}, which gathers weights for a pass",
+            where="Ema(model)",
+            fix="Take a stage below 3, or strategy='fsdp', whose shards are averaged.",
+        )
 
 
 def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import accel
 from accel import ConfigError, Ema, PrepareError
+from accel.parallel import EMPTIED
 from accel.testing import simulate
 from accel.training import ema_decay
 
@@ -108,6 +109,16 @@ def test_an_autocast_around_sees_the_average_in_the_block_and_the_weights_after_
         with ema.applied_to(model):
             within = model(torch.ones(1, 1)).item()
         assert (before, within, model(torch.ones(1, 1)).item()) == (3.0, 1.0, 3.0)
+
+
+def test_a_model_whose_weights_are_empty_between_passes_has_no_average():
+    early = Ema(model := nn.Linear(2, 2))
+    vars(model)[EMPTIED] = "stage 3"
+    with pytest.raises(PrepareError, match=r"between passes, where these are empty.*stage 3.*strategy='fsdp'"):
+        Ema(model)
+    model.weight.data = torch.empty(0)
+    with pytest.raises(PrepareError, match="stage below 3"):
+        early.update_(model)
 
 
 def test_updates_are_counted_where_reading_them_waits_for_no_device():

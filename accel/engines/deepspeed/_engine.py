@@ -20,11 +20,10 @@ from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
 from accel.engines.deepspeed._package import connected
 from accel.engines.deepspeed._resolve import resolve
 from accel.engines.deepspeed._resolved import Resolved
+from accel.engines.deepspeed._shards import mark_emptied
 from accel.engines.deepspeed._whole import loaded, whole_items
 from accel.errors import ConfigError, PrepareError
 from accel.parallel import HELD, WRAPS, Engine, StepOutcome, StepRequest
-
-_STATELESS = "model's parameters are sharded, and no optimizer of theirs was passed"
 
 
 def make(ctx: DistContext) -> Engine:
@@ -129,6 +128,8 @@ def _trained(ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved:
     handle = ZeroOptimizer(engine, optimizer, groups, resolved)
     vars(engine)[WRAPS] = "module"
     vars(engine)[HELD] = handle.gradients
+    if resolved.settings["zero_optimization"]["stage"] == 3:
+        mark_emptied(engine)
     return engine, handle
 
 
@@ -139,6 +140,7 @@ def _frozen(ctx: DistContext, model: nn.Module, resolved: Resolved) -> nn.Module
     _check_values(model)
     engine, _, _, _ = connected().initialize(model=model, config=_settings(ctx, resolved))
     vars(engine)[WRAPS] = "module"
+    mark_emptied(engine)
     return engine
 
 

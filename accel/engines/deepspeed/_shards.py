@@ -15,6 +15,7 @@ from accel.engines.deepspeed._facts import config_of, read_facts
 from accel.engines.deepspeed._package import connected
 from accel.engines.deepspeed._resolve import resolve
 from accel.errors import ConfigError
+from accel.parallel import EMPTIED
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,4 +64,12 @@ def build_sharded(ctx: DistContext, make: Callable[[], M]) -> M:
         )
     settings = resolve(config, read_facts(ctx, ())).settings
     with connected().zero.Init(config_dict_or_path=settings):
-        return make()
+        model = make()
+    mark_emptied(model)
+    return model
+
+
+def mark_emptied(model: nn.Module) -> None:
+    """Note on a model and its modules that their parameters are empty between passes. Mutates them."""
+    for each in model.modules():
+        vars(each)[EMPTIED] = "DeepSpeed's stage 3"

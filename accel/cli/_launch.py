@@ -21,6 +21,7 @@ from accel.launching import (
     check_endpoint,
     check_target,
     choose_hosts,
+    describe_cores,
     exported,
     host_commands,
     on_pod,
@@ -157,12 +158,13 @@ def describe_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
         plan: plan of the launch.
         environ: the environment that the shell already has.
     """
-    text: list[str] = []
+    text = [f"# not bound to cores: {plan.unbound}\n"] if plan.unbound else []
     for process in plan.processes:
         unset = [f"-u {name}" for name in environ if name not in process.environ]
         changed = [
             f"{name}={shlex.quote(value)}" for name, value in process.environ.items() if environ.get(name) != value
         ]
         lines = [" ".join(["env", *unset]), *changed, shlex.join(process.program)]
-        text.append(f"# rank {process.rank}\n" + " \\\n    ".join(lines) + "\n")
+        place = f", on cores {describe_cores(process.cores)}" if process.cores else ""
+        text.append(f"# rank {process.rank}{place}\n" + " \\\n    ".join(lines) + "\n")
     return "\n".join(text)

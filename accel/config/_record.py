@@ -66,7 +66,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     ] = "auto"
     bind_cores: Annotated[
         bool,
-        Meta(description="Bind each process to cores of its own, close to each other in memory where possible."),
+        Meta(description="Bind each process to cores of its own, near its GPU."),
     ] = False
     log_dir: Annotated[
         str,

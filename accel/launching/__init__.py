@@ -15,6 +15,7 @@ from accel.lazy import exports
 if TYPE_CHECKING:
     from accel.launching._attempts import run_plan as run_plan
     from accel.launching._children import Children as Children, open_logs as open_logs, start_relay as start_relay
+    from accel.launching._cores import describe_cores as describe_cores
     from accel.launching._failure_record import (
         Failure as Failure,
         FailureRecord as FailureRecord,
@@ -59,6 +60,7 @@ __getattr__ = exports(
     __name__,
     {
         "_hostfile": ("HostCommand", "HostSlots", "choose_hosts", "exported", "host_commands", "read_hosts"),
+        "_cores": ("describe_cores",),
         "_children": ("Children", "open_logs", "start_relay"),
         "_function": ("debug_launcher", "launch", "launch_placed", "notebook_launcher"),
         "_hosts": ("check_endpoint",),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from accel.errors import LaunchError
+from accel.launching._cores import bound
 from accel.launching._failure_record import Failure, file_beside, read_failure
 from accel.launching._plan import LaunchPlan, ProcessPlan
 from accel.launching._relay import Log, Pipe, Relay, Sink
+from accel.launching._report import tell
 
 
 class Children:
@@ -32,6 +33,8 @@ class Children:
         """
         alone = len(plan.processes) == 1
         logs = open_logs(plan)
+        if plan.unbound and not plan.restarts:
+            tell(f"accel: processes are not bound to cores: {plan.unbound}\n")
         piped = not alone or bool(logs) or plan.hang_timeout_s is not None
         for process in plan.processes:
             pipe = subprocess.PIPE if piped else None
@@ -39,15 +42,16 @@ class Children:
             try:
                 if plan.hang_timeout_s is not None:
                     os.mkfifo(file_beside(process.record, "ask"))
-                popen = subprocess.Popen(
-                    process.command,
-                    env=process.environ,
-                    stdin=stdin,
-                    stdout=pipe,
-                    stderr=pipe,
-                    bufsize=0,
-                    start_new_session=True,
-                )
+                with bound(process.cores):
+                    popen = subprocess.Popen(
+                        process.command,
+                        env=process.environ,
+                        stdin=stdin,
+                        stdout=pipe,
+                        stderr=pipe,
+                        bufsize=0,
+                        start_new_session=True,
+                    )
             except (OSError, ValueError) as error:
                 self._abandon()
                 raise LaunchError(
@@ -56,9 +60,6 @@ class Children:
                     fix="Start fewer processes, or raise the limits that `ulimit -a` shows.",
                 ) from error
             self._processes.append((process, popen))
-            if process.cores:
-                with contextlib.suppress(OSError):  # it has ended, or the cores have been taken away
-                    os.sched_setaffinity(popen.pid, process.cores)
         return self._relay(plan, logs) if piped else None
 
     def running(self) -> list[int]:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from accel.launching._cores import read_memory_node, read_memory_nodes
 from accel.launching._tpu import count_chips
 
 _OTHER_GPUS = ("/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu")  # of AMD, below Windows, on a Jetson
+_SYS = Path("/sys")
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,10 +25,24 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: model name.
         generation: the first number of its compute capability, 8 for Ampere and 9 for Hopper.
+        uuid: name of this one GPU, "GPU-..."; empty if unknown.
+        memory_node: memory node that it belongs to; None if unknown.
     """
 
     name: str
     generation: int
+    uuid: str = ""
+    memory_node: int | None = None
+
+
+class _PciInfo(ctypes.Structure):
+    """NVML's record nvmlPciInfo_t."""
+
+    _fields_ = (
+        ("legacy_bus_id", ctypes.c_char * 16),
+        ("numbers", ctypes.c_uint * 5),
+        ("bus_id", ctypes.c_char * 32),
+    )
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,49 +52,57 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         cores: CPU cores that this process may use.
         gpus: GPUs of NVIDIA's driver; None where there are GPUs of another vendor, which cannot be counted.
         tpu_chips: number of TPU chips that are one XLA device each.
-        core_ids: numbers of those cores, grouped by memory node; empty if unknown.
+        memory_nodes: those cores by memory node, each as the numbers of its hardware threads; empty if unknown.
     """
 
     cores: int
     gpus: tuple[Gpu, ...] | None = ()
-    core_ids: tuple[int, ...] = ()
+    memory_nodes: dict[int, tuple[tuple[int, ...], ...]] = {}
     tpu_chips: int = 0
 
 
-def read_machine() -> Machine:
-    """Read the resources of this machine: usable cores, GPUs of NVIDIA's driver, TPU chips."""
+def read_machine(sys: Path = _SYS) -> Machine:
+    """Read the resources of this machine: usable cores, GPUs of NVIDIA's driver, TPU chips.
+
+    Args:
+        sys: the folder in which Linux lists them.
+    """
     try:
-        gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"))
+        gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"), sys)
     except OSError:
         gpus = None if any(map(os.path.exists, _OTHER_GPUS)) else ()
     usable = os.sched_getaffinity(0)
-    core_ids = order_cores(usable, _read_nodes())
-    return Machine(cores=len(usable), gpus=gpus, core_ids=core_ids, tpu_chips=count_chips())
+    nodes = read_memory_nodes(usable, sys)
+    return Machine(cores=len(usable), gpus=gpus, memory_nodes=nodes, tpu_chips=count_chips())
 
 
-def order_cores(usable: Collection[int], nodes: Iterable[str]) -> tuple[int, ...]:
-    """Return cores grouped by memory node.
-
-    Args:
-        usable: numbers of the cores.
-        nodes: cores of each node as Linux lists them, such as "0-3,8-11"; empty if unknown.
-    """
-    listed: list[int] = []
-    for text in nodes:
-        for part in filter(None, text.strip().split(",")):
-            first, _, last = part.partition("-")
-            listed += range(int(first), int(last or first) + 1)
-    known = [core for core in dict.fromkeys(listed) if core in usable]
-    return (*known, *sorted(set(usable) - set(known)))
-
-
-def read_gpus(nvml: Any) -> tuple[Gpu, ...]:
+def read_gpus(nvml: Any, sys: Path = _SYS) -> tuple[Gpu, ...]:
     """Ask NVIDIA's management library, https://docs.nvidia.com/deploy/nvml-api, for its GPUs."""
     with _opened(nvml) as usable:
         count = ctypes.c_uint()
         if not usable or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return ()
-        return tuple(_read_gpu(nvml, index) for index in range(count.value))
+        return tuple(_read_gpu(nvml, index, sys) for index in range(count.value))
+
+
+def memory_nodes_of(names: Sequence[str], gpus: Sequence[Gpu], *, by_bus: bool) -> tuple[int | None, ...]:
+    """Return the memory node of each GPU, None if unknown.
+
+    Args:
+        names: names of GPUs as `visible_gpus` returns them.
+        gpus: the machine's, in the order of the bus.
+        by_bus: whether CUDA counts them in that order; else its fastest come first, and cards of several models have no
+            known order.
+    """
+    counted = gpus if by_bus or len({gpu.name for gpu in gpus}) <= 1 else ()
+    nodes: list[int | None] = []
+    for name in names:
+        if name.isdecimal():
+            found = counted[int(name) : int(name) + 1]
+        else:
+            found = [gpu for gpu in gpus if gpu.uuid.startswith(name)]  # CUDA takes a beginning that is unique
+        nodes.append(found[0].memory_node if len(found) == 1 else None)
+    return tuple(nodes)
 
 
 def visible_gpus(variable: str | None, count: int | None) -> tuple[str, ...] | None:
@@ -105,12 +129,6 @@ def visible_gpus(variable: str | None, count: int | None) -> tuple[str, ...] | N
     return tuple(shown)
 
 
-def _read_nodes() -> list[str]:
-    """Return the cores of each memory node from /sys; empty where it lists none."""
-    found = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return [path.read_text() for path in sorted(found, key=lambda path: int(path.parent.name[4:]))]
-
-
 @contextlib.contextmanager
 def _opened(nvml: Any) -> Generator[bool]:
     usable = nvml.nvmlInit_v2() == 0
@@ -121,13 +139,22 @@ def _opened(nvml: Any) -> Generator[bool]:
             nvml.nvmlShutdown()
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
+def _read_gpu(nvml: Any, index: int, sys: Path) -> Gpu:
     handle = ctypes.c_void_p()
     name = ctypes.create_string_buffer(96)
     major = ctypes.c_int()
     minor = ctypes.c_int()
+    uuid = ctypes.create_string_buffer(96)
+    pci = _PciInfo()
     # A call that fails leaves its result empty: the GPU counts, and nothing more is known of it.
     nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
     nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
     nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    return Gpu(name=name.value.decode(errors="replace") or "GPU", generation=major.value)
+    nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))
+    nvml.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci))
+    return Gpu(
+        name=name.value.decode(errors="replace") or "GPU",
+        generation=major.value,
+        uuid=uuid.value.decode(errors="replace"),
+        memory_node=read_memory_node(pci.bus_id.decode(errors="replace"), sys),
+    )

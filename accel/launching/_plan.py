@@ -11,7 +11,8 @@ import msgspec
 from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig, to_text
 from accel.env import read_env
 from accel.errors import LaunchError
-from accel.launching._machine import Machine, visible_gpus
+from accel.launching._cores import Binding, bind_processes
+from accel.launching._machine import Machine, memory_nodes_of, visible_gpus
 from accel.launching._target import Target
 from accel.launching._tpu import count_processes
 from accel.topology import fit_axes
@@ -69,6 +70,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         stop_grace_s: seconds between a signal to stop and SIGKILL.
         restarts: number of times that all ranks have started again.
         hang_timeout_s: seconds without output until ranks are asked where they are; None for never.
+        unbound: reason why processes are not bound to cores although they should be; empty for none.
     """
 
     processes: tuple[ProcessPlan, ...]
@@ -78,6 +80,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     stop_grace_s: float = 10.0
     restarts: int = 0
     hang_timeout_s: float | None = None
+    unbound: str = ""
 
 
 def plan_launch(
@@ -118,10 +121,15 @@ def plan_launch(
     tpus = count_processes(config, machine.tpu_chips)
     count = _count(config, gpus) if tpus is None else tpus
     check_mesh(config, position.num_nodes * count)
-    shared = _without_peers(machine, count) | _shared(config, environ, gpus, threads=max(1, machine.cores // count))
+    binding = Binding(((),) * count)
+    if config.bind_cores:
+        near = _memory_nodes(config, environ, machine, gpus[:count])
+        binding = bind_processes(count, machine.memory_nodes, near * count if len(near) == 1 else near)
+    shared = _without_peers(machine, count) | _shared(config, environ, gpus)
     launcher = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[target.kind]
     processes: list[ProcessPlan] = []
-    for local_rank in range(count):
+    for local_rank, cores in enumerate(binding.cores):
+        threads = len(cores) or max(1, machine.cores // count)
         rank = position.node_rank * count + local_rank
         record = f"{record_dir}/rank-{rank}-{position.restarts}.json"
         processes.append(
@@ -129,9 +137,9 @@ def plan_launch(
                 rank=rank,
                 program=(*launcher, target.name, *target.args),
                 command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
-                environ=shared | _variables(local_rank, count, position, port),
+                environ={"OMP_NUM_THREADS": str(threads)} | shared | _variables(local_rank, count, position, port),
                 record=record,
-                cores=share_cores(machine.core_ids, local_rank, count) if config.bind_cores else (),
+                cores=cores,
             )
         )
     _ = read_env(processes[0].environ)  # refuses here, once, what every rank would refuse
@@ -143,6 +151,7 @@ def plan_launch(
         stop_grace_s=config.stop_grace_s,
         restarts=position.restarts,
         hang_timeout_s=None if config.hang_timeout_s == "never" else config.hang_timeout_s,
+        unbound=binding.unbound,
     )
 
 
@@ -153,21 +162,6 @@ def check_mesh(config: LaunchConfig, world_size: int) -> None:
         LaunchError: it does not fit.
     """
     _ = fit_axes(config.mesh, world_size, where="--mesh", error=LaunchError)
-
-
-def share_cores(cores: Sequence[int], local_rank: int, count: int) -> tuple[int, ...]:
-    """Return a process's part of the cores, in one piece; processes share cores only if there are too few.
-
-    Args:
-        cores: numbers of the cores.
-        local_rank: rank of the process on this host.
-        count: number of processes.
-    """
-    if len(cores) < count:
-        return (cores[local_rank % len(cores)],) if cores else ()
-    each, extra = divmod(len(cores), count)
-    start = local_rank * each + min(local_rank, extra)
-    return tuple(cores[start : start + each + (local_rank < extra)])
 
 
 def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -194,6 +188,20 @@ def _usable_gpus(config: LaunchConfig, visible: tuple[str, ...] | None) -> tuple
     return tuple(visible[index] for index in config.gpu_ids)
 
 
+def _memory_nodes(
+    config: LaunchConfig, environ: Mapping[str, str], machine: Machine, gpus: tuple[str, ...]
+) -> tuple[int | None, ...]:
+    """Return the memory node of each process's accelerator, one for all if they share it; empty if they use none."""
+    known = None if machine.gpus is None else len(machine.gpus)
+    visible = visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), known)
+    if config.device == "cpu" or (config.device == "auto" and visible == () and not machine.tpu_chips):
+        return ()
+    if config.device.startswith("cuda:"):
+        gpus = (visible or ())[int(config.device.partition(":")[2]) :][:1]
+    by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    return memory_nodes_of(gpus, machine.gpus or (), by_bus=by_bus) or (None,)
+
+
 def _count(config: LaunchConfig, gpus: tuple[str, ...]) -> int:
     if config.nproc_per_node == "auto":
         return max(1, len(gpus))
@@ -207,7 +215,7 @@ def _count(config: LaunchConfig, gpus: tuple[str, ...]) -> int:
     return config.nproc_per_node
 
 
-def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, ...], *, threads: int) -> dict[str, str]:
+def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, ...]) -> dict[str, str]:
     settled = {field.variable for field in FIELDS}.union(TORCHRUN_VARIABLES)  # so that no launch inside follows them
     shared = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN) and name not in settled}
     for field in SETTINGS:
@@ -218,7 +226,7 @@ def _shared(config: LaunchConfig, environ: Mapping[str, str], gpus: tuple[str, .
         shared["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if config.threads_per_process != "auto":
         shared["OMP_NUM_THREADS"] = str(config.threads_per_process)
-    return {"OMP_NUM_THREADS": str(threads)} | shared
+    return shared
 
 
 def _without_peers(machine: Machine, count: int) -> dict[str, str]:

@@ -90,11 +90,10 @@ def test_a_failure_names_the_log(workspace: Workspace) -> None:
 
 def test_processes_get_cores_of_their_own(workspace: Workspace) -> None:
     script = workspace.write("""
-        import os, time
-        for _ in range(100):  # the launcher binds it while it starts
-            if len(os.sched_getaffinity(0)) < os.cpu_count(): break
-            time.sleep(0.02)
-        print(*sorted(os.sched_getaffinity(0)))
+        import os
+        cores = sorted(os.sched_getaffinity(0))
+        assert os.environ["OMP_NUM_THREADS"] == str(len(cores)), os.environ["OMP_NUM_THREADS"]
+        print(*cores)
     """)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -16,8 +16,8 @@ from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig
 from accel.env import read_env
 from accel.errors import ConfigError, EnvError, LaunchError
 from accel.launching import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
-from accel.launching._machine import order_cores, read_gpus
-from accel.launching._plan import HostPosition, share_cores
+from accel.launching._machine import read_gpus
+from accel.launching._plan import HostPosition
 from accel.topology import fit_axes
 
 
@@ -195,25 +195,6 @@ def test_chosen_threads_beat_the_environment() -> None:
     assert variables(chosen, "OMP_NUM_THREADS") == {"5"}
 
 
-@given(st.integers(1, 40), st.lists(st.integers(0, 99), min_size=1, max_size=40, unique=True))
-def test_cores_are_shared_out_without_rest_or_overlap(count: int, cores: list[int]) -> None:
-    shares = [share_cores(cores, rank, count) for rank in range(count)]
-    assert all(shares)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    if count <= len(cores):
-        assert [core for share in shares for core in share] == cores
-
-
-@given(st.sets(st.integers(0, 15)))
-def test_cores_of_one_memory_node_stand_together(usable: set[int]) -> None:
-    nodes = ["0-3,8-11\n", "4-7,12-13"]
-    ordered = order_cores(usable, nodes)
-    assert sorted(ordered) == sorted(usable)
-    first = {*range(4), *range(8, 12)} & usable
-    assert set(ordered[: len(first)]) == first
-    assert order_cores(usable, []) == tuple(sorted(usable))
-
-
 @pytest.mark.parametrize(("name", "count", "off"), [("RTX 4090", 2, "1"), ("RTX 4090", 1, None), ("H100", 2, None)])
 def test_cards_without_peer_to_peer_copies_are_told_to_nccl(name: str, count: int, off: str | None) -> None:
     machine = Machine(cores=4, gpus=(Gpu(name=f"NVIDIA {name}", generation=8),) * count)
@@ -222,13 +203,6 @@ def test_cards_without_peer_to_peer_copies_are_told_to_nccl(name: str, count: in
         assert [process.environ.get(each) for each in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")] == [off, off]
     users = plan(config=config, machine=machine, environ={"NCCL_P2P_DISABLE": "0"}).processes[0].environ
     assert users["NCCL_P2P_DISABLE"] == "0"
-
-
-def test_processes_are_bound_only_if_asked() -> None:
-    machine = Machine(cores=4, core_ids=(0, 2, 1, 3))
-    bound = plan(config=LaunchConfig(nproc_per_node=2, bind_cores=True), machine=machine)
-    assert [process.cores for process in bound.processes] == [(0, 2), (1, 3)]
-    assert [process.cores for process in plan(machine=machine).processes] == [(), ()]
 
 
 def test_modules_and_programs() -> None:
@@ -271,10 +245,24 @@ class FakeNvml:
             major._obj.value = 9
         return 0 if handle.value == 1 else 15
 
+    def nvmlDeviceGetUUID(self, handle: Any, uuid: Any, size: Any) -> int:  # noqa: N802
+        if handle.value == 1:
+            uuid.value = b"GPU-1a2b"
+        return 0 if handle.value == 1 else 15
 
-def test_gpus_are_read_from_the_driver_and_it_is_closed_again() -> None:
+    def nvmlDeviceGetPciInfo_v3(self, handle: Any, pci: Any) -> int:  # noqa: N802
+        if handle.value == 1:
+            pci._obj.bus_id = b"00000000:3B:00.0"
+        return 0 if handle.value == 1 else 15
+
+
+def test_gpus_are_read_from_the_driver_and_it_is_closed_again(tmp_path: Path) -> None:
     nvml = FakeNvml()
-    assert read_gpus(nvml) == (Gpu(name="NVIDIA H100", generation=9), Gpu(name="GPU", generation=0))
+    slot = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    slot.mkdir(parents=True)
+    (slot / "numa_node").write_text("1\n")
+    first = Gpu(name="NVIDIA H100", generation=9, uuid="GPU-1a2b", memory_node=1)
+    assert read_gpus(nvml, tmp_path) == (first, Gpu(name="GPU", generation=0))
     assert nvml.open == 0
     assert read_gpus(FakeNvml(status=9)) == ()
 

@@ -13,6 +13,7 @@ from typing import TextIO
 _BAR_WIDTH = 24
 _COLUMNS = 80  # of a terminal that does not know its width
 _REDRAW_S = 0.2
+_NOTEBOOK_S = 1.0
 _LOG_S = 10.0  # between two lines where nothing can be redrawn
 _PATIENCE_S = 0.5  # shorter work on files shows no bar
 
@@ -54,15 +55,20 @@ def show_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(padded)
 
 
+def is_notebook_stream(stream: object) -> bool:
+    """Return whether a stream is that of a notebook's kernel, which shows it below a cell."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
 class ProgressBar:
-    """A line of progress: redrawn in place on a terminal; elsewhere, as in a log, a new line now and then.
+    """A line of progress, redrawn in place on a terminal and in a notebook; elsewhere a new line now and then.
 
     Args:
         file: stream to write to.
         total: amount of work; None if unknown, which leaves out bar and remaining time.
         show: text of an amount, or of an amount per second.
         unit: text behind amounts.
-        every_s: seconds between two lines; by default 0.2 on a terminal and 10 elsewhere.
+        every_s: seconds between two lines; by default 0.2 on a terminal, 1 in a notebook and 10 elsewhere.
         patience_s: seconds before the first line.
     """
 
@@ -80,8 +86,11 @@ class ProgressBar:
         self._total = total
         self._show = show
         self._unit = unit
-        self.on_terminal = file.isatty()
-        self._every_s = every_s if every_s is not None else _REDRAW_S if self.on_terminal else _LOG_S
+        self._on_terminal = file.isatty()
+        self.redraws = self._on_terminal or is_notebook_stream(file)
+        by_default = _REDRAW_S if self._on_terminal else _NOTEBOOK_S if self.redraws else _LOG_S
+        self._every_s = by_default if every_s is None else every_s
+        self._width = 0  # of the longest line in a notebook, where a shorter one does not erase it
         self._started_s = time.monotonic()
         self._next_s = self._started_s + max(self._every_s, patience_s)
         self._drawn = False
@@ -103,15 +112,20 @@ class ProgressBar:
         self._next_s = now_s + self._every_s
         self._drawn = True
         line = self._line(label, at, done, now_s - self._started_s, facts)
-        self._write(f"\r{line}\x1b[K" if self.on_terminal else f"{line}\n")
+        self._width = max(self._width, len(line))
+        if self._on_terminal:
+            self._write(f"\r{line}\x1b[K")
+        else:
+            self._write(f"\r{line:{self._width}}" if self.redraws else f"{line}\n")
 
     def close(self, *, erase: bool = False) -> None:
-        """End the line on a terminal, or erase it."""
-        if self.on_terminal and self._drawn:
-            self._write("\r\x1b[K" if erase else "\n")
+        """End a line that is redrawn, or erase it."""
+        if self.redraws and self._drawn:
+            erased = "\r\x1b[K" if self._on_terminal else f"\r{'':{self._width}}\r"
+            self._write(erased if erase else "\n")
 
     def _line(self, label: str, at: int, done: int, seconds: float, facts: str) -> str:
-        columns = _columns(self._file) if self.on_terminal else None
+        columns = _columns(self._file) if self._on_terminal else None
         longest = columns and columns - 1  # a longer line breaks in two, which cannot be redrawn
         rate = done / seconds if seconds > 0 else 0.0
         speed = f"{self._show(rate)}{self._unit}/s{facts}"
@@ -133,7 +147,7 @@ class ProgressBar:
 
 @contextmanager
 def byte_progress(label: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show a bar on a terminal while files are read or written, once it takes long.
+    """Show a bar on a terminal and in a notebook while files are read or written, once it takes long.
 
     Args:
         label: text in front of the bar.
@@ -148,7 +162,7 @@ def byte_progress(label: str, total: int) -> Generator[Callable[[int], None]]:
     def advance(count: int) -> None:
         nonlocal done
         done += count
-        if bar.on_terminal and bar.is_due():
+        if bar.redraws and bar.is_due():
             bar.draw(label, done, done)
 
     try:

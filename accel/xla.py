@@ -8,12 +8,15 @@ The functions called here are documented at https://docs.pytorch.org/xla.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from accel.errors import ConfigError, MissingExtraError
 
 BACKEND = "xla"
 STATE_BYTES = 8
+_INSTALL = "Run `pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'`, then `pip install --no-deps accel`"
 
 
 def require_xla() -> None:
@@ -23,6 +26,26 @@ def require_xla() -> None:
         MissingExtraError: torch_xla is not installed, or does not fit torch's version.
     """
     _ = _package("torch_xla")
+
+
+def has_begun(modules: Mapping[str, ModuleType]) -> bool:
+    """Return whether a process has begun to use XLA's devices, which it then holds until it ends.
+
+    Args:
+        modules: modules that the process has imported.
+    """
+    package: Any = modules.get("torch_xla")
+    return package is not None and bool(package._XLAC._xla_runtime_is_initialized())
+
+
+def not_installed(problem: str, where: str, otherwise: str = "") -> MissingExtraError:
+    """Return the error of a device that needs torch_xla, with the commands that install it."""
+    return MissingExtraError(
+        problem,
+        expected="torch_xla of the same minor version as torch",
+        where=where,
+        fix=f"{_INSTALL}{', ' if otherwise else ''}{otherwise}.",
+    )
 
 
 def join(local_rank: int, local_world_size: int, world_size: int) -> int:
@@ -84,5 +107,5 @@ def _package(name: str) -> Any:
             expected="torch_xla of the same minor version as torch",
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}",
             where="device=xla",
-            fix="Run `pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*'`, then `pip install --no-deps accel`.",
+            fix=f"{_INSTALL}.",
         ) from error

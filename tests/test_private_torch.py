@@ -45,7 +45,8 @@ LISTED = [(owner, name) for names in (PRIVATE, ELSEWHERE) for owner in names for
 # Of Python, other packages, and of ours.
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
-    "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_extra_state", "_dump_nccl_trace",
+    "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_xla_runtime_is_initialized", "_extra_state",
+    "_dump_nccl_trace",
     "_dist_init", "_C",
     # of DeepSpeed; tests/engines/test_deepspeed.py looks for them
     "_lazy_init_hp_params_optimizer_state", "_epilogue_ran_this_backward", "_offload_boundary_param_ids",

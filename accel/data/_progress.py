@@ -30,8 +30,9 @@ def progress(
 ) -> Generator[Batch]:
     """Yield batches, and show their progress on the main rank. No communication beyond theirs.
 
-    A terminal shows a bar; a log gets a line now and then, and one at the end. The rate counts the real samples of all
-    ranks since the start. The bar shows the position in the epoch, so a resumed epoch does not begin at zero.
+    A terminal or a notebook shows a bar; a log gets a line now and then, and one at the end. The rate counts the real
+    samples of all ranks since the start. The bar shows the position in the epoch, so a resumed epoch does not begin at
+    zero.
 
     Args:
         ctx: the context.
@@ -40,7 +41,7 @@ def progress(
         label: text in front; the epoch by default.
         show: whether to show anything.
         file: stream to print to; standard error by default.
-        every_s: seconds between two updates; by default 0.2 on a terminal and 10 elsewhere.
+        every_s: seconds between two updates; by default 0.2 on a terminal, 1 in a notebook and 10 elsewhere.
         values: function that returns numbers and scalar tensors by name, such as the loss and the learning rate. Called
             on the main rank only, at each update, so it must not communicate. Waits for tensors on a GPU.
 

@@ -55,6 +55,7 @@ def run_attempts(
     *,
     max_restarts: int,
     summary: bool = False,
+    shows_last: bool = True,
     journal: Journal | None = None,
 ) -> Ending:
     """Start all ranks, and again after each failure, `max_restarts` times at most; return the last end.
@@ -67,6 +68,7 @@ def run_attempts(
         summary: whether the last line on stderr reports the end of the run. Without log files, one rank gets none, as
             its streams are this process's own, nor does a stop without a checkpoint, whose report is the last line;
             nor a good end with `quiet`.
+        shows_last: whether the report of the last end is written to stderr, as those before it.
         journal: journal of the launch; None for none.
 
     Raises:
@@ -85,10 +87,11 @@ def run_attempts(
         supervisor = Supervisor(signals, *attempt, journal)
         journal.begin(records, attempt[1].hosts, kind)
         ending = supervisor.run()
-        tell(ending.report)
         checkpoint = newest_checkpoint(process.record for process in attempt[0].processes) or checkpoint
         failed += ending.first is not None
-        if not ending.changed and (ending.first is None or failed > max_restarts):
+        is_last = not ending.changed and (ending.first is None or failed > max_restarts)
+        tell(ending.report if shows_last or not is_last else "")
+        if is_last:
             break
     else:
         ending = made

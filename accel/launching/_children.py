@@ -35,7 +35,7 @@ class Children:
         logs = open_logs(plan)
         if plan.unbound and not plan.restarts:
             tell(f"accel: processes are not bound to cores: {plan.unbound}\n")
-        piped = not alone or bool(logs) or plan.hang_timeout_s is not None
+        piped = not alone or bool(logs) or plan.hang_timeout_s is not None or plan.redraw_s > 0
         for process in plan.processes:
             pipe = subprocess.PIPE if piped else None
             stdin = None if process.rank == 0 else subprocess.DEVNULL
@@ -133,8 +133,9 @@ def start_relay(plan: LaunchPlan, logs: Mapping[int, Log], pipes: Mapping[int, S
         logs: file of each rank, if any.
         pipes: standard output and error of each rank.
     """
-    stdout = Sink(1)
-    stderr = stdout if os.path.samestat(os.fstat(1), os.fstat(2)) else Sink(2)  # one terminal has one cursor
+    stdout = Sink(1, plan.redraw_s)
+    is_shared = os.path.samestat(os.fstat(1), os.fstat(2))  # one terminal has one cursor
+    stderr = stdout if is_shared else Sink(2, plan.redraw_s)
     prefixed = plan.prefix and len(plan.processes) > 1
     streams = [(rank, out, stdout) for rank, (out, _) in pipes.items()]
     streams += [(rank, err, stderr) for rank, (_, err) in pipes.items()]

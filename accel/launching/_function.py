@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
@@ -16,20 +17,26 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from accel.config import TORCHRUN_VARIABLES, LaunchConfig, resolve, to_text
+from accel.config import TORCHRUN_VARIABLES, LaunchConfig, Resolved, Source, resolve, to_text
 from accel.errors import ConfigError, LaunchError
 from accel.formats import PrecisionName
-from accel.launching._attempts import run_to_end
+from accel.launching._attempts import run_attempts, run_to_end
 from accel.launching._children import Children
+from accel.launching._hosted_notebook import choose_device, rank_environ, read_hosted
+from accel.launching._journal import open_journal
 from accel.launching._launch import make_log_dir, plan_here, record_dir
-from accel.launching._parcel import pack, read_call, receive_error, receive_value, send_call, unpack
+from accel.launching._parcel import drop_results, pack, read_call, receive_error, receive_value, send_call, unpack
 from accel.launching._placed import CALLED
-from accel.launching._plan import LaunchPlan, ProcessPlan, check_mesh
+from accel.launching._plan import HostPosition, LaunchPlan, ProcessPlan, check_mesh
+from accel.launching._record_changes import first_record
 from accel.launching._report import tell
-from accel.launching._supervisor import Ending
+from accel.launching._signals import listening
+from accel.launching._supervisor import Ending, Peers
 from accel.launching._target import Target
+from accel.terminal import is_notebook_stream
 
 T = TypeVar("T")
+_REDRAW_S = 0.5  # in a notebook, which keeps and sends all that is ever printed
 
 
 def launch(
@@ -45,12 +52,12 @@ def launch(
     Each rank is a fresh interpreter with a context from `session()`, closed when the function has returned. Functions
     and classes of modules are sent by name, those of a notebook or a script by value, which takes the extra `notebook`.
     This process may have used CUDA, and stays as it is. Output of the ranks appears here, with their rank in front.
-    Ctrl-C reaches all ranks; when one fails, the others are ended.
+    Ctrl-C reaches all ranks. When one fails, the others are ended; all start again, `config.max_restarts` times.
 
     Args:
         fn: called on every rank with its context first.
         args: further arguments, a copy for each rank.
-        nproc: number of processes, "auto" for one per visible GPU; None for the number in `config`.
+        nproc: number of processes, "auto" for one per visible GPU or TPU chip; None for the number in `config`.
         config: settings of the launch; None for those of the `ACCEL_*` variables.
         environ: base environment of each process; `os.environ` if None.
 
@@ -60,23 +67,47 @@ def launch(
     Raises:
         Exception: the exception of the rank that failed first, with a note of its rank and traceback.
         LaunchError: that rank was killed, ended without a value, or its exception cannot be sent; the machine has too
-            few GPUs, or this is not the main thread.
+            few GPUs, this process holds its TPU, or this is not the main thread.
         ConfigError: the function, an argument or a value cannot be pickled.
-        MissingExtraError: the extra `notebook` is needed.
+        MissingExtraError: the extra `notebook` is needed, or a notebook's TPU needs torch_xla.
         EnvError: the environment holds a setting that the processes would refuse.
         KeyboardInterrupt: Ctrl-C; the ranks have had their time to leave.
     """
+    __tracebackhide__ = True  # a notebook shows its cell and the error, and not what lies between
     environ = os.environ if environ is None else environ
-    config = _resolve({}, environ) if config is None else config
+    resolved = _resolve({}, environ) if config is None else Resolved(config, {})
+    config = resolved.config
     config = config if nproc is None else msgspec.structs.replace(config, nproc_per_node=nproc)
-    _refuse_without_effect(config)
+    _refuse_without_effect(config, "nnodes")
+    hosted = read_hosted(environ)
+    config = choose_device(config, hosted, sys.modules)
     call = pack((fn, tuple(args)), "the function to launch, or its arguments")
     with record_dir() as folder:
         send_call(folder, call)
-        target = Target(kind="module", name=CALLED, args=(folder,))
-        plan = plan_here(target, config, environ, record_dir=folder)
-        make_log_dir(config.log_dir)
-        return _outcome(run_to_end(plan), folder, len(plan.processes))
+        ending, count = _run(_name(fn), folder, config, resolved.sources, rank_environ(environ, hosted))
+        return _outcome(ending, folder, count)
+
+
+def _run(
+    name: str, folder: str, config: LaunchConfig, sources: Mapping[str, Source], environ: Mapping[str, str]
+) -> tuple[Ending, int]:
+    """Run the function that lies in a folder on ranks of this machine; return their end and their number."""
+    target = Target(kind="module", name=CALLED, args=(folder,))
+    redraw_s = _REDRAW_S if is_notebook_stream(sys.stderr) else 0.0
+    count = len(plan_here(target, config, environ, record_dir=folder).processes)
+    make_log_dir(config.log_dir)
+
+    def start(failed: int, _last: Ending) -> tuple[LaunchPlan, Peers]:
+        plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
+        if failed:
+            tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
+            drop_results(folder)
+        return msgspec.structs.replace(plan, redraw_s=redraw_s), Peers()
+
+    shown = Target(kind="program", name=name)
+    with listening() as signals, open_journal(shown, first_record(shown, config, sources)) as journal:
+        ending = run_attempts(start, signals, max_restarts=config.max_restarts, shows_last=False, journal=journal)
+    return ending, count
 
 
 def launch_placed(
@@ -103,9 +134,9 @@ def launch_placed(
     Raises:
         Exception: as `launch` does.
     """
-    config = _resolve({}, os.environ if environ is None else environ) if config is None else config
+    config = _resolve({}, os.environ if environ is None else environ).config if config is None else config
     config = msgspec.structs.replace(config, nproc_per_node=nproc)
-    _refuse_without_effect(config)
+    _refuse_without_effect(config, "nnodes", "max_restarts")
     check_mesh(config, nproc)
     call = pack((fn, tuple(args)), "the function to launch, or its arguments")
     with record_dir() as folder:
@@ -132,14 +163,16 @@ def notebook_launcher(
     *,
     nproc: int | Literal["auto"] = "auto",
     precision: PrecisionName | None = None,
+    max_restarts: int | None = None,
 ) -> list[T]:
-    """Run `fn(ctx, *args)` on every GPU of this machine, from a notebook; like `accel.launch` with other defaults.
+    """Run `fn(ctx, *args)` on every GPU or TPU chip of this machine, from a notebook; `accel.launch` otherwise.
 
     Args:
         fn: called on every rank with its context first; it may be defined in a cell.
         args: further arguments, a copy for each rank.
-        nproc: number of processes; "auto" for one per visible GPU, one without GPUs.
+        nproc: number of processes; "auto" for one per visible GPU or TPU chip, one without them.
         precision: precision of the run; None for that of `ACCEL_PRECISION` or of the function.
+        max_restarts: number of failures after which all ranks start again; None for that of `ACCEL_MAX_RESTARTS`.
 
     Returns:
         The value of each rank, in rank order.
@@ -147,8 +180,10 @@ def notebook_launcher(
     Raises:
         Exception: as `accel.launch` does.
     """
+    __tracebackhide__ = True
     flags = {"nproc_per_node": to_text(nproc)} | ({"precision": precision} if precision else {})
-    return launch(fn, args, config=_resolve(flags, os.environ))
+    flags |= {} if max_restarts is None else {"max_restarts": to_text(max_restarts)}
+    return launch(fn, args, config=_resolve(flags, os.environ).config)
 
 
 def debug_launcher(fn: Callable[..., T], args: Sequence[Any] = (), *, nproc: int = 2) -> list[T]:
@@ -167,20 +202,31 @@ def debug_launcher(fn: Callable[..., T], args: Sequence[Any] = (), *, nproc: int
     Raises:
         Exception: as `accel.launch` does.
     """
+    __tracebackhide__ = True
     return launch(fn, args, config=LaunchConfig(nproc_per_node=nproc, device="cpu"))
 
 
-def _resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> LaunchConfig:
+def _name(fn: Callable[..., object]) -> str:
+    """Return what the record of a launch has in place of a script."""
+    return f"{getattr(fn, '__module__', None) or '__main__'}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+
+
+def _resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> Resolved:
     """Return the settings of flags and of our own variables, without those of torchrun, which launches scripts only."""
     own = {name: text for name, text in environ.items() if name not in TORCHRUN_VARIABLES}
-    return resolve(flags, own).config
+    return resolve(flags, own)
 
 
-def _refuse_without_effect(config: LaunchConfig) -> None:
-    for name, only in (("nnodes", 1), ("max_restarts", 0)):
+def _refuse_without_effect(config: LaunchConfig, *names: str) -> None:
+    problems = {
+        "nnodes": ("a function is launched on this machine", 1),
+        "max_restarts": ("ranks that another program places start once", 0),
+    }
+    for name in names:
+        problem, only = problems[name]
         if getattr(config, name) != only:
             raise ConfigError(
-                "a function is launched once, on this machine",
+                problem,
                 expected=f"{name}={only}",
                 got=f"{name}={getattr(config, name)}",
                 fix="Put the call into a script and start that with `accel launch`.",
@@ -189,6 +235,7 @@ def _refuse_without_effect(config: LaunchConfig) -> None:
 
 def _outcome(ending: Ending, folder: str, world_size: int) -> list[Any]:
     """Return the values of all ranks, or raise what ended the launch."""
+    __tracebackhide__ = True
     if ending.stopped:
         raise _stopped(ending)
     if ending.first is not None:

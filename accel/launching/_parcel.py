@@ -122,6 +122,13 @@ def receive_error(folder: str, rank: int) -> SentError | None:
         return SentError(None, traceback)
 
 
+def drop_results(folder: str) -> None:
+    """Remove the values and exceptions of ranks that start again."""
+    for kind in (_VALUE, _ERROR):
+        for path in Path(folder).glob(kind.format("*")):
+            path.unlink()
+
+
 class _ByReference(pickle.Pickler):
     """A pickler that refuses at once what the other end could not import."""
 

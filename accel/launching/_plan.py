@@ -71,6 +71,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         restarts: number of times that all ranks have started again.
         hang_timeout_s: seconds without output until ranks are asked where they are; None for never.
         unbound: reason why processes are not bound to cores although they should be; empty for none.
+        redraw_s: least number of seconds between two states of a progress bar that are shown.
     """
 
     processes: tuple[ProcessPlan, ...]
@@ -81,6 +82,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     hang_timeout_s: float | None = None
     unbound: str = ""
+    redraw_s: float = 0.0
 
 
 def plan_launch(

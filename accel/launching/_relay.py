@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
@@ -13,6 +14,7 @@ from typing import IO
 
 _CHUNK_BYTES = 1 << 16
 _QUIET_S = 0.2
+_ABANDONED_S = 5.0  # a progress bar without a change gives its line to another rank's
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
@@ -24,11 +26,22 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 class Sink:
-    """A stream of this process, to which the lines of all ranks go."""
+    """A stream of this process, to which the lines of all ranks go.
 
-    def __init__(self, fd: int) -> None:
+    One progress bar at a time is redrawn: while a rank's stands open, others show the last state of theirs only.
+
+    Args:
+        fd: file descriptor of the stream.
+        redraw_s: least number of seconds between two states of a progress bar.
+    """
+
+    def __init__(self, fd: int, redraw_s: float = 0.0) -> None:
         self._fd = fd
+        self._redraw_s = redraw_s
         self._open_line: bytes | None = None  # whose progress bar the cursor stands on
+        self._changed_s = 0.0  # when that bar last changed
+        self._drawn_s = -redraw_s  # when a bar was last drawn
+        self._held: tuple[bytes, bytes] | None = None  # a bar's newest state, not drawn yet, and whose it is
 
     def write(self, prefix: bytes, lines: Iterable[bytes]) -> None:
         """Write whole lines; a rank overwrites its own progress bar only, never another rank's.
@@ -37,20 +50,54 @@ class Sink:
             OSError: the stream has no reader any more, or cannot be written.
         """
         text = bytearray()
+        now_s = time.monotonic()
         for line in lines:
             if line == b"\r":
                 continue
-            if self._open_line not in (None, prefix):
-                text += b"\n"
-            self._open_line = prefix if line.endswith(b"\r") else None
-            text += line if line.startswith(prefix) else prefix + line  # a logger may have named the rank
+            is_bar = line.endswith(b"\r")
+            if is_bar and not self._takes_bar(prefix, now_s):
+                continue
+            if is_bar and now_s < self._drawn_s + self._redraw_s:
+                self._held = prefix, line
+                continue
+            text += self._drawn(prefix, line, now_s)
         _write_all(self._fd, text)
+
+    def refresh(self) -> None:
+        """Draw the newest state of the progress bar, if its time has come.
+
+        Raises:
+            OSError: the stream has no reader any more, or cannot be written.
+        """
+        now_s = time.monotonic()
+        if self._held is not None and now_s >= self._drawn_s + self._redraw_s:
+            _write_all(self._fd, self._drawn(*self._held, now_s))
 
     def finish(self, prefix: bytes) -> None:
         """End the rank's progress bar if the cursor still stands on it."""
+        if self._held is not None and self._held[0] == prefix:
+            self._held = None
         if self._open_line == prefix:
             self._open_line = None
             _write_all(self._fd, b"\n")
+
+    def _takes_bar(self, prefix: bytes, now_s: float) -> bool:
+        """Return whether a rank's progress bar has the line."""
+        owner = self._open_line if self._held is None else self._held[0]
+        if owner in (None, prefix):
+            self._changed_s = now_s
+        return owner in (None, prefix) or now_s >= self._changed_s + _ABANDONED_S
+
+    def _drawn(self, prefix: bytes, line: bytes, now_s: float) -> bytes:
+        """Return what to write for a line, and note that it is written."""
+        is_bar = line.endswith(b"\r")
+        before = b"\n" if self._open_line not in (None, prefix) else b""
+        if self._held is not None and (is_bar or self._held[0] == prefix):
+            self._held = None
+        if is_bar:
+            self._drawn_s = self._changed_s = now_s
+        self._open_line = prefix if is_bar else None
+        return before + (line if line.startswith(prefix) else prefix + line)  # a logger may have named the rank
 
 
 class Log:
@@ -116,6 +163,8 @@ class Relay(threading.Thread):
                 for key, _ in ready:
                     if not key.data.copy():
                         _ = selector.unregister(key.fileobj)
+                for pipe in self._pipes:
+                    pipe.refresh()
             for each in (*self._pipes, *self._logs):
                 each.close()
 
@@ -149,6 +198,12 @@ class Pipe:
         if not chunk:
             self.close()
         return bool(chunk)
+
+    def refresh(self) -> None:
+        """Draw a progress bar that has been held back."""
+        with contextlib.suppress(OSError):  # nobody reads; the next line closes the pipe
+            if self._sink is not None:
+                self._sink.refresh()
 
     def close(self) -> None:
         """Write the last line if it has no end, and close the pipe; closing twice is closing once."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from processes import patience, wait_for
 
 import accel
 from accel.config import LaunchConfig
-from accel.launching import _parcel
+from accel.launching import _parcel, launch_placed
 
 E2E = pytest.mark.multiprocess
 
@@ -64,7 +65,7 @@ def test_values_come_back_in_rank_order_and_the_environment_stays(
     assert [value[:3] for value in values] == [(0, 70, "bf16"), (1, 70, "bf16")]
     assert all(value[3].tolist() == [3, 4] for value in values)
     assert dict(os.environ) == before
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["launches", "rank-0.log", "rank-1.log"]
 
 
 @E2E
@@ -152,10 +153,21 @@ assert "torch" not in sys.modules
         subprocess.run([sys.executable, "-c", code.format(first=first)], check=True, timeout=patience(60))
 
 
-@pytest.mark.parametrize("settings", [{"nnodes": 2, "rdzv_endpoint": "a:1"}, {"max_restarts": 1}])
-def test_settings_without_effect_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(accel.ConfigError, match="launched once, on this machine"):
-        accel.launch(total, config=LaunchConfig(**settings))
+def test_settings_without_effect_are_refused() -> None:
+    with pytest.raises(accel.ConfigError, match="launched on this machine: expected nnodes=1"):
+        accel.launch(total, config=LaunchConfig(nnodes=2, rdzv_endpoint="a:1"))
+    with pytest.raises(accel.ConfigError, match="start once: expected max_restarts=0"):
+        launch_placed(
+            total, (), nproc=1, config=LaunchConfig(max_restarts=1), place=lambda _config, _call: nullcontext()
+        )
+
+
+def test_ranks_that_start_again_leave_nothing_of_the_last_time(tmp_path: Path) -> None:
+    _parcel.send_call(str(tmp_path), b"call")
+    _parcel.send_value(str(tmp_path), 0, b"value")
+    _parcel.send_error(str(tmp_path), 1, RefusedError("", 1), "")
+    _parcel.drop_results(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["call"]
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:

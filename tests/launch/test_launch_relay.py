@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import given, strategies as st
+import pytest
+from hypothesis import given, settings, strategies as st
 
+from accel.launching import _relay
 from accel.launching._relay import Pipe, Relay, Sink, split_lines
 
 TEXT = st.lists(st.sampled_from([b"a", b"\xff", b"\n", b"\r", b"\r\n"]), max_size=12).map(b"".join)
@@ -47,6 +49,61 @@ def test_a_rank_overwrites_its_own_progress_bar_in_place() -> None:
 
 def test_a_rank_never_overwrites_the_progress_bar_of_another() -> None:
     assert shown((b"0 ", [b"10%\r"]), (b"1 ", [b"hi\n"]), (b"0 ", [b"20%\r"])) == b"0 10%\r\n1 hi\n0 20%\r\n"
+
+
+def test_while_one_bar_stands_others_show_their_end_only() -> None:
+    writes = [
+        (b"0 ", [b"1%\r"]),
+        (b"1 ", [b"1%\r", b"2%\r"]),
+        (b"0 ", [b"2%\r"]),
+        (b"1 ", [b"all\n"]),
+        (b"0 ", [b"3%\r"]),
+    ]
+    assert shown(*writes) == b"0 1%\r0 2%\r\n1 all\n0 3%\r\n"
+
+
+def test_a_bar_that_stands_still_gives_its_line_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(_relay.time, "monotonic", lambda: now[0])
+    source, target = os.pipe()
+    sink = Sink(target)
+    sink.write(b"0 ", [b"1%\r"])
+    now[0] += 6
+    sink.write(b"1 ", [b"5%\r"])
+    os.close(target)
+    with os.fdopen(source, "rb") as file:
+        assert file.read() == b"0 1%\r\n1 5%\r"
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 1), st.floats(0, 2), st.booleans()), min_size=1, max_size=30))
+def test_a_slow_sink_draws_few_states_and_loses_neither_lines_nor_the_newest_state(
+    events: list[tuple[int, float, bool]],
+) -> None:
+    now = [10.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_relay.time, "monotonic", lambda: now[0])
+        source, target = os.pipe()
+        sink = Sink(target, redraw_s=0.5)
+        lines: list[bytes] = []
+        for number, (rank, wait_s, is_bar) in enumerate(events):
+            now[0] += wait_s
+            line = b"%d%s" % (number, b"\r" if is_bar else b"\n")
+            lines += [] if is_bar else [b"%d %s" % (rank, line)]
+            sink.write(b"%d " % rank, [line])
+        now[0] += 1
+        sink.refresh()
+        sink.refresh()
+        os.close(target)
+    with os.fdopen(source, "rb") as file:
+        text = file.read()
+    assert [
+        line for line in text.splitlines(keepends=True) if line.endswith(b"\n") and line.strip() and line in lines
+    ] == lines
+    assert text.count(b"\r") <= (now[0] - 10) / 0.5 + 1
+    rank, _, is_bar = events[-1]
+    if is_bar and all(each == rank for each, _, _ in events):
+        assert text.endswith(b"%d %d\r" % (rank, len(events) - 1))
 
 
 def test_a_rank_that_stands_in_front_of_a_line_is_not_put_there_again() -> None:

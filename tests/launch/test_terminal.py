@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -47,3 +49,18 @@ def test_a_bar_is_for_terminals_and_for_what_takes_long(
         shown = capsys.readouterr().err
         assert (line in shown) == is_terminal
     assert capsys.readouterr().err == ("\r\x1b[K" if is_terminal else "")
+
+
+def test_a_notebook_redraws_one_line_and_a_shorter_one_covers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    bar = terminal.ProgressBar(stream, None, show=terminal.show_size)
+    assert not bar.is_due()
+    now[0] += 1
+    assert bar.is_due()
+    bar.draw("long label", 100, 100)
+    bar.draw("b", 1, 1)
+    bar.close()
+    _, long, short = stream.getvalue().split("\r")
+    assert (long, short) == ("long label: 100 B  100 B/s", "b: 1 B  1 B/s".ljust(len(long)) + "\n")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -37,9 +37,11 @@ def modules() -> dict[str, ModuleType]:
         "_internal.pjrt",
     )
     found: dict[str, Any] = {name: ModuleType(name) for name in ("torch_xla", *(f"torch_xla.{each}" for each in names))}
-    states: dict[str, int] = {}
+    states: dict[str, Any] = {}
     root, runtime, model = found["torch_xla"], found["torch_xla.runtime"], found["torch_xla.core.xla_model"]
     root.steps, root.joined = [], []
+    root._XLAC = SimpleNamespace(_xla_runtime_is_initialized=lambda: states.get("begun", False))
+    root.begin = lambda: states.update(begun=True)
     root.sync = lambda: root.steps.append(len(root.steps))
     runtime.world_size = lambda: int(os.environ.get(DEVICES, "1"))
     runtime.global_ordinal = lambda: int(os.environ.get(ORDINAL, "0"))

@@ -32,6 +32,12 @@ def test_a_training_on_xla_is_the_one_on_the_cpu(tmp_path: Path) -> None:
     assert xla == pytest.approx(cpu, rel=1e-5)
 
 
+def test_a_process_that_has_begun_to_use_xla_says_so() -> None:
+    code = "import sys, torch, torch_xla; from accel.xla import has_begun as h; print(h(sys.modules));"
+    code += "torch.ones(1, device=torch_xla.device()); print(h(sys.modules))"
+    assert run("-c", code).stdout.split() == ["False", "True"]
+
+
 @pytest.mark.multiprocess
 def test_processes_on_xlas_cpu_are_told_that_it_does_not_connect_them(tmp_path: Path) -> None:
     launch = ["-m", "accel.cli", "launch", "--nproc-per-node", "2", "--device", "xla"]

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_map_only  # pyright: ignore[reportUnknownVa
 
 from accel.errors import StreamError
 
+_STATISTICS = ("running_mean", "running_var")  # arguments that batch norms update, and that no schema marks
 _APPLY_DEPTH = 8  # frames between an operator and the `Module._apply` that asks for it, and some to spare
 
-_Kind = Literal["compute", "view", "alias", "write"]
+_Kind = Literal["compute", "view", "alias", "write", "statistics"]
 
 
 class Origin(Protocol):
@@ -112,6 +113,8 @@ class AbsentTensor(torch.Tensor):
         kind = _kind(func)
         if kind == "write":
             _refuse_writes(func, args, kwargs)
+        elif kind == "statistics":
+            _refuse_statistics(func, args, kwargs)
         elif kind == "view" and isinstance(args[0], AbsentTensor):
             return _view(func, args[0], args[1:], kwargs)
         elif func is torch.ops.aten.embedding.default:
@@ -132,6 +135,11 @@ def absent_parameter(like: torch.Tensor, origin: Origin, device: torch.device) -
     if not isinstance(like, nn.Parameter):
         return absent
     return nn.Parameter(absent, requires_grad=like.requires_grad)
+
+
+def may_hold_statistics(tensor: torch.Tensor) -> bool:
+    """Return whether a batch norm may update a tensor: a vector that is no parameter."""
+    return tensor.dim() == 1 and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
 
 
 def refuse_load(module: nn.Module, state_dict: Mapping[str, object], prefix: str, *_: object) -> None:
@@ -162,7 +170,10 @@ def refuse_load(module: nn.Module, state_dict: Mapping[str, object], prefix: str
 def _view(func: Any, absent: AbsentTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbsentTensor:
     """Return the view that an operator makes, absent; shape and strides are found without memory."""
     if func is torch.ops.aten.detach.default:  # as for each Parameter: all of it, in its own shape
-        return AbsentTensor(_blank(absent), absent.origin, absent.device, absent.steps)
+        with torch.inference_mode(
+            False
+        ):  # torch gives it the version counter of the weight, which is no inference tensor
+            return AbsentTensor(_blank(absent), absent.origin, absent.device, absent.steps)
     blank = _blank(absent)
     step = functools.partial(_call, func, tuple(args), dict(kwargs))
     return AbsentTensor(func(blank, *args, **kwargs), absent.origin, absent.device, (*absent.steps, step))
@@ -203,13 +214,30 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         target = args[at] if at < len(args) else kwargs.get(argument.name)
-        if isinstance(target, AbsentTensor):
-            raise StreamError(
-                "a weight that is not in memory cannot be changed in place",
-                got=str(func),
-                where=target.origin.name,
-                fix="Keep its segment on the device that computes, or change the model before dispatch_model.",
-            )
+        _refuse_write(func, target)
+
+
+def _refuse_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an update of running statistics that are absent, which torch's schemas do not declare as a write.
+
+    Raises:
+        StreamError: the change would be lost.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("training", True):
+        for name in _STATISTICS:
+            _refuse_write(func, given.get(name))
+
+
+def _refuse_write(func: Any, target: object) -> None:
+    if isinstance(target, AbsentTensor):
+        raise StreamError(
+            "a weight that is not in memory cannot be changed in place",
+            got=str(func),
+            where=target.origin.name,
+            fix="Keep its segment on the device that computes, or change the model before dispatch_model.",
+        )
 
 
 def _refuse_apply(absent: object) -> None:
@@ -240,6 +268,8 @@ def _kind(func: Any) -> _Kind:
         return "write"
     if func is torch.ops.aten._unsafe_view.default:  # shares memory, and says that it does not
         return "view"
+    if _STATISTICS[0] in [each.name for each in schema.arguments] and not schema.name.endswith("_backward"):
+        return "statistics"
     if all(each.alias_info is None for each in schema.returns):
         return "compute"
     alone = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"

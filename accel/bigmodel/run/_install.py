@@ -14,7 +14,7 @@ from accel.bigmodel._dtypes import dtype_of
 from accel.bigmodel.run._absent import absent_parameter
 from accel.bigmodel.run._hooks import hook_block
 from accel.bigmodel.run._origins import BlockOrigin, Fetches, TableOrigin
-from accel.bigmodel.run._places import has_values, kind_of, put
+from accel.bigmodel.run._places import Place, has_values, kind_of, put
 from accel.bigmodel.run._slots import Block, Holder, Slot, StreamedWeight
 from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supplies import Task
@@ -133,7 +133,8 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
             return  # the placeholder stays: the model has no values to go back to
 
         def back() -> None:
-            _hand_over(absent, put(task.places, found.to(absent.dtype)))
+            if places := _still_absent(task, absent):
+                _hand_over(absent, put(places, found.to(absent.dtype)))
     else:
         device = before.device
         if supply.tensor is not None and (device.type != "cpu" or task.weight.is_cast):
@@ -144,9 +145,15 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
         def back() -> None:
             if before.device != device or task.weight.is_cast:
                 before.data = before.data.to(device, absent.dtype)
-            _hand_over(absent, put(task.places, before))
+            if places := _still_absent(task, absent):
+                _hand_over(absent, put(places, before))
 
     opened.callback(back)
+
+
+def _still_absent(task: Task, absent: torch.Tensor) -> tuple[Place, ...]:
+    """Return the places of a weight that hold the placeholder; the others hold what a call has put there since."""
+    return tuple(place for place in task.places if place.tensor is absent)
 
 
 def _hand_over(absent: torch.Tensor, restored: torch.Tensor) -> None:

@@ -6,16 +6,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from accel.bigmodel.run._absent import may_hold_statistics
 from accel.bigmodel.run._packed import PackedWeight
 from accel.bigmodel.run._supply import Supply
 
 PAGE = 4096
 _LEAST_STEP = 4096  # elements of a cast in place; fewer go through a copy
+
+
+SlotPlace: TypeAlias = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""A dict of parameters or buffers, the key in it, the placeholder, and the tensor on the slot."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,7 +69,8 @@ class Block:
         slot: the slot that holds it, or is being filled with it.
         waiting: number of calls that wait for it; above 0 its slot is not filled with another.
         absents: number of running calls that need placeholders, because autograd may keep what they use.
-        is_in: whether the slot's tensors are in the model.
+        placed: places in the model that now hold the slot's tensors; empty while it holds placeholders.
+        is_replaced: whether a call has put other tensors in such places.
         hits, waits, waited_s, moved_bytes: counts of `RunStats`.
     """
 
@@ -75,7 +81,8 @@ class Block:
     slot: Slot | None = None
     waiting: int = 0
     absents: int = 0
-    is_in: bool = False
+    placed: Sequence[SlotPlace] = ()
+    is_replaced: bool = False
     hits: int = 0
     waits: int = 0
     waited_s: float = 0.0
@@ -83,11 +90,11 @@ class Block:
 
     def put_out(self) -> None:
         """Put the placeholders back into the model."""
-        self.is_in = False
-        for weight in self.weights:
-            for holder in weight.holders:
-                for registry, key in [(holder.registry, holder.key)] if holder.whole is None else holder.whole.places:
-                    registry[key] = holder.absent
+        for registry, key, absent, tensor in self.placed:
+            if registry.get(key) is not tensor:
+                self.is_replaced = True
+            registry[key] = absent
+        self.placed = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -96,11 +103,11 @@ class SlotView:
 
     Attributes:
         tensors: by weight of the block.
-        places: places in the model, with placeholder and tensor.
+        places: places in the model.
     """
 
     tensors: Sequence[torch.Tensor]
-    places: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]
+    places: Sequence[SlotPlace]
 
 
 @dataclass(eq=False, slots=True)
@@ -199,7 +206,7 @@ def _aligned(nbytes: int) -> torch.Tensor:
 
 def _view(memory: torch.Tensor, block: Block) -> SlotView:
     tensors: list[torch.Tensor] = []
-    places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+    places: list[SlotPlace] = []
     views: dict[int, dict[str, torch.Tensor]] = {}
     wholes: dict[int, Holder] = {}
     for weight in block.weights:
@@ -213,6 +220,8 @@ def _view(memory: torch.Tensor, block: Block) -> SlotView:
         if isinstance(first.absent, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=False)
         tensors.append(tensor)
+        if may_hold_statistics(first.absent):
+            continue  # torch writes those unseen; a placeholder refuses that
         places += [(each.registry, each.key, each.absent, tensor) for each in weight.holders]
     for key, holder in wholes.items():
         assert holder.whole is not None

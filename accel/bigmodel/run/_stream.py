@@ -84,13 +84,12 @@ class Stream:
             else:
                 slot = self._wait(block)
             if slot is not None:
-                if plain and not block.absents and not block.is_in:
+                if plain and not block.absents and not block.placed:
                     _put_in(block, slot)
                 slot.users += 1
             if slot is None or not plain:
                 block.absents += 1
-                if block.is_in:
-                    block.put_out()
+                block.put_out()
             if surprise:
                 self._wake(True)
         calls.append(Call(block, slot, plain))
@@ -120,9 +119,9 @@ class Stream:
             slot.users -= 1
             if slot.users:
                 return
-            if block.is_in:
-                block.put_out()
-            if changed := slot.memory._version != slot.version:
+            block.put_out()
+            if changed := block.is_replaced or slot.memory._version != slot.version:
+                block.is_replaced = False
                 _empty(slot)
             if self._scarce or self._demanded:
                 self._wake(True)
@@ -217,7 +216,7 @@ class Stream:
             self._transfer.left(slot)
             with self._lock:
                 slot.users -= 1
-                if not slot.users and block.is_in:
+                if not slot.users:
                     block.put_out()
             self._wake(True)
 
@@ -265,7 +264,7 @@ def _put_in(block: Block, slot: Slot) -> None:
                 fix="Change the model before dispatch_model or after run.close().",
             )
         registry[key] = tensor
-    block.is_in = True
+    block.placed = places
 
 
 def _empty(slot: Slot) -> None:

@@ -20,6 +20,7 @@ Fp8Backend = Literal["torchao", "transformer_engine"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CompileName = Literal["off", "whole", "repeated"]
 Fp8Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "mxfp8"]
+GROUPED = frozenset[StrategyName](["deepspeed"])  # strategies whose engine needs a group on one process, too
 
 _SCALINGS: dict[str, tuple[Fp8Scaling, ...]] = {
     "torchao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),

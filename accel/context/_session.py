@@ -19,6 +19,7 @@ from accel.context._first import context_first
 from accel.context._record import DistContext, build
 from accel.context._settings import check_backend, settle
 from accel.env import LaunchEnv, read_env
+from accel.formats import GROUPED
 from accel.topology import fit_axes
 
 _CHECKED = ("accumulation", "precision", "mesh", "plan", "compile")  # by the first step
@@ -46,7 +47,7 @@ def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[Settin
             timeout_s: seconds after which a collective that misses a rank fails.
 
     Returns:
-        The context; with one process and no mesh it holds no group.
+        The context; with one process, no mesh and no engine that needs one it holds no group.
 
     Raises:
         EnvError: the variables contradict each other.
@@ -60,7 +61,7 @@ def from_env(environ: Mapping[str, str] | None = None, **settings: Unpack[Settin
     check_backend(settled.backend, "backend=" if settings.get("backend") else env.sources.get("backend", ""))
     _ = fit_axes(settled.mesh, env.world_size, where="mesh=")
     backend = None if settled.backend == "auto" else settled.backend
-    grouped = env.world_size > 1 or settled.mesh
+    grouped = env.world_size > 1 or settled.mesh or settled.strategy in GROUPED
     comm = connect(env, device, backend, cast(float, settled.timeout_s)) if grouped else alone()
     ctx = build(env, settled, device, comm)
     launched = {name: env.sources[name] for name in _CHECKED if name in env.sources and settings.get(name) is None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed trains as ddp does at every stage, and they load each other's checkpoints."""
+"""DeepSpeed trains as ddp does at every stage, and they load each other's checkpoints, also those of killed runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,28 @@ HELPER = Path(__file__).parent.parent / "helpers" / "deepspeed_runs.py"
 CLOSE = 1e-6  # of fp32, relative to the largest weight
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Findings of two processes, and the folder of their checkpoints."""
-    pytest.importorskip("deepspeed")
-    out = tmp_path_factory.mktemp("deepspeed")
-    command = [sys.executable, "-m", "accel.cli", "launch", "--device", "cpu", "--nproc-per-node", "2", str(HELPER)]
+def launch(processes: int, part: str, out: Path, status: int) -> dict[str, Any]:
+    """Run a part, and return what it found."""
+    command = [sys.executable, "-m", "accel.cli", "launch", "--device", "cpu", "--nproc-per-node", str(processes)]
     ended = subprocess.run(
-        [*command, str(out)], env=same_path(), capture_output=True, text=True, timeout=patience(180), check=False
+        [*command, str(HELPER), part, str(out)],
+        env=same_path(),
+        capture_output=True,
+        text=True,
+        timeout=patience(180),
+        check=False,
     )
     lines = [line for line in ended.stdout.splitlines() if "found:" in line]
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    return json.loads(lines[0].partition("found:")[2]), out
+    assert ended.returncode == status, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return json.loads(lines[0].partition("found:")[2])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Findings of two processes that are killed at the end, and the folder of their checkpoints."""
+    pytest.importorskip("deepspeed")
+    out = tmp_path_factory.mktemp("deepspeed")
+    return launch(2, "killed", out, status=9), out
 
 
 @pytest.mark.engine
@@ -45,14 +56,14 @@ class TestRun:
     """One launch, of which each test looks at a part."""
 
     def test_every_stage_trains_as_ddp_over_ragged_windows(self, run: Any) -> None:
-        for kind in ("zero1", "zero2", "zero3"):
+        for kind in ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"):
             assert run[0][kind]["weights"] < CLOSE
             assert run[0][kind]["norms"] < CLOSE
             assert run[0][kind]["rate"] == 0
 
     def test_checkpoints_are_loaded_at_every_stage_and_by_ddp(self, run: Any) -> None:
         distances = {name: value for name, value in run[0].items() if " to " in name}
-        assert len(distances) == 12
+        assert len(distances) == 16
         assert max(distances.values()) < CLOSE
 
     def test_saved_models_are_whole(self, run: Any) -> None:
@@ -68,6 +79,28 @@ class TestRun:
         assert found["built"] < CLOSE
         assert found["held"] == 0
         assert found["whole"] == [8, 4]
+
+    def test_an_average_of_weights_that_are_empty_between_passes_is_refused(self, run: Any) -> None:
+        assert "stage below 3" in run[0]["averaged"]
+
+    def test_a_layer_that_a_window_leaves_out_keeps_its_weights_and_no_gradient(self, run: Any) -> None:
+        for kind in ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"):
+            assert run[0][f"left out of {kind}"] == {"untouched": True, "alike": True}, kind
+
+    def test_micro_batches_of_a_json_are_those_of_the_loop_or_refused(self, run: Any) -> None:
+        found = run[0]["micro-batches"]
+        assert found["2"] < CLOSE
+        assert found["4"].startswith("optimizer_step")
+        assert "gradient_accumulation_steps: 4" in found["4"]
+        assert "gradient_accumulation_steps: 4" in found["4 in a context of 2"]
+
+    def test_killed_runs_go_on_with_the_same_bits_and_on_one_process(self, run: Any) -> None:
+        with ThreadPoolExecutor() as pool:
+            pair, alone = pool.map(lambda processes: launch(processes, "resumed", run[1], status=0), (2, 1))
+        for kind in ("ddp", "zero1", "zero2", "zero3", "zero2-offload"):
+            assert pair[kind]["same bits"], kind
+            assert alone[kind]["weights"] < CLOSE, kind
+        assert pair["without"] == alone["without"] == "LOCAL_RANK"
 
     def test_bf16_stays_near_and_gradients_that_are_not_finite_change_nothing(self, run: Any) -> None:
         found = run[0]
@@ -88,6 +121,13 @@ def test_what_is_used_beside_documented_calls_is_there() -> None:
         source = Path(str(importlib.import_module(module).__file__)).read_text()
         assert f"class {name}" in source
         assert not [each for each in names if each not in source]
+
+
+def test_one_process_gets_the_group_that_deepspeed_communicates_by() -> None:
+    with accel.session({}, device="cpu", strategy="deepspeed") as ctx:
+        assert ctx.world_size == 1
+        assert torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
 
 
 def _prepared(ctx: accel.DistContext, *objects: Any, **settings: Any) -> Any:

@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One loop that trains under ddp and under each stage of DeepSpeed, in the processes of one launch."""
+"""One loop that trains under ddp and under each stage of DeepSpeed: `deepspeed_runs.py PART FOLDER`.
+
+The part "killed" holds the stages against ddp, and ends all ranks in the middle of a window; "resumed" goes on.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed_cases import left_out, micro_batches
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import accel
 
+KINDS = ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
+STAGES = KINDS[:3]
+RESUMED = ("ddp", *STAGES, "zero2-offload")
 ROWS = torch.linspace(-1, 1, 88).view(22, 4)  # batches of 4: the last is ragged, and rank 1 has fewer samples
 
 
@@ -48,8 +57,11 @@ def objects(ctx: accel.DistContext) -> dict[str, Any]:
     return items | {"state": accel.train_state(ctx, accumulation=2), "loader": loader}
 
 
-def train(ctx: accel.DistContext, parts: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """Train to that epoch; return losses, norms and the weights."""
+def train(ctx: accel.DistContext, parts: dict[str, Any], epochs: int, leaves: Path | None = None) -> dict[str, Any]:
+    """Train to that epoch; return losses, norms and the weights.
+
+    Given a folder, save the first step of the epoch's three there, and leave the next window in its middle.
+    """
     items = dict(parts)
     loader = items.pop("loader")
     state = items["state"]
@@ -63,9 +75,13 @@ def train(ctx: accel.DistContext, parts: dict[str, Any], epochs: int) -> dict[st
                     loss = items["model"](batch.data).float().square().mean()
                 state = accel.backward(ctx, loss, state)
             losses.append(loss.item())
+            if leaves is not None and state.updates == 1:
+                return {}
             if state.sync:
                 state = accel.optimizer_step(ctx, items["optimizer"], state, scheduler=items["scheduler"], max_norm=0.5)
                 norms.append(float(state.grad_norm))
+                if leaves is not None:
+                    accel.save_state(ctx, leaves, items | {"state": state}, step=1)
     items["state"] = state
     weights = accel.get_state_dict(ctx, items["model"], dst=None)
     rate = items["scheduler"].get_last_lr()[0]
@@ -105,6 +121,10 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
     with gathered(third, [first]):
         found["whole"] = list(first.shape)
     model, _ = accel.prepare(third, built, torch.optim.SGD(built.head.parameters(), lr=0.1))
+    try:
+        _ = accel.Ema(model)
+    except accel.PrepareError as error:
+        found["averaged"] = error.fix
     found["built"] = float((model(ROWS) - plain(ROWS)).abs().max())
 
     second = accel.replace(ctx, **settings_of("zero2", "bf16"))
@@ -133,41 +153,91 @@ def beside(ctx: accel.DistContext, straight: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main(out: Path) -> None:
-    """Hold each stage against ddp; exchange their checkpoints. Prints a line of JSON on rank 0."""
+def against_ddp(ctx: accel.DistContext, straight: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Hold each stage against ddp; exchange their checkpoints."""
+    found: dict[str, Any] = {}
+    half = train(ctx, objects(ctx), 1)
+    accel.save_state(ctx, out / "ddp", half["items"], step=1)
+    for kind in KINDS:
+        under = accel.replace(ctx, **settings_of(kind, "fp32"))
+        run = train(under, objects(under), 2)
+        keep(ctx, run["weights"], out / f"{kind}-whole")
+        found[kind] = {
+            "weights": distance(straight["weights"], run["weights"]),
+            "norms": max(abs(a / b - 1) for a, b in zip(straight["norms"], run["norms"], strict=True)),
+            "rate": run["rate"] - straight["rate"],
+        }
+        first = train(under, objects(under), 1)
+        accel.save_state(under, out / kind, first["items"], step=1)
+        accel.save_model(under, first["items"]["model"], out / f"{kind}-model")
+    pairs = [(source, kind) for source in ("ddp", *STAGES) for kind in ("ddp", "zero1", "zero3")]
+    pairs += [pair for kind in KINDS if kind not in STAGES for pair in ((kind, "ddp"), ("ddp", kind))]
+    for source, kind in pairs:
+        run = go_on(accel.replace(ctx, **settings_of(kind, "fp32")), out / source)
+        found[f"{source} to {kind}"] = distance(straight["weights"], run["weights"])
+    return found
+
+
+def go_on(under: accel.DistContext, folder: Path) -> dict[str, Any]:
+    """Load a checkpoint, and train to the end."""
+    parts = objects(under)
+    items = {name: each for name, each in parts.items() if name != "loader"}
+    state = accel.load_state(under, folder, items)["state"]
+    return train(under, parts | {"state": state}, 2)
+
+
+def keep(ctx: accel.DistContext, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write weights for the processes that come later."""
+    if ctx.is_main_process:
+        save_file({name: each.clone() for name, each in weights.items()}, path)
+
+
+def killed(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
+    """Train under each kind to the end, and again into the second window."""
+    straight = train(ctx, objects(ctx), 2)
+    keep(ctx, straight["weights"], out / "ddp-whole")
+    found = against_ddp(ctx, straight, out) | beside(ctx, straight)
+    for kind in KINDS:
+        found[f"left out of {kind}"] = left_out(accel.replace(ctx, **settings_of(kind, "fp32")))
+    asked = micro_batches(ctx, lambda under: train(under, objects(under), 2))
+    found["micro-batches"] = asked | {"2": distance(straight["weights"], asked["2"])}
+    for kind in RESUMED:
+        under = accel.replace(ctx, **settings_of(kind, "fp32"))
+        _ = train(under, objects(under), 2, leaves=out / f"{kind}-left")
+    return found
+
+
+def resumed(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
+    """Go on from what the killed processes saved in mid-epoch; hold the end against the run that was not killed."""
+    found: dict[str, Any] = {}
+    for kind in RESUMED:
+        run = go_on(accel.replace(ctx, **settings_of(kind, "fp32")), out / f"{kind}-left")
+        whole = load_file(out / f"{kind}-whole")
+        same = all(torch.equal(each, whole[name]) for name, each in run["weights"].items())
+        found[kind] = {"same bits": same, "weights": distance(whole, run["weights"])}
+    del os.environ["LOCAL_RANK"]  # as without a launcher
+    try:
+        _ = objects(accel.replace(ctx, strategy="deepspeed"))
+    except accel.ConfigError as error:
+        found["without"] = error.expected
+    return found
+
+
+def main(part: str, out: Path) -> None:
+    """Run a part, and print a line of JSON on rank 0."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
-    found: dict[str, Any] = {}
-    with accel.session(device="cpu", strategy="ddp") as ctx:
-        straight = train(ctx, objects(ctx), 2)
-        half = train(ctx, objects(ctx), 1)
-        accel.save_state(ctx, out / "ddp", half["items"], step=1)
-        for kind in ("zero1", "zero2", "zero3"):
-            under = accel.replace(ctx, **settings_of(kind, "fp32"))
-            run = train(under, objects(under), 2)
-            found[kind] = {
-                "weights": distance(straight["weights"], run["weights"]),
-                "norms": max(abs(a / b - 1) for a, b in zip(straight["norms"], run["norms"], strict=True)),
-                "rate": run["rate"] - straight["rate"],
-            }
-            first = train(under, objects(under), 1)
-            accel.save_state(under, out / kind, first["items"], step=1)
-            accel.save_model(under, first["items"]["model"], out / f"{kind}-model")
-        for source in ("ddp", "zero1", "zero2", "zero3"):
-            for kind in ("ddp", "zero1", "zero3"):
-                under = accel.replace(ctx, **settings_of(kind, "fp32"))
-                parts = objects(under)
-                items = {name: each for name, each in parts.items() if name != "loader"}
-                state = accel.load_state(under, out / source, items)["state"]
-                run = train(under, parts | {"state": state}, 2)
-                found[f"{source} to {kind}"] = distance(straight["weights"], run["weights"])
-        found |= beside(ctx, straight)
-        if ctx.is_main_process:
-            print("found:", json.dumps(found), flush=True)
+    with accel.session(device="cpu", strategy="deepspeed") as opened:
+        ctx = accel.replace(opened, strategy="ddp")
+        found = {"killed": killed, "resumed": resumed}[part](ctx, out)
+        accel.print(ctx, "found:", json.dumps(found), flush=True)
+        if part == "killed":
+            accel.wait_for_everyone(ctx)
+            os._exit(9)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

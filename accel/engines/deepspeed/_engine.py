@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from accel.context import DistContext
 from accel.engines.deepspeed._facts import config_of, read_facts
 from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
-from accel.engines.deepspeed._package import connected
+from accel.engines.deepspeed._package import initialized
 from accel.engines.deepspeed._resolve import resolve
 from accel.engines.deepspeed._resolved import Resolved
 from accel.engines.deepspeed._shards import mark_emptied
@@ -124,7 +124,7 @@ def _settled(ctx: DistContext, objects: Sequence[Any]) -> Resolved:
 def _trained(ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved: Resolved) -> tuple[Any, Optimizer]:
     _check_values(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    engine, _, _, _ = connected().initialize(model=model, optimizer=optimizer, config=_settings(ctx, resolved))
+    engine, _, _, _ = initialized(model, optimizer=optimizer, config=_settings(ctx, resolved))
     handle = ZeroOptimizer(engine, optimizer, groups, resolved)
     vars(engine)[WRAPS] = "module"
     vars(engine)[HELD] = handle.gradients
@@ -138,7 +138,7 @@ def _frozen(ctx: DistContext, model: nn.Module, resolved: Resolved) -> nn.Module
     if resolved.settings["zero_optimization"]["stage"] < 3:
         return model.to(ctx.device)
     _check_values(model)
-    engine, _, _, _ = connected().initialize(model=model, config=_settings(ctx, resolved))
+    engine, _, _, _ = initialized(model, config=_settings(ctx, resolved))
     vars(engine)[WRAPS] = "module"
     mark_emptied(engine)
     return engine

@@ -69,10 +69,10 @@ def connected() -> Any:
     if not torch.distributed.is_initialized():
         raise ConfigError(
             "DeepSpeed needs torch's default process group",
-            expected="a context of several processes, or of one by a launcher",
+            expected="a context that opened it, of one process or several",
             got="none",
             where="strategy='deepspeed'",
-            fix="Start the script by `accel launch`.",
+            fix="Make the context by accel.session(strategy='deepspeed').",
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     found.init_distributed(
@@ -82,6 +82,27 @@ def connected() -> Any:
         dist_init_required=False,
     )
     return found
+
+
+def initialized(model: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
+    """Call DeepSpeed's `initialize`. A collective.
+
+    Raises:
+        ConfigError: the process has no LOCAL_RANK, which DeepSpeed reads from the environment alone; or as `connected`.
+    """
+    found = connected()
+    try:
+        return found.initialize(model=model, **arguments)
+    except AssertionError as error:
+        if "LOCAL_RANK" not in str(error):
+            raise
+        raise ConfigError(
+            "DeepSpeed reads a variable that this process does not have",
+            expected="LOCAL_RANK",
+            got="none",
+            where="strategy='deepspeed'",
+            fix="Start the script by `accel launch` or torchrun.",
+        ) from error
 
 
 def flat_parameters(zero: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 
+from accel.cli._config_update import update
 from accel.cli._flags import add_fields, resolve_flags
 from accel.cli._menu import Option, choose, has_arrow_keys
 from accel.cli._parser import Parser
@@ -29,17 +30,18 @@ from accel.terminal import show_text
 _USAGE = """accel config [--output FILE]
        accel config default [--output FILE] [--force]
        accel config show [--config FILE] [flags of accel launch]
-       accel config import FILE [--output FILE] [--force]"""
+       accel config import FILE [--output FILE] [--force]
+       accel config update [FILE]"""
 _ABOUT = f"""Ask for a configuration of launches on this machine, and write it to {DEFAULT_FILE}.
 `default` writes suggestions for this machine, unasked; `show` prints each value and its source;
-`import` takes over a file of Accelerate."""
+`import` takes over a file of Accelerate; `update` rewrites an older file of ours."""
 
-SUBCOMMANDS = ("default", "show", "import")
+SUBCOMMANDS = ("default", "show", "import", "update")
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run one of the commands of `accel config`; return the exit status."""
-    commands = dict(zip(SUBCOMMANDS, (_default, _show, _import), strict=True))
+    commands = dict(zip(SUBCOMMANDS, (_default, _show, _import, _update), strict=True))
     if not words or words[0].startswith("-"):
         return _interactive(words, environ)
     if words[0] not in commands:
@@ -108,6 +110,16 @@ def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     return 0
 
 
+def _update(words: Sequence[str], _environ: Mapping[str, str]) -> int:
+    parser = Parser("accel config update", usage=_USAGE, description=_ABOUT)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    _ = parser.add_argument(
+        "file", nargs="?", default=DEFAULT_FILE, help=f"a file of accel, TOML or .json (default: {DEFAULT_FILE})"
+    )
+    update(parser.read(words).file)
+    return 0
+
+
 def _parser(prog: str, *, force: bool = False) -> Parser:
     parser = Parser(prog, usage=_USAGE, description=_ABOUT)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -132,7 +144,7 @@ def _write(path: str, text: str, *, force: bool) -> None:
 
 def _only_set(text: str) -> str:
     lines = text.splitlines()
-    return "\n".join(f"  {line}" for line in lines if line and not line.startswith("#"))
+    return "\n".join(f"  {line}" for line in lines if line and not line.startswith(("#", "format = ")))
 
 
 def _short(value: object) -> str:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
         decode_values as decode_values,
         encode as encode,
         read_config as read_config,
+        read_text as read_text,
+        refuse_yaml as refuse_yaml,
     )
+    from accel.config._format import update_values as update_values
     from accel.config._record import FIELDS as FIELDS, LaunchConfig as LaunchConfig
     from accel.config._resolve import (
         CONFIG_VARIABLE as CONFIG_VARIABLE,
@@ -52,7 +55,8 @@ __getattr__ = exports(
     {
         "_accelerate": ("Imported", "LeftOut", "import_accelerate"),
         "_accelerate_deepspeed": ("translate_deepspeed",),
-        "_files": ("DEFAULT_FILE", "decode", "decode_values", "encode", "read_config"),
+        "_files": ("DEFAULT_FILE", "decode", "decode_values", "encode", "read_config", "read_text", "refuse_yaml"),
+        "_format": ("update_values",),
         "_record": ("FIELDS", "LaunchConfig"),
         "_resolve": ("CONFIG_VARIABLE", "ConfigFile", "Resolved", "Source", "resolve"),
         "_schema": ("Field", "from_plain", "from_text", "to_text"),

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from accel.config._format import CHANGES, FORMAT_KEY, take_format
 from accel.config._record import FIELDS, LaunchConfig
 from accel.config._resolve import ConfigFile, resolve
 from accel.config._schema import Field, to_text
@@ -34,8 +35,8 @@ def read_config(path: str) -> ConfigFile:
     Raises:
         ConfigError: it cannot be read, or is malformed; the message has line and column.
     """
-    _refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
-    return ConfigFile(path=path, values=decode_values(read_text(path), path))
+    refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
+    return ConfigFile(path=path, values=take_format(decode_values(read_text(path), path), path)[1])
 
 
 def read_text(path: str) -> str:
@@ -69,7 +70,7 @@ def decode(text: str, path: str = DEFAULT_FILE) -> LaunchConfig:
     Raises:
         ConfigError: the text is malformed, or holds what no record can.
     """
-    return resolve({}, {}, ConfigFile(path=path, values=decode_values(text, path))).config
+    return resolve({}, {}, ConfigFile(path=path, values=take_format(decode_values(text, path), path)[1])).config
 
 
 def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[str] | None = None) -> str:
@@ -83,7 +84,7 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
     Raises:
         ConfigError: the suffix is YAML's.
     """
-    _refuse_yaml(path, fix="Write `accel.toml` or `accel.json`.")
+    refuse_yaml(path, fix="Write `accel.toml` or `accel.json`.")
     values = {field.name: _plain(getattr(config, field.name)) for field in FIELDS}
     if path.lower().endswith(".json"):
         chosen = {name: value for name, value in values.items() if only is None or name in only}
@@ -91,8 +92,11 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
             if field.section and field.name in chosen:
                 section = section_values(chosen[field.name])
                 chosen[field.name] = chosen[field.name] if section is None else section
-        return json.dumps(chosen, indent=2, ensure_ascii=False) + "\n"
-    blocks = ["# How `accel launch` starts a script. A flag or an ACCEL_* variable overrides what stands here."]
+        return json.dumps({FORMAT_KEY: len(CHANGES)} | chosen, indent=2, ensure_ascii=False) + "\n"
+    blocks = [
+        "# How `accel launch` starts a script. A flag or an ACCEL_* variable overrides what stands here.",
+        f"# Format of this file; `accel config update` rewrites older ones.\n{FORMAT_KEY} = {len(CHANGES)}",
+    ]
     for field in sorted(FIELDS, key=lambda field: field.section):  # a section holds all that follows it
         lines = textwrap.wrap(field.doc, _WIDTH, initial_indent="# ", subsequent_indent="# ")
         lines += [f"#   {name}: {meaning}" for name, meaning in field.choices.items()]
@@ -102,7 +106,12 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
     return "\n\n".join(blocks) + "\n"
 
 
-def _refuse_yaml(path: str, *, fix: str) -> None:
+def refuse_yaml(path: str, *, fix: str) -> None:
+    """Refuse a name that ends as YAML's do.
+
+    Raises:
+        ConfigError: it does.
+    """
     if path.lower().endswith((".yaml", ".yml")):
         raise ConfigError("not a format of accel", expected="a file in TOML or JSON", got=repr(path), fix=fix)
 

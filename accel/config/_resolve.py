@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from accel.config._format import is_old
 from accel.config._record import FIELDS, LaunchConfig, refuse_clash
 from accel.config._schema import Field, from_plain, from_text, to_text
 from accel.config._settings import SETTINGS, SOURCES_VARIABLE
@@ -102,7 +103,8 @@ def _check_names(names: Iterable[str], problem: str, where: str) -> None:
     known = [field.name for field in FIELDS]
     for name in names:
         if name not in known:
-            raise ConfigError(problem, got=repr(name), where=where, fix=did_you_mean(name, known))
+            fix = f"Run `accel config update {where}`." if is_old(name) else did_you_mean(name, known)
+            raise ConfigError(problem, got=repr(name), where=where, fix=fix)
 
 
 def _said(

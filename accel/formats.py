@@ -135,6 +135,8 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
         outputs: format of floating-point outputs of the model; None for no conversion.
         fp32_modules: patterns of names of submodules with fp32 parameters, inputs and arithmetic, such as "head" or
             "blocks.*.router".
+        master_weights: "fp32" for float32 copies of 16-bit parameters, which the optimizer steps, and for gradients in
+            float32; None for parameters that are stepped themselves.
         fp8: layers in fp8, beside compute in bf16.
         qat: layers that round their weights, for a model that `convert_qat` quantizes after the training.
     """
@@ -143,6 +145,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     params: Literal["fp32", "bf16"] | None = None
     outputs: Literal["fp32", "bf16", "fp16"] | None = None
     fp32_modules: tuple[str, ...] = ()
+    master_weights: Literal["fp32"] | None = None
     fp8: Fp8 | None = None
     qat: Qat | None = None
 
@@ -152,6 +155,10 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
             check_choice(self.params, ("fp32", "bf16"), "unknown format", where="Precision.params")
         if self.outputs is not None:
             check_choice(self.outputs, ("fp32", "bf16", "fp16"), "unknown format", where="Precision.outputs")
+        if self.master_weights is not None:
+            check_choice(self.master_weights, ("fp32",), "unknown format", where="Precision.master_weights")
+        if self.master_weights is not None and self.params == "fp32":
+            raise _no_effect("Precision.master_weights", "on parameters in fp32")
         _check_patterns(self.fp32_modules, "Precision.fp32_modules")
         if self.fp8 is not None and not isinstance(self.fp8, Fp8):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError("not a recipe", expected="an accel.Fp8", got=repr(self.fp8), where="Precision.fp8")

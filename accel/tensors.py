@@ -40,6 +40,16 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     return kind is not None and isinstance(tensor, kind)
 
 
+def is_half(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are floating-point numbers of 16 bits."""
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def has_wide_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether a 16-bit parameter has its gradients in float32, as master weights need them."""
+    return is_half(parameter) and parameter.grad_dtype == torch.float32
+
+
 class AbsentWeight(Protocol):
     """A weight that is not in memory: a tensor whose class has `stored`."""
 

@@ -23,7 +23,14 @@ from accel.testing import simulate
 
 ROOT = Path(__file__).parent.parent / "accel"
 ELSEWHERE = {
-    "torch": ("_foreach_norm", "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_lerp_"),
+    "torch": (
+        "_foreach_norm",
+        "_foreach_mul_",
+        "_foreach_clamp_min_",
+        "_foreach_clamp_max_",
+        "_foreach_lerp_",
+        "_foreach_copy_",
+    ),
     "torch.ops.aten": ("_to_copy", "_unsafe_view", "_local_scalar_dense"),
     "torch._ops.OpOverload": ("_schema",),
     "torch.Tensor": ("_make_wrapper_subclass", "_version"),

@@ -23,8 +23,8 @@ from accel.items._optimizer_state import (
     named_parameters,
 )
 from accel.items._source import Change, ItemLoad, facts
-from accel.optim import parameters_of
-from accel.tensors import dtensor_like, is_dtensor, local_part, mesh_of, placements_of
+from accel.optim import MASTER, parameters_of
+from accel.tensors import dtensor_like, has_wide_gradient, is_dtensor, local_part, mesh_of, placements_of
 
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
@@ -86,6 +86,7 @@ class OptimizerLoad(ItemLoad):
         held = {id(parameter) for parameter in parameters_of([local_optimizer(self.live)])}
         state = {name: each for name, each in stored.state.items() if name in listed and id(listed[name]) in held}
         self._stored = stored = msgspec.structs.replace(stored, state=state)
+        self._compare_masters(state, listed)
         owned = {name: listed[name] for name in state if name in stored.params}
         for name, parameter in owned.items():
             owner = _Owner(parameter, stored.params[name].dtype)
@@ -135,6 +136,13 @@ class OptimizerLoad(ItemLoad):
             expected, got = f"groups of {sizes[0]}", f"other groups, of {sizes[1]}"
             problems.wrong_type(f"{self.name}: groups of parameters", expected, got)
         problems.compare_names(set[str](), stored.state.keys() - stored.params.keys(), f"{self.name}: state of ")
+
+    def _compare_masters(self, state: Mapping[str, Any], listed: Mapping[str, torch.Tensor]) -> None:
+        """Note master weights that this run would neither step nor follow."""
+        for name, entries in state.items():
+            if is_object(entries) and MASTER in entries and not has_wide_gradient(listed[name]):
+                expected = "none, as this run's precision has none: Precision(master_weights='fp32')"
+                self.problems.wrong_type(f"{self.name}: master weights of {name}", expected, "float32 copies")
 
     def _fits(self, slot: torch.Tensor, key: str, owner: _Owner) -> bool:
         return slot.dtype == self._state_dtype(key, owner) and tuple(slot.shape) == self.source.facts(key)[1]

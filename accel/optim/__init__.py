@@ -10,4 +10,5 @@ from accel.optim._gradients import (
     parameters_of as parameters_of,
     scale_ as scale_,
 )
+from accel.optim._masters import MASTER as MASTER, step_masters as step_masters
 from accel.optim._norms import total_norm as total_norm

@@ -36,3 +36,8 @@ def clamp_(tensors: Sequence[torch.Tensor], bound: float) -> None:
     """Clamp every element to [-bound, bound], in place."""
     _torch._foreach_clamp_min_(list(tensors), -bound)
     _torch._foreach_clamp_max_(list(tensors), bound)
+
+
+def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, of any dtype."""
+    _torch._foreach_copy_(list(targets), list(sources))

@@ -14,13 +14,14 @@ from accel.context import DistContext
 from accel.parallel._comm_hooks import ReplicateOptions, register_hook
 from accel.parallel._empty import allocate, make_room
 from accel.parallel._labels import label_parameters
+from accel.parallel._masters import check_buckets
 from accel.parallel._move import move_model
-from accel.parallel._private import rebuild_buckets
+from accel.parallel._private import exchange_in, rebuild_buckets
 from accel.parallel._replicas import begin_with_rank_0_, replicated_tensors
 from accel.parallel._sharded import is_sharded
 from accel.parallel._spread import Spread, compare_models
 from accel.parallel._unwrap import wrapped_name
-from accel.tensors import packed_weights
+from accel.tensors import has_wide_gradient, packed_weights
 
 _ddp = cast(Any, DistributedDataParallel)
 
@@ -60,6 +61,8 @@ class Replica(DistributedDataParallel):
         self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
         self.uses_all = not find_unused_parameters and not static_graph
         self.bare = self.uses_all and not options.get("device_ids")
+        if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):
+            exchange_in(self, torch.float32)
         self._has_buffers = any(True for _ in module.buffers())
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -99,7 +102,9 @@ def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
     return replica_of(model) is not None or is_sharded(model)
 
 
-def _check(_ctx: DistContext, _model: nn.Module, _options: ReplicateOptions) -> None: ...
+def _check(ctx: DistContext, _model: nn.Module, options: ReplicateOptions) -> None:
+    if ctx.precision.master_weights is not None:
+        check_buckets(find_unused_parameters=options.find_unused_parameters, static_graph=options.static_graph)
 
 
 def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is_empty: bool) -> nn.Module:

@@ -21,6 +21,7 @@ from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._empty import allocate, expect_values, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import label_parameters, name_of
+from accel.parallel._masters import check_masters, refuse_foreign
 from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
 from accel.parallel._paths import named_modules
@@ -168,6 +169,7 @@ def check_model(
     check_absent(ctx, model)
     check_devices(ctx, model)
     waiting = unspread(ctx, model)
+    check_masters(ctx, waiting)
     if waiting:
         check_axes(ctx)
     checks = [partial(_check_spread, each, ctx, model, plan, keywords) for each in waiting]
@@ -276,6 +278,7 @@ def _adopt(ctx: DistContext, model: nn.Module) -> None:
         if not all(map(name_of, model.parameters())):
             label_parameters(model)
     elif not isinstance(replica, Replica):
+        refuse_foreign(replica)
         _label_foreign(replica)
 
 

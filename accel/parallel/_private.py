@@ -20,7 +20,7 @@ R = TypeVar("R")
 PRIVATE = {
     # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
-    "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets",),
+    "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch": ("_disable_dynamo",),  # torch.compiler.disable, without importing the compiler at once
@@ -60,6 +60,11 @@ def rebuild_buckets(replica: object) -> None:
         RuntimeError: DDP still waits for gradients of the backward before; it counts the parameters, "for rank N: ...".
     """
     cast(Any, replica).reducer._rebuild_buckets()
+
+
+def exchange_in(replica: object, dtype: torch.dtype) -> None:
+    """Let DDP take and exchange all gradients in a dtype, from the next arrangement of its buckets on."""
+    cast(Any, replica).reducer._set_mixed_precision_param_dtype(dtype)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from accel.errors import PrepareError
 from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
 from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
+from accel.precision._masters import check_masters, widen_gradients
 from accel.precision._names import matched, submodules
 from accel.precision._qat import has_qat, qat_layers, round_layers
 from accel.precision._support import DTYPES, check_compute
@@ -81,7 +82,12 @@ def apply_precision(ctx: DistContext, model: M) -> M:
     rounded: list[str] = []
     if precision.qat is not None and not has_qat(model):
         rounded = qat_layers(model, precision.qat, spared)
-    _convert(_formats(model, precision, spared))
+    formats = _formats(model, precision, spared)
+    if precision.master_weights is not None:
+        check_masters(model, {id(parameter): dtype for _, parameter, dtype in formats})
+    _convert(formats)
+    if precision.master_weights is not None:
+        widen_gradients(model)
     # nested ones too: a list of modules has no forward to cover its own
     in_fp32 = [model.get_submodule(name) for name in spared]
     add_mixin(in_fp32, InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)

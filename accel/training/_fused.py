@@ -154,6 +154,7 @@ def _checked(ctx: DistContext, optimizer: Optimizer) -> dict[int, dict[str, Any]
             and any(not is_dtensor(each) and each.requires_grad for each in parameters_of([optimizer]))
         ),
         "an overflow of fp16 must be seen before any parameter moves": ctx.precision.compute == "fp16",
+        "master weights need all gradients of a step": ctx.precision.master_weights is not None,
         "LBFGS evaluates the loss within its step": isinstance(optimizer, torch.optim.LBFGS),
     }
     for problem, holds in refused.items():

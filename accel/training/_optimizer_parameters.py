@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from accel.errors import PrepareError
 from accel.items import is_zero
-from accel.parallel import heir_of, is_dropped
+from accel.optim import parameters_of
+from accel.parallel import heir_of, is_dropped, name_of
+from accel.tensors import has_wide_gradient, is_dtensor, is_half
 
 
 def current_parameter(parameter: torch.Tensor) -> torch.Tensor:
@@ -46,6 +48,27 @@ def move_state(optimizer: Optimizer) -> None:
                 stays = key == "step" and not counts_there
                 if isinstance(value, torch.Tensor) and value.device != parameter.device and not stays:
                     optimizer.state[parameter][key] = value.to(parameter.device)
+
+
+def check_masters(optimizer: Optimizer) -> None:
+    """Raise if an optimizer cannot step float32 copies of its 16-bit parameters."""
+    for each in parameters_of([optimizer]):
+        if each.requires_grad and is_half(each) and (is_dtensor(each) or not has_wide_gradient(each)):
+            raise PrepareError(
+                "this parameter cannot have master weights",
+                expected="a replicated parameter with gradients in float32, as prepare makes them",
+                got="one that is sharded" if is_dtensor(each) else f"gradients in {each.dtype}",
+                where=f"prepare_optimizer, {name_of(each) or f'a parameter of shape {list(each.shape)}'}",
+                fix="Prepare the model along with the optimizer. Keep sharded parameters in float32:"
+                ' precision="bf16" gathers and computes in bf16.',
+            )
+    if is_zero(optimizer):
+        raise PrepareError(
+            "a ZeroRedundancyOptimizer steps parameters of its own",
+            expected="another optimizer, for Precision(master_weights=)",
+            where="prepare_optimizer",
+            fix='Pass strategy="fsdp" and precision="bf16": every rank then has a share of float32 parameters.',
+        )
 
 
 def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:

@@ -29,7 +29,7 @@ from accel.parallel import (
 from accel.precision import apply_precision
 from accel.tensors import is_offloaded
 from accel.topology import Plan
-from accel.training._optimizer_parameters import check_state, current_parameter, drop_others, move_state
+from accel.training._optimizer_parameters import check_masters, check_state, current_parameter, drop_others, move_state
 
 Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
 Data: TypeAlias = DataLoader[Any]
@@ -175,6 +175,8 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
                     where=f"param_groups[{group_at}]['params'][{i}], shape {list(parameter.shape)}",
                     fix="Prepare the model before the optimizer.",
                 )
+    if ctx.precision.master_weights is not None:
+        check_masters(optimizer)
     move_state(optimizer)
     return optimizer
 

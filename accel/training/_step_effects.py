@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, clamp_, parameters_of, scale_
+from accel.optim import Accumulation, clamp_, parameters_of, scale_, step_masters
 from accel.parallel import Engine, StepOutcome, StepRequest
 from accel.training._pipeline_norm import whole_norm
 from accel.training._window import as_tensor, check_real, shortening, window_gradients
@@ -54,7 +54,10 @@ def step_here(
     _apply(parts, request, norms)
     grad_norm = _joined(norms, parts, joint=request.joint)
     for each in optimizers:
-        each.step()
+        if ctx.precision.master_weights is None:
+            each.step()
+        else:
+            step_masters(each)
     clear_here(optimizers)
     return StepOutcome(stepped=True, finite=True, grad_norm=grad_norm)
 

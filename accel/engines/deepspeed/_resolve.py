@@ -108,6 +108,7 @@ def _settle_precision(draft: Draft, facts: Facts) -> None:
     precision, place = facts.precision, facts.places.get("precision", "precision of the context")
     for problem, holds in (
         ("parameters in bf16 without an fp32 copy", precision.params == "bf16"),
+        ("master weights by choice", precision.master_weights is not None),
         ("fp8 layers", precision.fp8 is not None),
         ("fp32 modules within a model in 16 bits", bool(precision.fp32_modules)),
         ("converted outputs", precision.outputs is not None),

@@ -14,9 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import ConfigError, MissingExtraError, check_choice
+from accel.parallel._batched_power_sgd import BatchedPowerSgd
 from accel.parallel._spread import SpreadOptions
 
 _TINY, _TINY_FP16 = 1e-30, 1e-7  # added to lengths by which is divided, which are 0 for gradients of zero
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 Wire = Literal["fp16", "bf16"]
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -26,7 +29,7 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
     """Send gradients as products of two thin matrices; what that loses is added to the next step's gradients.
 
     Its memory of what was lost is in no checkpoint: a resumed run sends whole gradients for `start_step` steps again.
-    It uses numpy, the extra `powersgd`.
+    It uses numpy, the extra `powersgd`, unless it is batched.
 
     Attributes:
         matrix_rank: columns of the thin matrices; more lose less.
@@ -35,6 +38,8 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
         error_feedback: whether what was lost is added to the next step's gradients.
         warm_start: whether a step's matrices begin where those of the step before ended.
         wire: dtype that the matrices travel in, "fp16" or "bf16"; None for their own.
+        batched: whether a whole bucket is one square matrix, instead of each parameter. Fewer and smaller messages,
+            which lose more: rows of that matrix are no rows of a layer.
 
     Reference: Vogels et al. 2019, "PowerSGD: practical low-rank gradient compression", arXiv:1905.13727.
     """
@@ -45,6 +50,7 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
     error_feedback: bool = True
     warm_start: bool = True
     wire: Wire | None = None
+    batched: bool = False
 
     def __post_init__(self) -> None:
         facts = {
@@ -84,7 +90,7 @@ class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
             raise ConfigError("no bucket has that size", expected="MiB above 0", got=repr(self.bucket_cap_mb))
         hook = self.comm_hook
         if isinstance(hook, PowerSgd):
-            if importlib.util.find_spec("numpy") is None:
+            if not hook.batched and importlib.util.find_spec("numpy") is None:
                 raise MissingExtraError(
                     "PowerSGD draws by numpy", where="comm_hook=", fix="pip install accel[powersgd]"
                 )
@@ -103,7 +109,10 @@ def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook |
     if hook is None:
         return
     state, function = group, cast(Any, hook)
-    if isinstance(hook, PowerSgd):
+    if isinstance(hook, PowerSgd) and hook.batched:
+        state = _batched_power_sgd(group, hook)
+        function = BatchedPowerSgd.exchange
+    elif isinstance(hook, PowerSgd):
         state = _power_sgd(group, hook)
         function = _power_sgd_hook(hook)
     elif isinstance(hook, str):
@@ -125,6 +134,18 @@ def _power_sgd(group: Any, hook: PowerSgd) -> Any:
         use_error_feedback=hook.error_feedback,
         warm_start=hook.warm_start,
         orthogonalization_epsilon=_TINY_FP16 if hook.wire == "fp16" else _TINY,
+    )
+
+
+def _batched_power_sgd(group: Any, hook: PowerSgd) -> BatchedPowerSgd:
+    return BatchedPowerSgd(
+        group,
+        matrix_rank=hook.matrix_rank,
+        start_step=hook.start_step,
+        min_compression=hook.min_compression,
+        error_feedback=hook.error_feedback,
+        warm_start=hook.warm_start,
+        wire=None if hook.wire is None else _DTYPES[hook.wire],
     )
 
 

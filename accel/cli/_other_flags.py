@@ -41,7 +41,7 @@ _OTHERS = {
     "master_addr": _ENDPOINT,
     "master_port": _ENDPOINT,
     "rdzv_backend": _ENDPOINT,
-    "rdzv_id": _ENDPOINT,
+    "rdzv_conf": _Same("--rdzv-timeout-s", "SECONDS", "Its last_call_timeout is --rdzv-last-call-s."),
     "standalone": _FREE,
     "same_network": _FREE,
     "multi_gpu": _Same("--nproc-per-node", "auto", "Without it, too, each GPU gets a process."),

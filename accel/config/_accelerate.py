@@ -10,6 +10,7 @@ from accel.config._accelerate_sections import join, take_sections
 from accel.config._files import decode_values, read_text
 from accel.config._record import LaunchConfig
 from accel.config._resolve import ConfigFile, resolve
+from accel.config._torchrun import rendezvous_fields
 from accel.config._yaml import decode_yaml
 from accel.errors import ConfigError
 
@@ -102,11 +103,17 @@ def import_accelerate(path: str) -> Imported:
         for key, section in sections.items()
         for name, why in section.left.items()
     )
+    conf = values.get("rdzv_conf")
+    left += tuple(LeftOut(f"rdzv_conf.{name}", conf, "torch's own value holds") for name in _rendezvous(conf)[1])
     config = resolve({}, {}, ConfigFile(path=path, values=taken)).config
     return Imported(config, tuple(taken), left)
 
 
-_TAKEN = ("num_processes", "num_machines", "mixed_precision", "fp16", "use_cpu", "gpu_ids", "enable_cpu_affinity")
+_AS_THEY_ARE = ("role", "rdzv_id", "max_restarts", "log_dir")
+_TAKEN = (
+    *("num_processes", "num_machines", "mixed_precision", "fp16", "use_cpu", "gpu_ids", "enable_cpu_affinity"),
+    *("rdzv_conf", *_AS_THEY_ARE),
+)
 _OF_MACHINES = ("machine_rank", "main_process_ip", "main_process_port")
 _PORT = 29500
 _STEPS = "gradient_accumulation_steps"  # its files have it for DeepSpeed alone
@@ -137,6 +144,8 @@ def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
             taken["node_rank"] = values["machine_rank"]
         if host := values.get("main_process_ip"):
             taken["rdzv_endpoint"] = f"{host}:{values.get('main_process_port') or _PORT}"
+    taken |= {key: values[key] for key in _AS_THEY_ARE if values.get(key) not in (None, "")}
+    taken |= _rendezvous(values.get("rdzv_conf"))[0]
     if values.get("enable_cpu_affinity") is True:
         taken["bind_cores"] = True
     if values.get("use_cpu") is True or values.get("distributed_type") == "MULTI_CPU":
@@ -156,6 +165,21 @@ def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not _is_inert("gpu_ids", ids) and "device" not in taken:
         taken["gpu_ids"] = _ids(ids)
     return taken
+
+
+def _rendezvous(conf: object) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that options of a rendezvous set, pairs or a section, and the names of the others."""
+    if isinstance(conf, Mapping):
+        conf = ",".join(f"{name}={value}" for name, value in cast(Mapping[str, Any], conf).items())
+    found, left = rendezvous_fields(conf if isinstance(conf, str) else "")
+    return {name: _number(value) for name, value in found.items()}, left
+
+
+def _number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _inside(section: Any, name: str) -> object:

@@ -56,6 +56,26 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
         Seconds,
         Meta(description="Seconds that a host waits for the first host, and then for the others."),
     ] = 300.0
+    rdzv_last_call_s: Annotated[
+        Seconds,
+        Meta(description="Seconds that hosts which have met wait for more of them, if their number may vary."),
+    ] = 30.0
+    rdzv_id: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^\s\x00]*$",
+            examples=["job-17"],
+            description="Name of the job at the rendezvous, the same on all hosts; other jobs' hosts are refused.",
+        ),
+    ] = ""
+    role: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$",
+            examples=["default", "trainer"],
+            description="Role of this host's processes, for their ROLE_NAME; ROLE_RANK counts those of one role.",
+        ),
+    ] = "default"
     gpu_ids: Annotated[
         Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | Literal["all"],
         Meta(description="Visible GPUs to use, counted from 0."),

@@ -63,7 +63,11 @@ def run(order: AgentOrder) -> int:
                 return joined
             peers, address, port = joined
             position = HostPosition(
-                node_rank=peers.node_rank, num_nodes=len(peers.hosts), master_addr=address, restarts=failed
+                node_rank=peers.node_rank,
+                num_nodes=len(peers.hosts),
+                master_addr=address,
+                restarts=failed,
+                roles=tuple(peers.roles),
             )
             if failed or last.changed or peers.node_rank == 0:
                 again = f", restart {failed} of {config.max_restarts}" if failed else ""

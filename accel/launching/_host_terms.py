@@ -22,11 +22,13 @@ class HostTerms(msgspec.Struct, frozen=True, kw_only=True):
         host: its name.
         node_rank: the position that it asks for; None for any.
         settings: values that must be the same on all hosts, as text.
+        role: role of its processes.
     """
 
     host: str
     node_rank: int | None
     settings: dict[str, str]
+    role: str = "default"
 
 
 def terms_of(host: str, config: LaunchConfig, *, processes: int, contents: Mapping[str, str]) -> HostTerms:
@@ -43,6 +45,7 @@ def terms_of(host: str, config: LaunchConfig, *, processes: int, contents: Mappi
         host=host,
         node_rank=None if config.node_rank == "auto" else config.node_rank,
         settings=settings | {"processes": str(processes)} | dict(contents),
+        role=config.role,
     )
 
 

@@ -112,6 +112,7 @@ class PlacedRank:
             "LOCAL_WORLD_SIZE": position.local_world_size,
             "NODE_RANK": position.node_rank,
             "GROUP_RANK": position.node_rank,
+            "GROUP_WORLD_SIZE": position.world_size // position.local_world_size,
         }
         self._process = subprocess.Popen(
             plan.command,

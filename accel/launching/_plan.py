@@ -31,12 +31,19 @@ class HostPosition(msgspec.Struct, frozen=True, kw_only=True):
         num_nodes: number of hosts.
         master_addr: address of rank 0.
         restarts: number of times that all ranks have started again.
+        roles: role of each host's ranks; empty if all have this host's.
     """
 
     node_rank: int = 0
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     restarts: int = 0
+    roles: tuple[str, ...] = ()
+
+    def count_role(self, role: str) -> tuple[int, int]:
+        """Return the number of hosts of a role in front of this host, and in all."""
+        roles = self.roles or (role,) * self.num_nodes
+        return roles[: self.node_rank].count(role), roles.count(role)
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +146,9 @@ def plan_launch(
                 rank=rank,
                 program=(*launcher, target.name, *target.args),
                 command=(*interpreter, record, str(parent_pid), target.kind, target.name, *target.args),
-                environ={"OMP_NUM_THREADS": str(threads)} | shared | _variables(local_rank, count, position, port),
+                environ={"OMP_NUM_THREADS": str(threads)}
+                | shared
+                | _variables(config, local_rank, count, position, port),
                 record=record,
                 cores=cores,
             )
@@ -237,16 +246,23 @@ def _without_peers(machine: Machine, count: int) -> dict[str, str]:
     return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if needed else {}
 
 
-def _variables(local_rank: int, count: int, position: HostPosition, port: int) -> dict[str, str]:
-    return {
+def _variables(config: LaunchConfig, local_rank: int, count: int, position: HostPosition, port: int) -> dict[str, str]:
+    before, of_role = position.count_role(config.role)
+    named = {"TORCHELASTIC_RUN_ID": config.rdzv_id} if config.rdzv_id else {}
+    return named | {
         "RANK": str(position.node_rank * count + local_rank),
         "WORLD_SIZE": str(position.num_nodes * count),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(count),
         "NODE_RANK": str(position.node_rank),
         "GROUP_RANK": str(position.node_rank),
+        "GROUP_WORLD_SIZE": str(position.num_nodes),
+        "ROLE_NAME": config.role,
+        "ROLE_RANK": str(before * count + local_rank),
+        "ROLE_WORLD_SIZE": str(of_role * count),
         "MASTER_ADDR": position.master_addr,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(position.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "PYTHONUNBUFFERED": "1",
     }

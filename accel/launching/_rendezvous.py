@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 import torch
-from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -40,7 +40,7 @@ from accel.launching._supervisor import Ending
 _JOB = "accel"
 _RUNNING = "accel/running"  # terms of the hosts that run; a later host must fit them, or all would end
 _STORE_TIMEOUT = timedelta(seconds=60)
-_LAST_CALL_S = 30.0  # torch's, for more hosts than there must be
+_OWNER = "accel/owner"  # name of the job that meets here
 _SILENT_S = 1.0  # until a line says that other hosts are awaited
 _READ_S = 1.5  # for others to read the terms in the store of this process
 _ANSWER_S = 10.0
@@ -76,8 +76,9 @@ class Rendezvous:
         self._shared, self._serves = _open_store(host, port, config.node_rank == 0 or is_here(host, port))
         with socket.create_connection((host, port)) as connection:
             self._address = connection.getsockname()[0]  # at which the others reach this host
+        claim(self._shared, config)
         fewest, most = config.hosts
-        last_call_s = _LAST_CALL_S if fewest < most else 0.0
+        last_call_s = config.rdzv_last_call_s if fewest < most else 0.0
         self._inner = DynamicRendezvousHandler.from_backend(
             _JOB,
             self._shared,
@@ -85,7 +86,10 @@ class Rendezvous:
             fewest,
             most,
             local_addr=self._address,
-            timeout=RendezvousTimeout(join=timedelta(seconds=config.rdzv_timeout_s + last_call_s)),
+            timeout=RendezvousTimeout(
+                join=timedelta(seconds=config.rdzv_timeout_s + last_call_s),
+                last_call=timedelta(seconds=config.rdzv_last_call_s),
+            ),
         )
         contents = {"torch": torch.__version__.partition("+")[0], "the script": script}
         self._terms = terms_of(os.uname().nodename, config, processes=processes, contents=contents)
@@ -163,14 +167,33 @@ class Rendezvous:
         node_rank = node_ranks[info.rank]
         if node_rank == 0:
             self._shared.set(_RUNNING, msgspec.json.encode(terms).decode())
-        hosts = [terms[node_ranks.index(at)].host for at in range(len(node_ranks))]
+        placed = [terms[node_ranks.index(at)] for at in range(len(node_ranks))]
+        hosts = [each.host for each in placed]
+        roles = [each.role for each in placed]
         first = RendezvousStoreInfo.build(node_rank, store, local_addr=self._address)
-        current = Round(store, node_rank, hosts, self._processes, self._count_waiting)
+        current = Round(store, node_rank, hosts, self._processes, self._count_waiting, roles)
         return current, first.master_addr, first.master_port
 
     def _count_waiting(self) -> int:
         with self._lock:
             return self._inner.num_nodes_waiting()
+
+
+def claim(store: Store, config: LaunchConfig) -> None:
+    """Refuse a rendezvous at which another job meets; its first host names the job.
+
+    Raises:
+        LaunchError: the job there has another name.
+    """
+    owner = store.compare_set(_OWNER, "", f"job {config.rdzv_id}").decode().removeprefix("job ")
+    if owner != config.rdzv_id:
+        raise LaunchError(
+            "another job meets here",
+            expected=f"rdzv_id={config.rdzv_id}",
+            got=f"rdzv_id={owner}",
+            where=f"--rdzv-endpoint {config.rdzv_endpoint}",
+            fix="Choose another port for this job, or give all of its hosts the same --rdzv-id.",
+        )
 
 
 def _open_store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:

@@ -36,6 +36,7 @@ class Round(Peers):
         hosts: their names, in order of their ranks.
         processes: number of ranks on each host.
         count_waiting: returns the number of hosts that wait for all ranks to start again.
+        roles: their roles, in the same order.
 
     Attributes:
         noted_s: time of the last write for other hosts, by `time.monotonic`; None once the store is lost.
@@ -44,10 +45,17 @@ class Round(Peers):
     tick_s = 0.1
 
     def __init__(
-        self, store: Store, node_rank: int, hosts: Sequence[str], processes: int, count_waiting: Callable[[], int]
+        self,
+        store: Store,
+        node_rank: int,
+        hosts: Sequence[str],
+        processes: int,
+        count_waiting: Callable[[], int],
+        roles: Sequence[str] = (),
     ) -> None:
         self.node_rank = node_rank
         self.hosts = hosts
+        self.roles = roles
         self.noted_s: float | None = time.monotonic()
         self._store = store
         self._processes = processes

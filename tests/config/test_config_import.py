@@ -283,3 +283,18 @@ def test_what_is_wrong_in_yaml_is_told_with_its_place(
     with pytest.raises(ConfigError) as caught:
         import_accelerate("a.yaml")
     assert told in str(caught.value)
+
+
+def test_roles_and_options_of_the_rendezvous_come_along(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    shared = "num_machines: 2\nnum_processes: 4\nmain_process_ip: h0\nrole: trainer\nrdzv_id: job-7\nmax_restarts: 2\n"
+    for conf in (
+        "'timeout=900,last_call_timeout=10,read_timeout=5'",
+        "\n  timeout: 900\n  last_call_timeout: 10\n  read_timeout: 5",
+    ):
+        path.write_text(f"{shared}rdzv_conf: {conf}\n")
+        config, fields, left = import_accelerate(str(path))
+        assert (config.role, config.rdzv_id, config.max_restarts) == ("trainer", "job-7", 2)
+        assert (config.rdzv_timeout_s, config.rdzv_last_call_s) == (900.0, 10.0)
+        assert {"role", "rdzv_id", "rdzv_timeout_s", "rdzv_last_call_s", "max_restarts"} <= set(fields)
+        assert [each.key for each in left] == ["rdzv_conf.read_timeout"]

@@ -53,12 +53,27 @@ TRAINER = {
         (JOB, LaunchConfig(nproc_per_node=8, nnodes=2, node_rank=1, rdzv_endpoint="train-master-0:23456")),
         (
             ELASTIC,
-            LaunchConfig(nproc_per_node="auto", nnodes="1:4", rdzv_endpoint="train-worker-0:29400", max_restarts=100),
+            LaunchConfig(
+                nproc_per_node="auto",
+                nnodes="1:4",
+                rdzv_endpoint="train-worker-0:29400",
+                rdzv_id="job",
+                rdzv_timeout_s=600,
+                max_restarts=100,
+            ),
         ),
         # hosts that come and go take any place, and the master's address is that of rank 0, not of the meeting
         (
-            JOB | ELASTIC,
-            LaunchConfig(nproc_per_node="auto", nnodes="1:4", rdzv_endpoint="train-worker-0:29400", max_restarts=100),
+            JOB | ELASTIC | {"PET_RDZV_CONF": "last_call_timeout=5,close_timeout=1", "PET_ROLE": "trainer"},
+            LaunchConfig(
+                nproc_per_node="auto",
+                nnodes="1:4",
+                rdzv_endpoint="train-worker-0:29400",
+                rdzv_id="job",
+                rdzv_last_call_s=5,
+                role="trainer",
+                max_restarts=100,
+            ),
         ),
         (
             TRAINER,

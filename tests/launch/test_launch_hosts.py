@@ -82,18 +82,25 @@ def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(worksp
         import os, sys, time; sys.audit("accel.run", "run")
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "host", os.environ["NODE_RANK"], flush=True)
+        role = [os.environ[f"ROLE_{name}"] for name in ("NAME", "RANK", "WORLD_SIZE")]
+        print(*role, os.environ["TORCHELASTIC_RUN_ID"], flush=True)
         if first and os.environ["RANK"] == "2":
             raise ValueError("bad batch")
         time.sleep(60 if first else 0)
     """)
-    flags = words("--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1, endpoint=here())[len(ACCEL) :]
-    launchers = [workspace.start(*map(str, flags), "--node-rank", str(at), script) for at in range(2)]
+    flags = words("--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1, "--rdzv-id", "job-7", endpoint=here())
+    roles = ("reader", "trainer")
+    launchers = [
+        workspace.start(*map(str, flags[len(ACCEL) :]), "--node-rank", str(at), "--role", role, script)
+        for at, role in enumerate(roles)
+    ]
     for at, launcher in enumerate(launchers):
         status, out, err = ended(launcher)
         assert status == 0, err
         for rank in (2 * at, 2 * at + 1):
             assert out.count(f"[rank {rank}] rank {rank} of 4 host {at}\n") == 2
-        assert re.search(rf"^accel: rank 2 on \S+ failed: ValueError: bad batch - at {script}:6$", err, re.M), err
+            assert out.count(f"[rank {rank}] {roles[at]} {rank - 2 * at} 2 job-7\n") == 2
+        assert re.search(rf"^accel: rank 2 on \S+ failed: ValueError: bad batch - at {script}:8$", err, re.M), err
         assert err.count("ValueError: bad batch") == 2
         assert ", restart 1 of 1\n" in err
         assert re.fullmatch(r"accel: 4 ranks finished after 0:\d\d:\d\d and 1 restart", err.splitlines()[-1]), err

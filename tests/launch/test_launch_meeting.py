@@ -114,3 +114,42 @@ def test_places_of_other_hosts_follow_from_their_number() -> None:
     assert [env.rank for env in envs] == list(range(6))
     assert [(env.node_rank, env.local_rank) for env in envs] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert {(env.world_size, env.num_nodes, env.master_addr, env.restarts) for env in envs} == {(6, 3, "h0", 2)}
+
+
+def test_ranks_of_one_role_are_counted_over_the_hosts() -> None:
+    from test_launch_plan import plan
+
+    roles = ("reader", "trainer", "reader")
+    found: list[tuple[str, ...]] = []
+    for at, role in enumerate(roles):
+        place = HostPosition(node_rank=at, num_nodes=3, roles=roles)
+        for process in plan(config=LaunchConfig(role=role, nproc_per_node=2), position=place).processes:
+            names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
+            found.append(tuple(process.environ[name] for name in names))
+            assert "TORCHELASTIC_RUN_ID" not in process.environ
+    assert found == [
+        ("reader", "0", "4", "3"),
+        ("reader", "1", "4", "3"),
+        ("trainer", "0", "2", "3"),
+        ("trainer", "1", "2", "3"),
+        ("reader", "2", "4", "3"),
+        ("reader", "3", "4", "3"),
+    ]
+    alone = plan(config=LaunchConfig(rdzv_id="job-7", max_restarts=3)).processes[0].environ
+    assert (alone["ROLE_NAME"], alone["ROLE_WORLD_SIZE"]) == ("default", "1")
+    assert (alone["TORCHELASTIC_RUN_ID"], alone["TORCHELASTIC_MAX_RESTARTS"]) == ("job-7", "3")
+
+
+def test_a_rendezvous_belongs_to_the_job_that_came_first() -> None:
+    from torch.distributed import HashStore
+
+    from accel.launching._rendezvous import claim
+
+    store = HashStore()
+    config = LaunchConfig(rdzv_id="job-7", rdzv_endpoint="h0:29400")
+    for _ in range(2):
+        claim(store, config)
+    with pytest.raises(LaunchError, match="another job meets here: expected rdzv_id=job-8, got rdzv_id=job-7"):
+        claim(store, LaunchConfig(rdzv_id="job-8", rdzv_endpoint="h0:29400"))
+    with pytest.raises(LaunchError, match="expected rdzv_id=, got rdzv_id=job-7"):
+        claim(store, LaunchConfig(rdzv_endpoint="h0:29400"))

@@ -136,8 +136,11 @@ class Supervisor:
         children, peers = self._children, self._peers
         while not (failures := children.failures()) and not peers.have_failed():
             self._journal.see(children.statuses())
-            if not children.running() and peers.all_done():
-                return Ending(0)
+            if not children.running():
+                if children.failures():  # the last rank has failed since the look above
+                    continue
+                if peers.all_done():
+                    return Ending(0)
             if peers.have_changed():
                 tell(changed := "accel: a host has come or gone; all ranks start again\n")
                 self._journal.note("hosts", changed)

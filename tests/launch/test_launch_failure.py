@@ -6,11 +6,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from launching import HERE, Workspace, alive
 from processes import wait_for
+
+from accel.launching import Children, Failure, LaunchPlan, ProcessPlan
+from accel.launching._attempts import run_to_end
 
 pytestmark = pytest.mark.multiprocess
 
@@ -203,3 +208,18 @@ if rank == 0:
     (left,) = workspace.pids(1)
     assert alive(left)
     os.kill(left, signal.SIGKILL)
+
+
+def test_a_failure_between_two_looks_is_no_success(tmp_path: Path) -> None:
+    class SlowLook(Children):
+        """Sees the ranks as they were before they ended."""
+
+        def failures(self) -> list[Failure]:
+            seen = super().failures()
+            while self.running():
+                time.sleep(0.01)
+            return seen
+
+    command = (sys.executable, "-c", "raise SystemExit(3)")
+    process = ProcessPlan(rank=0, program=command, command=command, environ={}, record=str(tmp_path / "record"))
+    assert run_to_end(LaunchPlan(processes=(process,)), SlowLook()).status == 3

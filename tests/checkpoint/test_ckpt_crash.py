@@ -73,7 +73,7 @@ SLOW += [(world, layout, "async") for world in (1, 2) for layout in ("fresh", "p
 
 @pytest.mark.parametrize(
     ("world", "layout", "mode", "every"),
-    CASES + [pytest.param(*case, 1, marks=pytest.mark.slow) for case in SLOW],
+    CASES + [pytest.param(*case, case[0], marks=pytest.mark.slow) for case in SLOW],
 )
 def test_a_crash_at_any_file_operation_loses_nothing(
     world: int, layout: str, mode: str, every: int, tmp_path: Path

@@ -90,7 +90,7 @@ def test_training_on_any_mesh_is_training_on_one_process(ranks: Simulator, axes:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=10)
 @given(axes=meshes(8), **LAW)
 def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.Axes, **case: Any) -> None:
     _law(ranks, axes, **case)
@@ -112,7 +112,7 @@ def test_training_by_any_schedule_beside_other_axes(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 @given(axes=meshes_of_experts(8), method=st.sampled_from(["gather", "ring", "heads"]), **LAW)
 def test_training_with_experts_on_any_mesh(ranks: Simulator, axes: accel.Axes, method: Any, **case: Any) -> None:
     case["plan"] = plan_of(4, context=method)

@@ -58,15 +58,15 @@ def _run_all(run: Callable[..., object], times: int, fns: list[Callable[..., obj
 
 
 @pytest.mark.slow
-def test_ten_thousand_runs():
+def test_thousands_of_runs():
     fns = [_well, _deadlocks, _raises, _leaves_open]
     threads = set(threading.enumerate())
     with Simulator() as simulator:
         for run in (simulate_groups, simulator.run_groups):
             _run_all(run, 500, fns)
             before = _resident()
-            _run_all(run, 5000, fns)
-            assert _resident() - before < 16 * MEBIBYTE  # one tensor of each run would be 600
+            _run_all(run, 2000, fns)
+            assert _resident() - before < 16 * MEBIBYTE  # one tensor of each run would be 240
             assert len(set(threading.enumerate()) - threads) <= 4
     assert set(threading.enumerate()) <= threads
 

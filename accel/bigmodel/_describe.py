@@ -82,9 +82,9 @@ def describe(
         call: calls the model once, as in `lambda model: model(ids)`, without gradients. Segments then stand in the
             order of their first calls, which matters where it is not that of registration. Of an empty model, inputs
             are empty too: on "meta".
-        storage_dtype: dtype of matrices while they are away from their computing device, such as torch.float8_e4m3fn;
-            they are cast on the way to it (layer-wise casting). Embeddings, buffers, and weights of less than two
-            dimensions, as norms and biases have, keep theirs. None for no cast.
+        storage_dtype: dtype of matrices at home, such as torch.float8_e4m3fn; they are cast on the way to their
+            computing device, or for each call of their block if they stay there (layer-wise casting). Embeddings,
+            buffers, and weights of less than two dimensions, as norms and biases have, keep theirs. None for no cast.
         storage_skip: names of further weights that keep their dtype, or patterns such as "*.router.*".
 
     Raises:

@@ -74,7 +74,7 @@ def cases(draw: st.DrawFn) -> Case:
 def used_bytes(found: DeviceMap, place: str) -> int:
     """The law's left side, counted anew from the weights."""
     itemsize = {None: 4, "BF16": 2, "F8_E4M3": 1, "F64": 8}
-    resident = 0
+    resident = casting = 0
     largest: dict[str, int] = {}
     for segment in found.skeleton.segments:
         memory = [(-(-each.nbytes // UNIT) * UNIT, each.moves and segment.movable) for each in segment.weights]
@@ -82,13 +82,16 @@ def used_bytes(found: DeviceMap, place: str) -> int:
         home, runs = found.home[segment.name], found.runs[segment.name]
         stored = [each.nbytes // 4 * itemsize[each.storage_dtype] for each in segment.weights if each.moves]
         at_home = sum(-(-size // UNIT) * UNIT for size in stored) if segment.movable else 0
-        resident += (moving if home == runs else at_home) * (home == place)
+        narrow = {"BF16", "F8_E4M3"} & {each.storage_dtype for each in segment.weights}
+        is_cast = bool(narrow) and segment.movable and not segment.rows
+        resident += (moving if home == runs and not is_cast else at_home) * (home == place)
+        casting = max(casting, moving if home == runs == place and is_cast else 0)
         resident += (sum(size for size, _ in memory) - moving) * (runs == place)
         cast = any(each.storage_dtype for each in segment.weights)
         if home != runs and not segment.rows and ((home, runs) != ("mmap", "cpu") or cast):
             largest[runs] = max(largest.get(runs, 0), moving)
     through = sum(largest.values()) if place == "cpu" else largest.get(place, 0)  # pinned memory mirrors GPUs' slots
-    return resident + found.slots * through
+    return resident + found.slots * through + casting
 
 
 def infer(case: Case, **limits: int | None) -> DeviceMap | accel.PlacementError:
@@ -115,7 +118,7 @@ def check_refusal(case: Case, error: accel.PlacementError) -> None:
     if "does not fit" in error.problem:  # then homes may be too small as well
         case[1]["disk"] = None
         if place[1] != "cpu":
-            case[1]["cpu"] = 4 * case[0].memory
+            case[1]["cpu"] = 16 * case[0].memory
         assert isinstance(infer(case, **{place[1]: int(least[1]) - 1}), accel.PlacementError)
     assert isinstance(infer(case, **{place[1]: int(least[1])}), DeviceMap)
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from streamed import DEVICE, Net, make_net, token_ids
 from torch import nn
 
@@ -19,11 +20,13 @@ from accel.bigmodel.run._supply import Supply
 from accel.bigmodel.run._transfer import DeviceTransfer
 
 FP8 = torch.float8_e4m3fn
+RESIDENT = "resident"
 
 
 def cast_map(model: nn.Module, home: str, slots: int = 2, dtype: torch.dtype = FP8) -> accel.DeviceMap:
-    """A map in which every segment that may move is away, in another dtype."""
+    """A map in which every segment that may move is away, or "resident", in another dtype."""
     skeleton = accel.describe(model, storage_dtype=dtype)
+    home = DEVICE if home == RESIDENT else home
     homes = {each.name: home if each.movable else DEVICE for each in skeleton.segments}
     return accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, DEVICE), slots=slots)
 
@@ -49,13 +52,14 @@ def stored(model: nn.Module, dtype: torch.dtype = FP8) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("home", ["cpu", "mmap", "disk"])
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(
+    ("home", "slots"), [*((home, slots) for home in ("cpu", "mmap", "disk") for slots in (1, 2)), (RESIDENT, 2)]
+)
 def test_outputs_are_those_of_rounded_weights(home: str, slots: int, compute: torch.dtype, tmp_path: Path) -> None:
     net, twin = make_net().to(compute), rounded(make_net().to(compute))
     assert not torch.equal(net.blocks[0].up.weight, twin.blocks[0].up.weight)
     save_file(stored(net), tmp_path / "net.safetensors")
-    source = None if home == "cpu" else tmp_path
+    source = None if home in ("cpu", RESIDENT) else tmp_path
     with accel.dispatch_model(net, cast_map(net, home, slots), source=source) as run:
         with torch.no_grad():
             for order in (range(4), [3, 0, 3, 1]):
@@ -68,22 +72,24 @@ def test_outputs_are_those_of_rounded_weights(home: str, slots: int, compute: to
         assert all(torch.equal(values[name], tensor) for name, tensor in twin.state_dict().items())
 
 
-def test_closing_gives_back_rounded_weights_in_the_dtype_of_the_model() -> None:
+@pytest.mark.parametrize("home", ["cpu", RESIDENT])
+def test_closing_gives_back_rounded_weights_in_the_dtype_of_the_model(home: str) -> None:
     net, twin = make_net(), rounded(make_net())
     before = dict(net.named_parameters())
-    with accel.cpu_offload(net, DEVICE, storage_dtype=FP8):
+    with accel.dispatch_model(net, cast_map(net, home)):
         assert before["blocks.0.up.weight"].dtype == FP8  # the memory of the model's own values is free
         assert before["blocks.0.up.bias"].dtype == torch.float32
     assert all(here is before[name] for name, here in net.named_parameters())
     assert all(torch.equal(here, there) for here, there in zip(net.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("home", ["cpu", "mmap", "disk"])
+@pytest.mark.parametrize("home", ["cpu", "mmap", "disk", RESIDENT])
 def test_an_empty_model_is_loaded_in_the_dtype_of_its_home(home: str, tmp_path: Path) -> None:
     net, twin = make_net(), rounded(make_net())
     ctx = accel.single("cpu")
     save_file(net.state_dict(), tmp_path / "net.safetensors")
-    if home != "cpu":
+    in_memory = home in ("cpu", RESIDENT)
+    if not in_memory:
         whole = accel.init_empty_weights(lambda: make_net())
         accel.load_checkpoint_in_model(ctx, whole, tmp_path, cast_map(whole, "cpu"))
         tmp_path = tmp_path / "stored"
@@ -91,7 +97,7 @@ def test_an_empty_model_is_loaded_in_the_dtype_of_its_home(home: str, tmp_path: 
     loaded = accel.init_empty_weights(lambda: make_net())
     accel.load_checkpoint_in_model(ctx, loaded, tmp_path, cast_map(loaded, home))
     weight = loaded.blocks[0].up.weight
-    assert weight.dtype == FP8 if home == "cpu" else weight.is_meta
+    assert weight.dtype == FP8 if in_memory else weight.is_meta
     for source in (None, tmp_path):  # by the load, and by the dispatch alone
         empty = accel.init_empty_weights(lambda: make_net())
         device_map = cast_map(empty, home)
@@ -102,13 +108,14 @@ def test_an_empty_model_is_loaded_in_the_dtype_of_its_home(home: str, tmp_path: 
         with run, torch.no_grad():
             assert torch.equal(empty(token_ids()), twin(token_ids()))
         closed = empty.blocks[0].up.weight
-        assert home != "cpu" or torch.equal(closed, twin.blocks[0].up.weight)
+        assert not in_memory or torch.equal(closed, twin.blocks[0].up.weight)
 
 
-def test_gradients_are_those_of_rounded_weights() -> None:
+@pytest.mark.parametrize("home", ["cpu", RESIDENT])
+def test_gradients_are_those_of_rounded_weights(home: str) -> None:
     net, twin = make_net(), rounded(make_net())
     twin(token_ids()).square().sum().backward()
-    with accel.cpu_offload(net, DEVICE, storage_dtype=FP8) as run:
+    with accel.dispatch_model(net, cast_map(net, home)) as run:
         run.model(token_ids()).square().sum().backward()
     for here, there in zip(net.parameters(), twin.parameters(), strict=True):
         assert here.grad is not None
@@ -146,6 +153,7 @@ def test_values_beyond_the_storage_dtype_are_refused_before_the_model_changes(
     device_map = cast_map(net, "cpu", dtype=dtype)
     for use in (
         lambda: accel.dispatch_model(net, device_map),
+        lambda: accel.dispatch_model(net, cast_map(net, RESIDENT, dtype=dtype)),
         lambda: accel.dispatch_model(empty, device_map, source=net.state_dict()),
         lambda: accel.dispatch_model(empty, device_map, source=tmp_path),
         lambda: accel.load_checkpoint_in_model(ctx, empty, tmp_path, device_map),
@@ -174,9 +182,13 @@ def test_norms_biases_embeddings_buffers_and_named_weights_keep_their_dtype() ->
     assert {each.dtype for each in skeleton.weights() if each.is_cast} == {"BF16"}
     head = skeleton.segments[-1]
     assert head.moving - head.home_memory == 512 * 1024
-    assert accel.describe(model, dtype=torch.bfloat16, storage_dtype=torch.bfloat16).memory == skeleton.memory
+    assert skeleton.segments[-1].casting == 2 * 512 * 1024
+    plain = accel.describe(model, dtype=torch.bfloat16)
+    assert accel.describe(model, dtype=torch.bfloat16, storage_dtype=torch.bfloat16).memory == plain.memory
+    saved = sum(each.moving - each.home_memory for each in skeleton.segments)
+    assert skeleton.memory == plain.memory - saved + 2 * 512 * 1024
     patterns = accel.describe(model, storage_dtype=FP8, storage_skip="*.router.*")
-    assert patterns.memory == accel.describe(model).memory
+    assert patterns.memory == accel.describe(model, storage_dtype=FP8, storage_skip=["*.router.weight"]).memory
     assert not any(each.is_cast for each in patterns.weights() if "router" in each.name)
     with pytest.raises(accel.ConfigError, match="without storage_dtype"):
         accel.describe(model, storage_skip="*.router.*")
@@ -199,18 +211,69 @@ def test_storage_dtypes_that_mean_nothing_are_refused(changes: dict[str, object]
         msgspec.structs.replace(plain, **changes)
 
 
-def test_a_map_holds_more_blocks_in_the_host_by_casting_them() -> None:
+def test_a_map_holds_more_blocks_by_casting_them() -> None:
     model = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
     whole = 512 * 512 * 4
     limits: dict[int | str, int | str | None] = {"cuda:0": 4 * whole, "cpu": 4 * whole}
     with pytest.raises(accel.PlacementError):
         accel.infer_device_map(accel.describe(model), limits)
-    found = accel.infer_device_map(accel.describe(model, storage_dtype=FP8), limits)
-    assert found.resident("cpu") == 6 * whole // 4
-    assert found.used("cuda:0") == 4 * whole
-    assert "262 kB" in accel.explain(found)
-    away = accel.infer_device_map(accel.describe(model, storage_dtype=FP8), {"cuda:0": 2 * whole, "disk": None})
+    stored = accel.describe(model, storage_dtype=FP8)
+    found = accel.infer_device_map(stored, limits)
+    assert (found.order, found.resident("cpu")) == ((), 0)
+    assert found.resident("cuda:0") == 8 * whole // 4
+    assert found.used("cuda:0") == stored.memory == 3 * whole
+    assert (found.window("cuda:0"), found.cast_bytes("cuda:0"), found.slot_bytes("cuda:0")) == (whole, whole, 0)
+    text = accel.explain(found)
+    assert "262 kB" in text
+    assert "1.0 MB to cast" in text
+    with pytest.raises(accel.PlacementError, match=f"at least {2 * whole} bytes"):
+        accel.infer_device_map(stored, {"cuda:0": whole, "disk": None})
+    away = accel.infer_device_map(stored, {"cuda:0": 2 * whole, "disk": None})
+    assert len(away.order) == 8
+    assert away.cast_bytes("cuda:0") == 0
     assert accel.pass_seconds(away, {}, bandwidth=whole) == pytest.approx(8 / 4)
+
+
+def test_a_resident_block_is_cast_for_its_calls_and_plain_while_it_runs(tmp_path: Path) -> None:
+    net, twin = make_net().to(torch.bfloat16), rounded(make_net().to(torch.bfloat16))
+    hooks = [len(each._forward_pre_hooks) for each in net.modules()]
+    seen: list[tuple[type, torch.dtype, int]] = []
+
+    def look(module: nn.Module, _: object) -> None:
+        seen.append((type(module.weight), module.weight.dtype, module.weight.data_ptr()))
+
+    for block in net.blocks:
+        block.up.register_forward_pre_hook(look)
+    with accel.dispatch_model(net, cast_map(net, RESIDENT)) as run:
+        with torch.inference_mode():
+            assert torch.equal(net(token_ids()), twin(token_ids()))
+        assert {each[:2] for each in seen} == {(nn.Parameter, torch.bfloat16)}
+        assert len({each[2] for each in seen}) == 1  # one memory for all calls
+        weight = net.blocks[2].up.weight
+        assert (weight.dtype, weight.device) == (torch.bfloat16, torch.device("cpu"))
+        assert torch.equal(weight + 0, twin.blocks[2].up.weight)
+        assert torch.equal(nn.functional.embedding(torch.tensor([1]), weight), twin.blocks[2].up.weight[1:2])
+        assert all(torch.equal(net.state_dict()[name] + 0, value) for name, value in twin.state_dict().items())
+        accel.save_model(accel.single("cpu"), net, tmp_path)
+        assert run.stats().segments == ()
+        net.blocks[1].error = ValueError("in forward")
+        with pytest.raises(ValueError, match="in forward"), torch.no_grad():
+            net(token_ids())
+        net.blocks[1].error = None
+        with torch.no_grad(), ThreadPoolExecutor(3) as pool:  # one call at a time has the memory
+            each = [pool.submit(_without_gradients, net) for _ in range(12)]
+            assert all(torch.equal(call.result(), twin(token_ids())) for call in each)
+    handles = [len(each._forward_pre_hooks) for each in net.modules()]
+    assert sum(handles) == sum(hooks) + len(net.blocks)  # those of this test
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in net.state_dict().items())
+    again = accel.load_checkpoint_in_model(accel.single("cpu"), make_net().to(torch.bfloat16), tmp_path)
+    assert torch.equal(again.blocks[0].up.weight, twin.blocks[0].up.weight)
+
+
+def _without_gradients(net: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return net(token_ids())
 
 
 class Link:

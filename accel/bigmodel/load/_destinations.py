@@ -68,7 +68,7 @@ def _of_map(device_map: DeviceMap) -> dict[str, Destination]:
         for weight in segment.weights:
             moves = weight.moves and segment.movable
             place = home if moves else runs
-            is_cast = moves and home != runs and weight.storage_dtype is not None
+            is_cast = segment.casts(weight) if home == runs else moves and weight.storage_dtype is not None
             dtype = dtype_of(cast("str", weight.storage_dtype)) if is_cast else None
             destination = Destination(None if place in STORES else devices[place], dtype)
             found |= dict.fromkeys((weight.name, *weight.tied), destination)

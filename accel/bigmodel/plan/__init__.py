@@ -8,5 +8,6 @@ from accel.bigmodel.plan._infer import infer_device_map as infer_device_map
 from accel.bigmodel.plan._own_map import check_device_map as check_device_map
 from accel.bigmodel.plan._ranges import Fill as Fill
 from accel.bigmodel.plan._seconds import pass_seconds as pass_seconds
-from accel.bigmodel.plan._skeleton import Segment as Segment, Skeleton as Skeleton, Weight as Weight
+from accel.bigmodel.plan._skeleton import Segment as Segment, Skeleton as Skeleton
 from accel.bigmodel.plan._slots import Placement as Placement
+from accel.bigmodel.plan._weight import Weight as Weight

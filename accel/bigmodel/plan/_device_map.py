@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -22,8 +21,9 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
     the system may drop and read again, "disk" are files read past its cache. A segment with another home than its
     computing device streams: its bytes pass through the slots of that device whenever it runs. Mapped files compute on
     the host in place, and embeddings away from home move rows alone: neither takes a slot. Segments reach a GPU through
-    pinned memory of the host, as much as the GPU's slots. A weight with a storage dtype has it in every home but its
-    computing device, and its own dtype on the slot; so a mapped segment with such a weight takes a slot of the host.
+    pinned memory of the host, as much as the GPU's slots. A weight with a storage dtype has it at home, and its own
+    dtype on the slot; so a mapped segment with such a weight takes a slot of the host. Segments that stay on their
+    computing device have a smaller storage dtype there too. Each call casts its block: the window has room for one.
 
     Attributes:
         skeleton: the model.
@@ -73,10 +73,15 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
         streamed = (each for each in self.skeleton.segments if self.runs[each.name] == device and self._streams(each))
         return max((each.moving for each in streamed), default=0)
 
+    def cast_bytes(self, device: str) -> int:
+        """Return the bytes in which a device casts the resident segment of a call: its largest; 0 without a cast."""
+        return max((each.casting for each in self._at_home(device)), default=0)
+
     def window(self, device: str) -> int:
-        """Return the bytes of all slots of a device; of "cpu", also the pinned memory that leads to other devices."""
+        """Return the bytes of a device's slots and casts; of "cpu", also pinned memory that leads to other devices."""
         served = self.devices if device == HOST else (device,)
-        return self.slots * sum(self.slot_bytes(each) for each in served if each == device or is_accelerator(each))
+        slots = sum(self.slot_bytes(each) for each in served if each == device or is_accelerator(each))
+        return self.slots * slots + self.cast_bytes(device)
 
     def resident(self, place: str) -> int:
         """Return the bytes that stay in a place: on a device, in "cpu", or in files ("mmap", "disk")."""
@@ -116,11 +121,16 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
         in_place = home == runs or (home == "mmap" and runs == HOST and not segment.is_cast)
         return not in_place and not segment.rows and segment.moving > 0
 
+    def _at_home(self, device: str) -> Iterator[Segment]:
+        for segment in self.skeleton.segments:
+            if self.home[segment.name] == self.runs[segment.name] == device:
+                yield segment
+
     def _resident(self) -> dict[str, int]:
         held = dict[str, int]()
         for segment in self.skeleton.segments:
             home, runs = self.home[segment.name], self.runs[segment.name]
-            moving = segment.moving if home == runs else segment.home_memory
+            moving = segment.resident_memory if home == runs else segment.home_memory
             for place, size in ((home, moving), (runs, segment.fixed)):
                 held[place] = held.get(place, 0) + size
         return held
@@ -180,8 +190,10 @@ def _check_places(found: DeviceMap) -> None:
 
 
 def _overfull(found: DeviceMap, place: str, used: int, limit: int) -> PlacementError:
-    window: Any = found.window(place)
-    slots = f" and {window} in {found.slots} slots" if window else ""
+    window = found.window(place)
+    cast = found.cast_bytes(place)
+    slots = f" and {window - cast} in {found.slots} slots" if window > cast else ""
+    slots += f" and {cast} to cast" if cast else ""
     return PlacementError(
         f"{place!r} is too small",
         expected=f"at most {limit} bytes",

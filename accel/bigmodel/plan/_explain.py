@@ -69,11 +69,13 @@ def _segments(device_map: DeviceMap, compute: Mapping[str, float] | None, bandwi
     for segment in device_map.skeleton.segments:
         name = segment.name
         home, runs = device_map.home[name], device_map.runs[name]
-        way = "" if home == runs else "rows" if segment.rows else "streams" if name in streamed else "in place"
+        way = "rows" if segment.rows else "streams" if name in streamed else "in place"
+        if home == runs:
+            way = "casts" if segment.casting else ""
         travel = () if bandwidth is None else (travel_seconds(device_map, segment, bandwidth),)
         seconds = (*travel, *(() if compute is None else (compute.get(name, 0.0),)))
         path, number = _numbered(name)
-        size = segment.fixed + (segment.moving if home == runs else segment.home_memory)
+        size = segment.fixed + (segment.resident_memory if home == runs else segment.home_memory)
         kinds.setdefault(_Kind(path, home, runs, way, size, seconds), []).append(number)
     times = [*(["TRAVEL"] if bandwidth is not None else []), *(["COMPUTE"] if compute is not None else [])]
     table = [["SEGMENTS", "COUNT", "HOME", "COMPUTES ON", "", "EACH", "TOGETHER", *times]]
@@ -107,13 +109,16 @@ def _places(device_map: DeviceMap) -> str:
     for place, used in sorted(device_map.used_everywhere().items(), key=lambda each: each[0] in _MARKS):
         slot = device_map.slot_bytes(place)
         window = device_map.window(place)
+        cast = device_map.cast_bytes(place)
+        parts = [f"{device_map.slots} x {show_size(slot)}"] if slot else [show_size(window)] if window > cast else []
+        parts += [f"{show_size(cast)} to cast"] if cast else []
         limit = device_map.limits.get(place)
         share = "" if not limit else f", {used / limit:.1%} used"
         table.append(
             [
                 place,
                 show_size(device_map.resident(place)),
-                f"{device_map.slots} x {show_size(slot)}" if slot else show_size(window) if window else "",
+                " + ".join(parts),
                 show_size(used),
                 "none" if limit is None else show_size(limit) + share,
             ]

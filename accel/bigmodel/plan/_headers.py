@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from accel.bigmodel.plan._skeleton import Segment, Skeleton, Weight
+from accel.bigmodel.plan._skeleton import Segment, Skeleton
+from accel.bigmodel.plan._weight import Weight
 
 _BLOCK = re.compile(r"((?:.*?\.)?[0-9]+)\.")
 _NUMBERS = re.compile(r"([0-9]+)")

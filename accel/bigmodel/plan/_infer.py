@@ -146,7 +146,7 @@ def _finished(
         if is_accelerator(device) and not each.rows:
             largest[device] = max(largest.get(device, 0), each.moving)
     pinned = slots * sum(largest.values())
-    at_home = [each._replace(moving=each.at_home) for each in leaving]
+    at_home = [each._replace(moving=each.at_home, resident=each.at_home) for each in leaving]
     homes = choose_homes(at_home, places.homes, placement, pinned=pinned, where=_WHERE)
     return DeviceMap(
         skeleton=skeleton,

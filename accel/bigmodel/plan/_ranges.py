@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
 from accel.bigmodel.plan._skeleton import Skeleton
-from accel.bigmodel.plan._slots import Sizes, least_memory, sizes_of
+from accel.bigmodel.plan._slots import Sizes, casting_of, least_memory, sizes_of
 
 Fill = Literal["balanced", "sequential", "low_first"]
 Cuts = Sequence[int]
@@ -32,8 +32,9 @@ class Units:
             units.setdefault(first.get(segment.name, segment.name), []).append(sizes_of(segment))
         self._units = list(units.values())
         self._slots = slots
-        memory = (sum(each.moving + each.fixed for each in unit) for unit in self._units)
+        memory = (sum(each.resident + each.fixed for each in unit) for unit in self._units)
         self._ends = [0, *accumulate(memory)]
+        self._casting = [casting_of(unit) for unit in self._units]
 
     def __len__(self) -> int:
         return len(self._units)
@@ -53,7 +54,13 @@ class Units:
 
     def longest_resident(self, start: int, limit: int) -> int:
         """Return the end of as many units as fit without streaming."""
-        return max(start, bisect_right(self._ends, self._ends[start] + limit) - 1)
+        end = max(start, bisect_right(self._ends, self._ends[start] + limit) - 1)
+        if not any(self._casting[start:end]):
+            return end
+        return start + _last(end - start, lambda count: self._memory(start, start + count) <= limit)
+
+    def _memory(self, start: int, end: int) -> int:
+        return self._ends[end] - self._ends[start] + max(self._casting[start:end], default=0)
 
     def longest_streamed(self, start: int, limit: int) -> int:
         """Return the end of as many units as fit if most of them stream."""

@@ -3,78 +3,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import msgspec
 
-from accel.errors import ConfigError, did_you_mean
-from accel.storage import ITEM_BITS
-
-ALIGNMENT = 512  # bytes to which torch's CUDA allocator rounds each tensor
-_BITS = {**ITEM_BITS, "C128": 128}  # not in files, but in memory
-_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
-_STORED = _FLOATS | {"F8_E4M3", "F8_E5M2"}
-
-
-class Weight(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter or buffer.
-
-    Attributes:
-        name: its path in the model; the first one, if it has several.
-        shape: sizes.
-        dtype: safetensors' name of the dtype that it has in memory, such as "BF16"; "C128" for complex128.
-        tied: its further paths.
-        stored: whether checkpoints hold it; False for a non-persistent buffer.
-        moves: whether it streams with its segment. Others stay on the segment's computing device: buffers below 1 MiB,
-            buffers that are not stored, and weights that another segment uses too.
-        storage_dtype: dtype that it has in its home, where that is not its computing device; None for `dtype`.
-
-    Raises:
-        ConfigError: an unknown dtype, a negative size, a weight that moves but is not stored, or a storage dtype of a
-            weight that does not move or is not of floating point.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    tied: tuple[str, ...] = ()
-    stored: bool = True
-    moves: bool = True
-    storage_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        where = f"Weight {self.name!r}"
-        if self.dtype not in _BITS:
-            raise ConfigError("unknown dtype", got=repr(self.dtype), where=where, fix=did_you_mean(self.dtype, _BITS))
-        if any(type(size) is not int or size < 0 for size in self.shape):
-            raise ConfigError("not a shape", expected="sizes from 0", got=repr(self.shape), where=where)
-        if self.moves and not self.stored:
-            raise ConfigError("a weight that moves must be stored", got="stored=False, moves=True", where=where)
-        if self.storage_dtype is not None:
-            _check_storage(self, where)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return _nbytes(self.shape, self.dtype)
-
-    @property
-    def memory(self) -> int:
-        """Bytes that it takes in memory: `nbytes` rounded up to 512."""
-        return _aligned(self.nbytes)
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it has another dtype in its home than where it computes."""
-        return self.storage_dtype not in (None, self.dtype)
-
-    @property
-    def home_memory(self) -> int:
-        """Bytes that it takes in a home other than its computing device, in units of 512."""
-        return _aligned(_nbytes(self.shape, self.storage_dtype or self.dtype))
+from accel.bigmodel.plan._weight import FLOATS, Weight
+from accel.errors import ConfigError
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,16 +60,36 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
         return self.movable and any(weight.is_cast for weight in self.weights)
 
     @property
+    def resident_memory(self) -> int:
+        """Bytes of the weights that move, where the computing device is home: in a smaller storage dtype, if any."""
+        if not self.movable or self.rows:
+            return self.moving
+        return sum(weight.home_memory if weight.narrows else weight.memory for weight in self.weights if weight.moves)
+
+    @property
+    def casting(self) -> int:
+        """Bytes that a call takes to cast the weights that lie on the computing device in a smaller dtype."""
+        return sum(weight.memory for weight in self.weights if self.casts(weight))
+
+    def casts(self, weight: Weight) -> bool:
+        """Return whether a weight is cast for each call where the computing device is the segment's home."""
+        return self.movable and not self.rows and weight.moves and weight.narrows
+
+    @property
     def fixed(self) -> int:
         """Bytes of memory of the weights that stay on the computing device."""
         return sum(weight.memory for weight in self.weights if not (weight.moves and self.movable))
 
-    def offsets(self) -> Mapping[str, int]:
-        """Return the first byte of each weight that moves, by name, in a slot that holds the segment."""
+    def offsets(self, *, resident: bool = False) -> Mapping[str, int]:
+        """Return the first byte of each weight by name in a slot: of those that move, or that a resident segment casts.
+
+        Args:
+            resident: whether the segment's home is its computing device.
+        """
         found = dict[str, int]()
         at = 0
         for weight in self.weights:
-            if weight.moves and self.movable:
+            if self.casts(weight) if resident else weight.moves and self.movable:
                 found[weight.name] = at
                 at += weight.memory
         return found
@@ -173,8 +129,9 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> int:
-        """Bytes that the model takes on one device."""
-        return sum(segment.moving + segment.fixed for segment in self.segments)
+        """Bytes that the model takes on one device; with casts, those of the largest call too."""
+        casting = max((segment.casting for segment in self.segments), default=0)
+        return casting + sum(segment.resident_memory + segment.fixed for segment in self.segments)
 
     def weights(self) -> Iterator[Weight]:
         """Yield the weights of all segments."""
@@ -208,7 +165,9 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
         return Skeleton(segments=tuple(segments))
 
     def store(self, dtype: str, *, skip: str | Collection[str] = ()) -> Skeleton:
-        """Return the skeleton with matrices in another dtype while they are in a home other than their device.
+        """Return the skeleton with matrices in another dtype at home.
+
+        Where that is their computing device, this holds of a smaller dtype alone: a call casts its block's matrices.
 
         Weights of less than two dimensions, those that do not move and segments that move by rows stay as they are.
 
@@ -234,38 +193,17 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
         return {path: segment.name for segment in self.segments for path in (segment.name, *segment.aliases)}
 
 
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    return -(-math.prod(shape) * _BITS[dtype] // 8)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def _cast(weight: Weight, dtype: str) -> Weight:
-    return msgspec.structs.replace(weight, dtype=dtype) if weight.dtype in _FLOATS else weight
+    return msgspec.structs.replace(weight, dtype=dtype) if weight.dtype in FLOATS else weight
 
 
 def _store(weight: Weight, dtype: str, skip: Collection[str], patterns: Collection[str]) -> Weight:
-    if not weight.moves or weight.dtype not in _FLOATS or len(weight.shape) < 2:
+    if not weight.moves or weight.dtype not in FLOATS or len(weight.shape) < 2:
         return weight
     for name in (weight.name, *weight.tied):
         if name in skip or any(fnmatchcase(name, each) for each in patterns):
             return weight
     return msgspec.structs.replace(weight, storage_dtype=dtype)
-
-
-def _check_storage(weight: Weight, where: str) -> None:
-    if weight.storage_dtype not in _STORED:
-        raise ConfigError(
-            "not a dtype to store a weight in",
-            expected=", ".join(sorted(_STORED)),
-            got=repr(weight.storage_dtype),
-            where=f"{where}, storage_dtype",
-        )
-    if weight.dtype not in _FLOATS or not weight.moves:
-        what = f"dtype={weight.dtype!r}, moves={weight.moves}"
-        raise ConfigError("a storage dtype is for floating-point weights that move", got=what, where=where)
 
 
 def _holder(names: Mapping[str, str], path: str) -> str:

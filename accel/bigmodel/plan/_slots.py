@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from accel.bigmodel.plan._skeleton import Segment
@@ -23,6 +22,8 @@ class Sizes(NamedTuple):
         fixed: bytes that stay on the computing device.
         rows: whether only rows of it stream, without a slot.
         at_home: bytes that it takes in a home other than the computing device.
+        resident: bytes of `moving` that it takes while it stays: fewer if it is cast.
+        casting: further bytes of a call that casts it while it stays.
     """
 
     name: str
@@ -30,11 +31,26 @@ class Sizes(NamedTuple):
     fixed: int
     rows: bool
     at_home: int
+    resident: int
+    casting: int
 
 
 def sizes_of(segment: Segment) -> Sizes:
     """Return the sizes of a segment."""
-    return Sizes(segment.name, segment.moving, segment.fixed, segment.rows, segment.home_memory)
+    return Sizes(
+        segment.name,
+        segment.moving,
+        segment.fixed,
+        segment.rows,
+        segment.home_memory,
+        segment.resident_memory,
+        segment.casting,
+    )
+
+
+def casting_of(segments: Iterable[Sizes]) -> int:
+    """Return the bytes in which a device casts the segments that stay, one at a time."""
+    return max((each.casting for each in segments), default=0)
 
 
 def least_memory(segments: Sequence[Sizes], slots: int) -> int:
@@ -42,14 +58,15 @@ def least_memory(segments: Sequence[Sizes], slots: int) -> int:
 
     The largest segments stay and all others stream: for some number of them this takes the least.
     """
-    sizes = Counter([each.moving for each in segments if not each.rows])
-    resident = 0
-    least = sum(size * count for size, count in sizes.items())
-    for size in sorted(sizes, reverse=True):
-        least = min(least, resident + slots * size)
+    resident = casting = 0
+    blocks = [each for each in segments if not each.rows]
+    least = casting_of(blocks) + sum(each.resident for each in blocks)
+    for size, same in _by_size(blocks):
+        least = min(least, resident + casting + slots * size)
         if resident >= least:
             break
-        resident += size * sizes[size]
+        resident += sum(each.resident for each in same)
+        casting = max(casting, casting_of(same))
     return least + sum(each.fixed for each in segments)
 
 
@@ -65,12 +82,13 @@ def choose_streamed(segments: Sequence[Sizes], limit: int, slots: int, placement
         slots: number of slots; 0 for segments that leave the device without passing through slots.
         placement: "spread" for streamed segments as far apart as possible, "last" for the last ones.
     """
-    needed = sum(each.moving + each.fixed for each in segments) - limit
-    if needed <= 0:
+    casting = casting_of(segments)
+    needed = sum(each.resident + each.fixed for each in segments) - limit
+    if needed + casting <= 0:
         return ()
-    tables = fewest([each for each in segments if each.rows], needed, placement)
-    needed -= sum(table.moving for table in tables)
-    if needed <= 0:
+    tables = fewest([each for each in segments if each.rows], needed + casting, placement)
+    needed -= sum(table.resident for table in tables)
+    if needed + casting <= 0:
         return tables
     movable = [each for each in segments if each.moving and not each.rows]
     best: Sequence[Sizes] | None = None
@@ -78,8 +96,8 @@ def choose_streamed(segments: Sequence[Sizes], limit: int, slots: int, placement
     for size in _slot_sizes(movable, needed, slots):
         if best is not None and needed + slots * size >= least:
             break  # slots of this size need more bytes to stream than do already
-        picked = fewest([each for each in movable if each.moving <= size], needed, placement, slots=slots)
-        moved = sum(each.moving for each in picked)
+        picked = fewest([each for each in movable if each.moving <= size], needed + casting, placement, slots=slots)
+        moved = sum(each.at_home for each in picked)
         if best is None or moved < least:
             best = picked
             least = moved
@@ -102,23 +120,33 @@ def fewest(segments: Sequence[Sizes], needed: int, placement: Placement, *, slot
     picked = _pick(segments, low, placement)
     spare = _spare(picked, needed, slots)
     kept = set[str]()
-    for each in sorted(picked, key=lambda each: each.moving, reverse=True):
-        if each.moving <= spare:
-            spare -= each.moving
+    for each in sorted(picked, key=lambda each: each.resident, reverse=True):
+        if each.resident <= spare:
+            spare -= each.resident
             kept.add(each.name)
     return [each for each in picked if each.name not in kept]
 
 
 def _slot_sizes(movable: Sequence[Sizes], needed: int, slots: int) -> Sequence[int]:
     """Return sizes of slots for which all segments up to it free enough, ascending; some of many."""
-    sizes = Counter([each.moving for each in movable])
     possible: list[int] = []
-    freed = 0
-    for size in sorted(sizes):
-        freed += size * sizes[size]
-        if freed - slots * size >= needed:
+    freed = sum(each.resident for each in movable)
+    casting = 0  # of the larger ones, which stay
+    for size, same in _by_size(movable):
+        if freed - slots * size - casting >= needed:
             possible.append(size)
+        freed -= sum(each.resident for each in same)
+        casting = max(casting, casting_of(same))
+    possible.reverse()
     return possible[:: max(1, len(possible) // _MOST_SIZES)]
+
+
+def _by_size(segments: Iterable[Sizes]) -> list[tuple[int, list[Sizes]]]:
+    """Return segments by size of their slots, the largest first."""
+    found: dict[int, list[Sizes]] = {}
+    for each in segments:
+        found.setdefault(each.moving, []).append(each)
+    return sorted(found.items(), reverse=True)
 
 
 def _pick(segments: Sequence[Sizes], count: int, placement: Placement) -> Sequence[Sizes]:
@@ -131,5 +159,5 @@ def _pick(segments: Sequence[Sizes], count: int, placement: Placement) -> Sequen
 
 def _spare(picked: Sequence[Sizes], needed: int, slots: int) -> int:
     """Return the bytes that the picked segments free beyond those needed."""
-    moving = [each.moving for each in picked]
-    return sum(moving) - slots * max(moving, default=0) - needed
+    window = slots * max((each.moving for each in picked), default=0)
+    return sum(each.resident for each in picked) - window - needed

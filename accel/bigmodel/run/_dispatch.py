@@ -22,7 +22,7 @@ from accel.bigmodel.run._install import Streaming, put_blocks, put_mapped, put_t
 from accel.bigmodel.run._origins import Fetches
 from accel.bigmodel.run._places import check_undispatched, find_places
 from accel.bigmodel.run._slots import Block, make_slots
-from accel.bigmodel.run._supplies import check_tasks, list_tasks, make_supplies, read_residents
+from accel.bigmodel.run._supplies import Task, Way, check_tasks, list_tasks, make_supplies, read_residents
 from accel.bigmodel.run._supply import TensorSource
 
 M = TypeVar("M", bound=nn.Module)
@@ -82,6 +82,12 @@ def _dispatch(
         if device_map.slot_bytes(name)
     }
 
+    casts = {
+        name: make_slots(1, device_map.cast_bytes(name), device, staged=False)
+        for name, device in devices.items()
+        if device_map.cast_bytes(name)
+    }
+
     # the model changes from here on
     fetches = {task.segment.name: Fetches() for task in tasks if task.way in ("streamed", "rows")}
     for task in tasks:
@@ -94,12 +100,22 @@ def _dispatch(
             put_table(task, supplies[name], fetches[task.segment.name], opened)
     blocks: dict[str, Block] = {}
     for runs, memory in slots.items():
-        names = [name for name in device_map.order if device_map.runs[name] == runs]
-        segments = {
-            name: [task for task in tasks if task.segment.name == name and task.way == "streamed"] for name in names
-        }
+        segments = _by_segment(device_map, tasks, runs, "streamed")
         streaming = Streaming(segments, supplies, fetches, memory, devices[runs], prefetch)
         blocks |= put_blocks(model, streaming, opened)
+    for runs, memory in casts.items():
+        segments = _by_segment(device_map, tasks, runs, "cast")
+        uncounted = {name: Fetches() for name in segments}
+        put_blocks(model, Streaming(segments, supplies, uncounted, memory, devices[runs], False, True), opened)
     opened.callback(cast(Any, model).register_load_state_dict_pre_hook(refuse_load).remove)
     move_inputs(model, device_map, opened)
     return Dispatched(model, device_map, blocks, fetches, opened.pop_all())
+
+
+def _by_segment(device_map: DeviceMap, tasks: list[Task], runs: str, way: Way) -> dict[str, list[Task]]:
+    """Return the tasks of one way on one device, by segment."""
+    found: dict[str, list[Task]] = {}
+    for task in tasks:
+        if task.way == way and device_map.runs[task.segment.name] == runs:
+            found.setdefault(task.segment.name, []).append(task)
+    return found

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel.bigmodel._dtypes import dtype_of
+from accel.bigmodel.plan import STORES
 from accel.bigmodel.run._absent import absent_parameter
 from accel.bigmodel.run._hooks import hook_block
 from accel.bigmodel.run._origins import BlockOrigin, Fetches, TableOrigin
@@ -19,7 +20,7 @@ from accel.bigmodel.run._slots import Block, Holder, Slot, StreamedWeight
 from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supplies import Task
 from accel.bigmodel.run._supply import Supply
-from accel.bigmodel.run._transfer import transfer_to
+from accel.bigmodel.run._transfer import CastTransfer, transfer_to
 
 Close = Callable[[], None]
 
@@ -79,6 +80,7 @@ class Streaming(NamedTuple):
         slots: the device's slots.
         device: the computing device.
         prefetch: whether blocks are fetched ahead of their use.
+        casts: whether the blocks lie on the device, and are cast there.
     """
 
     segments: dict[str, list[Task]]
@@ -87,6 +89,7 @@ class Streaming(NamedTuple):
     slots: list[Slot]
     device: torch.device
     prefetch: bool
+    casts: bool = False
 
 
 def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dict[str, Block]:
@@ -96,13 +99,15 @@ def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dic
         The blocks by segment.
     """
     blocks = {name: Block(at, name, model.get_submodule(name)) for at, name in enumerate(streaming.segments)}
-    stream = Stream(tuple(blocks.values()), streaming.slots, transfer_to(streaming.device))
+    device, casts = streaming.device, streaming.casts
+    transfer = CastTransfer(device) if casts else transfer_to(device)
+    stream = Stream(tuple(blocks.values()), streaming.slots, transfer, feeds=not casts)
     for name, tasks in streaming.segments.items():
         block, fetches = blocks[name], streaming.fetches[name]
-        offsets = tasks[0].segment.offsets()
+        offsets = tasks[0].segment.offsets(resident=casts)
         for at, task in enumerate(tasks):
-            origin = BlockOrigin(task.weight.name, block, at, stream, fetches, streaming.device)
-            absent = absent_parameter(kind_of(task.weight, task.places), origin, streaming.device)
+            origin = BlockOrigin(task.weight.name, block, at, stream, fetches, device)
+            absent = absent_parameter(kind_of(task.weight, task.places), origin, device)
             _put_absent(task, absent, streaming.supplies[task.weight.name], opened)
         block.weights = tuple(
             StreamedWeight(streaming.supplies[task.weight.name], offsets[task.weight.name], _holders(task))
@@ -128,13 +133,13 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
     put(task.places, absent)
     if not has_values(before) or task.home == "disk":
         found = supply.tensor
-        in_memory = task.weight.is_cast and task.home == "cpu"
+        in_memory = task.weight.is_cast and task.home not in STORES
         if found is None or not (found.dtype == absent.dtype or in_memory):
             return  # the placeholder stays: the model has no values to go back to
 
         def back() -> None:
             if places := _still_absent(task, absent):
-                _hand_over(absent, put(places, found.to(absent.dtype)))
+                _hand_over(absent, put(places, _wide(found, found.device, absent.dtype)))
     else:
         device = before.device
         if supply.tensor is not None and (device.type != "cpu" or task.weight.is_cast):
@@ -144,7 +149,7 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
 
         def back() -> None:
             if before.device != device or task.weight.is_cast:
-                before.data = before.data.to(device, absent.dtype)
+                before.data = _wide(before.data, device, absent.dtype)
             if places := _still_absent(task, absent):
                 _hand_over(absent, put(places, before))
 
@@ -154,6 +159,14 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
 def _still_absent(task: Task, absent: torch.Tensor) -> tuple[Place, ...]:
     """Return the places of a weight that hold the placeholder; the others hold what a call has put there since."""
     return tuple(place for place in task.places if place.tensor is absent)
+
+
+def _wide(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight in the model's dtype; on the host where its device has no room for it."""
+    try:
+        return tensor.to(device, dtype)
+    except torch.OutOfMemoryError:
+        return tensor.to("cpu").to(dtype)
 
 
 def _hand_over(absent: torch.Tensor, restored: torch.Tensor) -> None:

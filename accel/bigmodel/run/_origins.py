@@ -68,7 +68,7 @@ class BlockOrigin:
             return found
         supply = self._block.weights[self._weight].supply
         self._fetches.fetched(supply.nbytes)
-        return supply.fetch().to(self._device)
+        return supply.fetch(self._device)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor | None:
         """Return rows from the host's memory; None where the slot has all, or a file must be read."""
@@ -97,7 +97,7 @@ class TableOrigin:
         """Return the whole table on the computing device."""
         self._check_open()
         self._fetches.fetched(self._supply.nbytes)
-        return self._supply.fetch().to(self._device)
+        return self._supply.fetch(self._device)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor | None:
         """Return rows; None where only the whole table can be read."""
@@ -120,7 +120,7 @@ class TableOrigin:
 
 def _gather(supply: Supply, index: torch.Tensor, device: torch.device, fetches: Fetches) -> torch.Tensor | None:
     table = supply.tensor
-    if table is None:
+    if table is None or table.device.type != "cpu":
         return None
     with torch.no_grad():
         rows = nn.functional.embedding(index.to("cpu"), table).to(supply.dtype)
@@ -130,4 +130,4 @@ def _gather(supply: Supply, index: torch.Tensor, device: torch.device, fetches: 
 
 def _stored(supply: Supply) -> torch.Tensor:
     tensor = supply.tensor if supply.tensor is not None else supply.mapped()
-    return tensor if tensor is not None and tensor.dtype == supply.dtype else supply.fetch()
+    return tensor if tensor is not None and tensor.dtype == supply.dtype else supply.fetch(torch.device("cpu"))

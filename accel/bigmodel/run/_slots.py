@@ -14,6 +14,7 @@ from torch import nn
 from accel.bigmodel.run._absent import may_hold_statistics
 from accel.bigmodel.run._packed import PackedWeight
 from accel.bigmodel.run._supply import Supply
+from accel.errors import StreamError
 
 PAGE = 4096
 _LEAST_STEP = 4096  # elements of a cast in place; fewer go through a copy
@@ -116,14 +117,14 @@ class Slot:
 
     Attributes:
         memory: bytes on the computing device.
-        staging: bytes of pinned host memory on the way to it; the same tensor where the device is the host.
+        staging: bytes of pinned host memory on the way to it; the same tensor where none are needed.
         block: the block that it holds, or is being filled with.
         ready: whether the fill has ended.
         failed: error of the fill.
         users: number of running calls that use it; above 0 it is not filled anew.
         version: count of changes that torch saw when the fill ended.
         filled: event of the device after the fill.
-        left: events of the device after the calls that used it.
+        left: events of the device after the last calls that used it, by stream.
     """
 
     memory: torch.Tensor
@@ -134,8 +135,15 @@ class Slot:
     users: int = 0
     version: int = 0
     filled: torch.Event | None = None
-    left: list[torch.Event] = field(default_factory=list[torch.Event])
+    left: dict[int, torch.Event] = field(default_factory=dict[int, torch.Event])
     views: dict[int, SlotView] = field(default_factory=dict[int, SlotView])
+
+    def empty(self) -> None:
+        """Forget the block that it holds."""
+        if self.block is not None:
+            self.block.slot = None
+        self.block = self.failed = None
+        self.ready = False
 
     def view(self, block: Block) -> SlotView:
         """Return the tensors of a block on this slot."""
@@ -145,13 +153,35 @@ class Slot:
         return found
 
 
-def make_slots(count: int, nbytes: int, device: torch.device) -> list[Slot]:
+def put_in(block: Block, slot: Slot) -> None:
+    """Put the slot's tensors into the model.
+
+    Raises:
+        StreamError: a place holds another tensor than the placeholder.
+    """
+    places = slot.view(block).places
+    for registry, key, absent, tensor in places:
+        if registry.get(key) is not absent:
+            for other, name, before, here in places:
+                if other.get(name) is here:
+                    other[name] = before
+            raise StreamError(
+                "a weight of a streamed block was replaced, as model.to() and load_state_dict(assign=True) do",
+                where=f"{block.name}, {key!r}",
+                fix="Change the model before dispatch_model or after run.close().",
+            )
+        registry[key] = tensor
+    block.placed = places
+
+
+def make_slots(count: int, nbytes: int, device: torch.device, *, staged: bool = True) -> list[Slot]:
     """Allocate slots.
 
     Args:
         count: number of slots.
         nbytes: size of each.
         device: the computing device.
+        staged: whether bytes come from the host.
     """
     slots: list[Slot] = []
     for _ in range(count):
@@ -159,7 +189,7 @@ def make_slots(count: int, nbytes: int, device: torch.device) -> list[Slot]:
             memory = staging = _aligned(nbytes)
         else:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if staged else memory
         slots.append(Slot(memory, staging))
     return slots
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from accel.bigmodel.run._calls import Call, drop_abandoned
 from accel.bigmodel.run._feeder import Feeder
 from accel.bigmodel.run._order import ObservedOrder, choose_fill
-from accel.bigmodel.run._slots import Block, Slot
+from accel.bigmodel.run._slots import Block, Slot, put_in
 from accel.bigmodel.run._transfer import Transfer
 from accel.errors import AccelError, StreamError, describe, rebuild
 
@@ -24,10 +24,18 @@ class Stream:
     """Blocks that pass through the slots of one device.
 
     All fields of blocks and slots change under one lock. `enter` and `leave` are called around each call of a block, by
-    any thread; the feeder's thread fills slots.
+    any thread; the feeder's thread fills slots, or without one the thread that waits.
+
+    Args:
+        blocks: the blocks.
+        slots: the slots.
+        transfer: fills a slot.
+        feeds: whether a thread of its own fills slots; False where that takes no longer than to wake one.
     """
 
-    def __init__(self, blocks: Sequence[Block], slots: Sequence[Slot], transfer: Transfer) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], slots: Sequence[Slot], transfer: Transfer, *, feeds: bool = True
+    ) -> None:
         self.blocks = blocks
         self.slots = slots
         self._transfer = transfer
@@ -39,8 +47,8 @@ class Stream:
         self._demanded: list[int] = []
         self._closed = False
         self._calls = threading.local()
-        self._feeder = Feeder(self, blocks[0].name)
-        self._wake = self._feeder.wake
+        self._feeder = Feeder(self, blocks[0].name) if feeds else None
+        self._wake: Callable[[bool], object] = self._feeder.wake if self._feeder else self._notify
 
     def start(self, *, prefetch: bool) -> None:
         """Begin to fetch blocks ahead of their use, if `prefetch`."""
@@ -85,7 +93,7 @@ class Stream:
                 slot = self._wait(block)
             if slot is not None:
                 if plain and not block.absents and not block.placed:
-                    _put_in(block, slot)
+                    put_in(block, slot)
                 slot.users += 1
             if slot is None or not plain:
                 block.absents += 1
@@ -122,7 +130,7 @@ class Stream:
             block.put_out()
             if changed := block.is_replaced or slot.memory._version != slot.version:
                 block.is_replaced = False
-                _empty(slot)
+                slot.empty()
             if self._scarce or self._demanded:
                 self._wake(True)
         if changed:
@@ -147,7 +155,15 @@ class Stream:
                 if slot is None and block.index not in self._demanded:
                     self._demanded.append(block.index)
                     self._wake(True)
-                self._filled.wait()
+                claimed = self._claim() if self._feeder is None else None
+                if claimed is None:
+                    self._filled.wait()
+                else:
+                    self._lock.release()
+                    try:
+                        self._fill(*claimed)
+                    finally:
+                        self._lock.acquire()
                 if self._closed:
                     raise StreamError(CLOSED, where=block.name, fix=REOPEN)
         finally:
@@ -155,7 +171,9 @@ class Stream:
             block.waited_s += time.perf_counter() - began
         if slot.failed is not None:
             error = slot.failed
-            _empty(slot)
+            slot.empty()
+            if not isinstance(error, Exception):
+                raise error
             raise _shown(error, block) from error
         return slot
 
@@ -163,25 +181,39 @@ class Stream:
         """Fill slots until nothing more is worth fetching. Called by the feeder's thread."""
         while True:
             with self._lock:
-                chosen = None if self._closed else self._choose()
-                if chosen is None:
-                    return
-                block, slot = chosen
-                _empty(slot)
-                slot.block, block.slot = block, slot
-            failed: BaseException | None = None
-            try:
+                claimed = self._claim()
+            if claimed is None:
+                return
+            self._fill(*claimed)
+
+    def _claim(self) -> tuple[Block, Slot] | None:
+        """Give the slot that is to be filled next to its block; the lock is held. None if nothing is to be filled."""
+        chosen = None if self._closed else self._choose()
+        if chosen is not None:
+            block, slot = chosen
+            slot.empty()
+            slot.block, block.slot = block, slot
+        return chosen
+
+    def _fill(self, block: Block, slot: Slot) -> None:
+        failed: BaseException | None = None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
                 self._transfer.fill(slot, block)
                 slot.view(block)
-            except BaseException as error:  # raised in the call that needs the block
-                failed = error
-            torch.autograd.graph.increment_version(slot.memory)
-            with self._lock:
-                slot.version = slot.memory._version
-                slot.failed = failed
-                slot.ready = True
-                block.moved_bytes += 0 if failed else sum(weight.supply.nbytes for weight in block.weights)
-                self._filled.notify_all()
+        except BaseException as error:  # raised in the call that needs the block
+            failed = error
+        torch.autograd.graph.increment_version(slot.memory)
+        with self._lock:
+            slot.version = slot.memory._version
+            slot.failed = failed
+            slot.ready = True
+            block.moved_bytes += 0 if failed else sum(weight.supply.nbytes for weight in block.weights)
+            self._filled.notify_all()
+
+    def _notify(self, _: bool) -> None:
+        """Wake the threads that wait, one of which may fill a slot now; the lock is held."""
+        self._filled.notify_all()
 
     def _choose(self) -> tuple[Block, Slot] | None:
         held = [None if slot.block is None else slot.block.index for slot in self.slots]
@@ -218,7 +250,7 @@ class Stream:
                 slot.users -= 1
                 if not slot.users:
                     block.put_out()
-            self._wake(True)
+                self._wake(True)
 
     def is_in_call(self, block: Block) -> bool:
         """Return whether the calling thread is in a call of a block that has a slot."""
@@ -243,35 +275,8 @@ class Stream:
         with self._lock:
             self._closed = True
             self._filled.notify_all()
-        self._feeder.close()
-
-
-def _put_in(block: Block, slot: Slot) -> None:
-    """Put the slot's tensors into the model.
-
-    Raises:
-        StreamError: a place holds another tensor than the placeholder.
-    """
-    places = slot.view(block).places
-    for registry, key, absent, tensor in places:
-        if registry.get(key) is not absent:
-            for other, name, before, here in places:
-                if other.get(name) is here:
-                    other[name] = before
-            raise StreamError(
-                "a weight of a streamed block was replaced, as model.to() and load_state_dict(assign=True) do",
-                where=f"{block.name}, {key!r}",
-                fix="Change the model before dispatch_model or after run.close().",
-            )
-        registry[key] = tensor
-    block.placed = places
-
-
-def _empty(slot: Slot) -> None:
-    if slot.block is not None:
-        slot.block.slot = None
-    slot.block = slot.failed = None
-    slot.ready = False
+        if self._feeder is not None:
+            self._feeder.close()
 
 
 def _shown(error: BaseException, block: Block) -> AccelError:

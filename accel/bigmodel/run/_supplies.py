@@ -17,7 +17,7 @@ from accel.bigmodel.run._places import Place, has_values
 from accel.bigmodel.run._supply import Mappable, Supply, TensorSource, fill
 from accel.errors import CheckpointError, ConfigError, did_you_mean
 
-Way = Literal["resident", "mapped", "streamed", "rows"]
+Way = Literal["resident", "cast", "mapped", "streamed", "rows"]
 
 _SHOWN = 5
 
@@ -28,7 +28,8 @@ class Task(NamedTuple):
     Attributes:
         weight: the weight.
         segment: its segment.
-        way: "resident" on the computing device, "mapped" in place, "streamed" through slots, or "rows" looked up.
+        way: "resident" on the computing device, "cast" there for each call, "mapped" in place, "streamed" through
+            slots, or "rows" looked up.
         home: place of its bytes between uses.
         device: the computing device.
         places: its places in the model.
@@ -53,7 +54,7 @@ def list_tasks(
         runs = device_map.runs[segment.name]
         for weight in segment.weights:
             moves = segment.movable and weight.moves and home != runs
-            way: Way = "resident"
+            way: Way = "cast" if home == runs and segment.casts(weight) else "resident"
             if moves and segment.rows:
                 way = "rows"
             elif moves:
@@ -152,7 +153,8 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
         name, shape, dtype = task.weight.name, task.weight.shape, dtype_of(task.weight.dtype)
         at_home = dtype_of(task.weight.storage_dtype or task.weight.dtype)
         if not needs_source(task):
-            here = task.places[0].tensor.detach().to("cpu")
+            here = task.places[0].tensor.detach()
+            here = here if task.way == "cast" else here.to("cpu")
             supplies[name] = Supply(name, shape, dtype, _stored_as(here, at_home, task), None)
             continue
         stored = stored_name(task.weight, source)
@@ -160,13 +162,16 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
         from_file = Supply(stored, shape, dtype, None, source)
         if isinstance(source, Mappable) and (task.home == "mmap" or task.way == "rows" or is_memory(source)):
             supplies[name] = Supply(stored, shape, dtype, _stored_as(source.mapped(stored), at_home, task), None)
-        elif task.home == "cpu":
+        elif task.home not in STORES:
             target = torch.empty(shape, dtype=at_home)
-            supplies[name] = Supply(stored, shape, dtype, target, None)
-            if from_file.stored_dtype() == at_home:
+            if task.way == "cast" and task.device.type != "cpu":
+                fill([(from_file, target)])
+                target = target.to(task.device)
+            elif from_file.stored_dtype() == at_home:
                 reads.append((from_file, target))
             else:  # one at a time, so that the host holds one before its cast
                 fill([(from_file, target)])
+            supplies[name] = Supply(stored, shape, dtype, target, None)
         else:
             supplies[name] = from_file
     fill(reads)
@@ -175,11 +180,11 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
 
 def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Tensor:
     """Return a weight's values as they lie at home: cast, if the map casts it."""
-    if not task.weight.is_cast or tensor.dtype == dtype:
-        return tensor
-    made = torch.empty(tensor.shape, dtype=dtype)
-    copy_in_range(made, tensor, name=task.weight.name)
-    return made
+    if task.weight.is_cast and tensor.dtype != dtype:
+        made = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        copy_in_range(made, tensor, name=task.weight.name)
+        tensor = made
+    return tensor.to(task.device) if task.way == "cast" else tensor
 
 
 def is_memory(source: WeightSource) -> bool:

@@ -63,7 +63,7 @@ class Supply:
         name: name of the weight in the source.
         shape: sizes of the weight.
         dtype: dtype in which the model computes.
-        tensor: the values, in host memory or a mapped file; None where the source reads them.
+        tensor: the values, in host memory, a mapped file, or on the computing device; None where the source reads them.
         source: reads the values where `tensor` is None.
     """
 
@@ -97,11 +97,13 @@ class Supply:
         except ConfigError:  # in several parts, or in a store
             return None
 
-    def fetch(self) -> torch.Tensor:
-        """Return the values in new memory of the host."""
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        """Return the values in new memory of a device."""
+        if self.tensor is not None and self.tensor.device.type != "cpu":
+            return self.tensor.to(device, self.dtype, copy=True)
         target = torch.empty(self.shape, dtype=self.dtype)
         fill([(self, target)])
-        return target
+        return target.to(device)
 
 
 def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:

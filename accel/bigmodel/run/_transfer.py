@@ -78,9 +78,7 @@ class DeviceTransfer:
             [(weight.supply, part(slot.staging, weight)) for weight in wide]
             + [(weight.supply, target) for weight, target in zip(narrow, staged, strict=True)]
         )
-        for event in slot.left:
-            self._stream.wait_event(event)
-        slot.left.clear()
+        _follow_users(slot, self._stream)
         with self._stream:
             if not narrow:
                 slot.memory.copy_(slot.staging, non_blocking=True)
@@ -94,16 +92,61 @@ class DeviceTransfer:
 
     def arrived(self, slot: Slot) -> None:
         """Let the current stream wait for the copy."""
-        if slot.filled is not None:
-            torch.accelerator.current_stream(self._device).wait_event(slot.filled)
+        _follow_fill(slot, self._device)
 
     def left(self, slot: Slot) -> None:
         """Record an event of the current stream."""
-        slot.left.append(torch.accelerator.current_stream(self._device).record_event())
+        _note_use(slot, self._device)
+
+
+class CastTransfer:
+    """A slot of blocks that lie on its device in a smaller dtype: the stream that computes casts them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_host = device.type == "cpu"
+
+    def fill(self, slot: Slot, block: Block) -> None:
+        """Cast the block's weights."""
+        stream = None if self._is_host else torch.accelerator.current_stream(self._device)
+        if stream is not None:
+            _follow_users(slot, stream)
+        for weight in block.weights:
+            assert weight.supply.tensor is not None
+            part(slot.memory, weight).copy_(weight.supply.tensor)
+        if stream is not None:
+            slot.filled = stream.record_event()
+
+    def arrived(self, slot: Slot) -> None:
+        """Let the current stream wait for the casts, which may run on another one."""
+        if not self._is_host:
+            _follow_fill(slot, self._device)
+
+    def left(self, slot: Slot) -> None:
+        """Record an event of the current stream."""
+        if not self._is_host:
+            _note_use(slot, self._device)
+
+
+def _follow_users(slot: Slot, stream: torch.Stream) -> None:
+    """Let a stream wait for the computation that used a slot."""
+    for event in slot.left.values():
+        stream.wait_event(event)
+    slot.left.clear()
+
+
+def _follow_fill(slot: Slot, device: torch.device) -> None:
+    if slot.filled is not None:
+        torch.accelerator.current_stream(device).wait_event(slot.filled)
+
+
+def _note_use(slot: Slot, device: torch.device) -> None:
+    stream = torch.accelerator.current_stream(device)
+    slot.left[stream.stream_id] = stream.record_event()
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """Return the movement to a device."""
+    """Return the movement from the host to a device."""
     return HostTransfer() if device.type == "cpu" else DeviceTransfer(device)
 
 

@@ -57,7 +57,8 @@ def test_headers_do_without_torch(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     code = (
         "import sys\nfrom accel.cli import main\n"
-        "status = main(['estimate', 'model.safetensors', '--device-map', '0=1MB,mmap', '--json'])\n"
+        "status = main(['estimate', 'model.safetensors', '--device-map', '0=1MB,mmap',\n"
+        "    '--storage-dtype', 'BF16', '--storage-skip', 'h.0.weight', '--json'])\n"
         "sys.exit(status or 'torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -65,7 +66,8 @@ def test_headers_do_without_torch(folder: Path) -> None:
     )
     found = accel.DeviceMap.decode(done.stdout)
     weights = {name: accel.Weight(name=name, shape=(256, 256), dtype="F32") for name in tensors}
-    assert found == accel.infer_device_map(guess_skeleton(weights), {0: "1MB", "mmap": None})
+    skeleton = guess_skeleton(weights).store("BF16", skip="h.0.weight")
+    assert found == accel.infer_device_map(skeleton, {0: "1MB", "mmap": None})
 
 
 def make_model() -> nn.Module:
@@ -81,12 +83,25 @@ def test_a_function_makes_the_model(folder: Path, capsys: pytest.CaptureFixture[
     found = accel.DeviceMap.decode(capsys.readouterr().out)
     assert found == accel.infer_device_map(accel.describe(make_model()), {"cpu": "60kB", "disk": None})
     assert len(found.order) == 3
+    flags = "--device-map cpu=60kB,disk --storage-dtype float8_e4m3fn --storage-skip 3.*"
+    assert main(["estimate", "big_nets:net", *flags.split(), "--json"]) == 0
+    found = accel.DeviceMap.decode(capsys.readouterr().out)
+    skeleton = accel.describe(make_model(), storage_dtype=torch.float8_e4m3fn, storage_skip="3.*")
+    assert found == accel.infer_device_map(skeleton, {"cpu": "60kB", "disk": None})
+    assert (found.order, found.cast_bytes("cpu")) == ((), 64 * 64 * 4)
+    assert main(["estimate", "big_nets:net", *flags.split()]) == 0
+    text = capsys.readouterr().out
+    assert "matrices at home in F8_E4M3" in text
+    assert "16.4 kB to cast" in text
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         ("--slots 2 --fill balanced", "no effect without one: got --slots, --fill"),
+        ("--storage-dtype bfloat16", "no effect without one: got --storage-dtype"),
+        ("--device-map 0=1GB --storage-dtype fp8", "not a dtype of weights"),
+        ("--device-map 0=1GB --storage-skip h.0.*", "no effect without --storage-dtype"),
         ("--device-map 0=1GB --memory 5GB --nproc 2", "beside a device map: got --memory, --nproc"),
         ("--device-map 0=1GB,0=2GB", "a place with two limits"),
         ("--device-map 0=1GB --placement first", "unknown placement"),

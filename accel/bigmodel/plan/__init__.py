@@ -2,6 +2,7 @@
 """Homes and computing devices of a model's segments, planned from plain values. Free of torch."""
 
 from accel.bigmodel.plan._device_map import STORES as STORES, DeviceMap as DeviceMap
+from accel.bigmodel.plan._dtype_names import format_name as format_name, torch_name as torch_name
 from accel.bigmodel.plan._explain import explain as explain
 from accel.bigmodel.plan._headers import guess_skeleton as guess_skeleton
 from accel.bigmodel.plan._infer import infer_device_map as infer_device_map

@@ -20,6 +20,11 @@ _NAMES = {
 }
 
 
+def torch_name(name: str) -> str:
+    """Return torch's name of a dtype by that of safetensors, as `format_name` gives it."""
+    return next(key for key, known in _NAMES.items() if known == name)
+
+
 def format_name(dtype: torch.dtype | str, *, where: str) -> str:
     """Return safetensors' name of a floating-point dtype: of torch.bfloat16 and of "bfloat16", "BF16".
 

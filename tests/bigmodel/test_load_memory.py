@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a load: the result, and a chunk for each reader."""
+"""Memory of a load: the result, and a chunk for each reader; and of a run: the slots beside that."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from processes import patience
 from safetensors.torch import save_file
 from torch import nn
 
@@ -46,6 +49,65 @@ def test_the_peak_is_the_result_and_a_chunk_a_reader(tmp_path: Path, dtype: torc
     result = sum(each.nbytes for each in model.parameters())
     assert result <= anonymous() - base + MIB
     assert peak - base <= result + READERS * 8 * MIB + 8 * MIB
+
+
+RUN = """
+import gc
+from pathlib import Path
+import torch
+from torch import nn
+import accel
+
+def status(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
+
+class Net(nn.Module):
+    def __init__(self, width, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+def run(folder, width, blocks):
+    model = accel.init_empty_weights(lambda: Net(width, blocks))
+    skeleton = accel.describe(model)
+    home = {{each.name: "disk" if at > 1 else "cpu" for at, each in enumerate(skeleton.segments)}}
+    device_map = accel.DeviceMap(skeleton=skeleton, home=home, runs=dict.fromkeys(home, "cpu"), slots=2)
+    with accel.load_checkpoint_and_dispatch(accel.single("cpu"), model, folder, device_map) as run:
+        for _ in range(2):
+            with torch.no_grad():
+                run.model(torch.ones(1, width))
+        run.model.requires_grad_(False)
+        x = torch.ones(1, width, requires_grad=True)
+        run.model(x).sum().backward()  # fetches weights again
+        return device_map.used("cpu"), run.stats().moved_bytes
+
+run({small!r}, 512, 4)  # what torch makes once
+gc.collect()
+base = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+used, moved = run({large!r}, 2048, 12)
+print(status("VmHWM") - base, used, moved)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_peak_of_a_run_is_what_the_map_says_and_a_chunk_a_reader(tmp_path: Path) -> None:
+    for name, width, blocks in (("small", 512, 4), ("large", 2048, 12)):
+        state = {f"blocks.{at}.weight": torch.full((width, width), 1 / width) for at in range(blocks)}
+        state |= {f"blocks.{at}.bias": torch.zeros(width) for at in range(blocks)}
+        save_file(state, tmp_path / f"{name}.safetensors")
+    code = RUN.format(small=str(tmp_path / "small.safetensors"), large=str(tmp_path / "large.safetensors"))
+    ended = subprocess.run([sys.executable, "-c", code], timeout=patience(100), capture_output=True, text=True)
+    assert not ended.returncode, ended.stderr
+    peak, used, moved = map(int, ended.stdout.split())
+    assert moved > 2 * 10 * 16 * MIB
+    assert used < 5 * 17 * MIB  # two blocks that stay, two slots
+    assert peak <= used + 4 * 8 * MIB + 16 * MIB + 17 * MIB, (peak, used)  # a weight that the backward pass fetches
 
 
 def test_loads_show_a_bar_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

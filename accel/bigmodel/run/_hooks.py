@@ -21,21 +21,15 @@ R = TypeVar("R")
 def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
     """Register the hooks of a block; return what removes them."""
 
-    def enter() -> None:
-        stream.enter(block)
-
-    def leave() -> None:
-        stream.leave(block)
-
-    begin = untraced(enter)
-    end = untraced(leave)
+    begin = untraced(stream.enter)
+    end = untraced(stream.leave)
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        begin()
+        begin(block)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         own = _own(output, block)
-        end()
+        end(block)
         return own
 
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -118,9 +118,10 @@ def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:
     """
     reads: dict[int, tuple[WeightSource, list[tuple[str, torch.Tensor]]]] = {}
     casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
     for supply, target in targets:
         if supply.tensor is not None:
-            target.copy_(supply.tensor)
+            held.append((target, supply.tensor))
             continue
         assert supply.source is not None
         stored = supply.stored_dtype()
@@ -128,6 +129,8 @@ def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:
         if read is not target:
             casts.append((supply.name, target, read))
         reads.setdefault(id(supply.source), (supply.source, []))[1].append((supply.name, read))
+    if held:  # by one call of torch's, for which the thread lets the interpreter go once
+        cast(Any, torch)._foreach_copy_([target for target, _ in held], [tensor for _, tensor in held])
     for source, each in reads.values():
         source.read(each)
     for name, target, read in casts:

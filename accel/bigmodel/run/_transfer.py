@@ -38,14 +38,17 @@ class HostTransfer:
 
     def fill(self, slot: Slot, block: Block) -> None:
         """Fill a slot."""
-        arriving = [weight for weight in block.weights if weight.supply.tensor is None and arrives_narrow(weight)]
-        wide = [weight for weight in block.weights if weight not in arriving]
-        fill(
-            [(weight.supply, part(slot.memory, weight)) for weight in wide]
-            + [(weight.supply, narrow_part(slot.memory, weight)) for weight in arriving]
-        )
-        for weight in arriving:
-            widen(slot.memory, weight)
+        targets = [
+            (weight.supply, tensor) for weight, tensor in zip(block.weights, slot.view(block).tensors, strict=True)
+        ]
+        arriving = [
+            at for at, weight in enumerate(block.weights) if weight.supply.tensor is None and arrives_narrow(weight)
+        ]
+        for at in arriving:
+            targets[at] = block.weights[at].supply, narrow_part(slot.memory, block.weights[at])
+        fill(targets)
+        for at in arriving:
+            widen(slot.memory, block.weights[at])
 
     def arrived(self, slot: Slot) -> None:
         """Return at once."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -17,6 +17,7 @@ from accel.bigmodel.load._destinations import DeviceChoice
 from accel.bigmodel.load._jobs import new_memory, page_offset, plan_comparison, plan_jobs
 from accel.bigmodel.load._match import Facts, Match, Patterns, match, refusal
 from accel.bigmodel.load._open import Rename, open_weights
+from accel.bigmodel.load._shared import assign, broadcast_shared, digest, shareable
 from accel.bigmodel.load._targets import Target, fill, find_targets, place_others
 from accel.bigmodel.load._weights import FileWeights
 from accel.checkpoint import Strided, cut
@@ -50,8 +51,9 @@ def load_checkpoint_in_model(
     """Load weights into a model, all of them or nothing. A collective. Mutates the model.
 
     Each rank reads the bytes of its own shards, from the page cache what is there and past it what is not. Bytes that
-    several ranks of a host want go through the page cache, so that the disk reads them once. Tensors of an empty model
-    get memory into which the bytes are read directly; a load into tensors with values keeps both until the end. Beside
+    several ranks of a host want go through the page cache, so that the disk reads them once. From a store, what all
+    ranks hold whole is fetched once: each rank fetches a share, and broadcasts it. Tensors of an empty model get memory
+    into which the bytes are read directly; a load into tensors with values keeps both until the end. Beside
     the result, memory holds 8 MiB for each reader.
 
     Args:
@@ -88,15 +90,21 @@ def load_checkpoint_in_model(
             source = stack.enter_context(open_weights(path, rename=rename, readers=readers))
             targets = find_targets(model, device_map, dtype, ctx.device)
             matched = match([_facts(each) for each in targets], _stored(source), allow_missing)
-            planned.append((source, targets, matched))
+            shared = shareable(source, targets, matched) if ctx.world_size > 1 else []
+            planned.append((source, targets, matched, shared))
             if not stages and (error := refusal(matched, matched.unused, _stored(source), allow_unexpected, where)):
                 raise error
-            return matched.unused if stages else []
+            return [digest(targets, shared), *(matched.unused if stages else [])]
 
-        planned: list[tuple[FileWeights, list[Target], Match]] = []
+        planned: list[tuple[FileWeights, list[Target], Match, list[int]]] = []
         where = os.fspath(path) if not isinstance(path, RemotePath) else str(path)
-        unused = agreed_values(ctx.comm, Call(f"{_NAME}: headers", site=site), plan, list)
-        source, targets, matched = planned[0]
+        heads = agreed_values(ctx.comm, Call(f"{_NAME}: headers", site=site), plan, list)
+        unused = [each[1:] for each in heads]
+        source, targets, matched, shared = planned[0]
+        owners: dict[int, int] = {}
+        if len({each[0] for each in heads}) == 1:  # all ranks hold these, so that each fetches some
+            sizes = [targets[at].live.nbytes for at in shared]
+            owners = dict(zip(shared, assign(sizes, ctx.world_size), strict=True))
         with agreed(ctx.comm, Call(f"{_NAME}: names", site=site)):
             nobody = set(matched.unused).intersection(*unused) if stages else set[str]()
             common = [name for name in matched.unused if name in nobody]
@@ -104,7 +112,9 @@ def load_checkpoint_in_model(
                 raise error
         with agreed(ctx.comm, Call(f"{_NAME}: reading", site=site)):
             bar = show and ctx.is_main_process
-            made = _read(source, targets, matched, advance, has_peers=ctx.local_world_size > 1, show=bar)
+            others = {at for at, owner in owners.items() if owner != ctx.rank}
+            made = _read(source, targets, matched, advance, others, has_peers=ctx.local_world_size > 1, show=bar)
+        broadcast_shared(ctx.comm, targets, made, owners)
         for target, tensor in made:
             fill(target, tensor)
         place_others(model, device_map, any(target.is_empty for target, _ in made), ctx.device)
@@ -116,11 +126,14 @@ def _read(
     targets: Sequence[Target],
     matched: Match,
     advance: Callable[[int], object] | None,
+    others: Container[int],
     *,
     has_peers: bool,
     show: bool,
 ) -> list[tuple[Target, torch.Tensor]]:
     """Read the tensors of this rank into memory of their own; of a prepared empty model into its own.
+
+    Those that `others` numbers get memory alone: other ranks fetch them.
 
     Raises:
         CheckpointError: a file is damaged, or a tied tensor has two values.
@@ -130,7 +143,7 @@ def _read(
     jobs: list[Wanted | Passed] = []
     twins: list[Passed] = []
     differing: list[str] = []
-    for target, names in zip(targets, matched.found, strict=True):
+    for at, (target, names) in enumerate(zip(targets, matched.found, strict=True)):
         if not names or target.device is None or target.box is None:
             continue
         stored = cut(source.stored[names[0]], target.box)
@@ -140,6 +153,8 @@ def _read(
         else:
             memory = _memory(target, stored)
             made.append((target, memory))
+        if at in others:
+            continue
         is_shared = has_peers and target.is_copied
         jobs += plan_jobs(stored, memory, name=names[0], is_shared=is_shared, has_peers=has_peers)
         for name in names[1:]:

@@ -101,7 +101,7 @@ def test_a_source_that_does_not_fit_changes_nothing(weights: Path) -> None:
     }
     with pytest.raises(accel.CheckpointError, match=r"3 weights.*missing 'blocks.1.up.weight'.*expected \(16,\)"):
         dispatch_model(net, streamed_map(net, "disk"), source=wrong)
-    with pytest.raises(accel.ConfigError, match="no values"):
+    with pytest.raises(accel.ConfigError, match="22 weights have their home on a disk"):
         dispatch_model(net, streamed_map(net, "disk"))
     quantized = make_net()
     quantized.blocks[1].scale = Quantized(quantized.blocks[1].scale.data)
@@ -326,3 +326,47 @@ def test_processes_end_while_blocks_travel(weights: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code], timeout=patience(200), capture_output=True, text=True)
     assert ended.stdout == "done\n", ended.stderr
     assert not ended.stderr
+
+
+def test_values_that_no_file_has_are_written_to_scratch_files_for_the_run(weights: Path, tmp_path: Path) -> None:
+    net, scratch = make_net(), tmp_path / "scratch"
+    scratch.mkdir()
+    with torch.no_grad():
+        net.blocks[1].up.weight.add_(1)  # changed after it was loaded
+        net.blocks[2].extra = torch.nn.Parameter(torch.ones(3, 5))  # in no file
+        expected = net(token_ids())
+    before = dict(net.named_parameters())
+    values = {name: each.detach().clone() for name, each in before.items()}
+    device_map = streamed_map(net, "disk")
+    with pytest.raises(accel.CheckpointError, match=r"missing 'blocks\.2\.extra'.*scratch=folder"):
+        dispatch_model(net, device_map, source=weights)
+    with pytest.raises(accel.ConfigError, match=r"home on a disk.*scratch=folder"):
+        dispatch_model(net, device_map)
+    for source in (None, weights):
+        with torch.no_grad(), dispatch_model(net, device_map, source=source, scratch=scratch) as run:
+            assert list(scratch.iterdir()) == []  # nothing is left behind by a crash
+            assert before["blocks.1.up.weight"].nbytes == 0
+            assert torch.equal(net(token_ids()), expected)
+            assert torch.equal(net.blocks[2].extra + 0, values["blocks.2.extra"])
+            assert all(torch.equal(each, values[name]) for name, each in run.tensors())
+        assert all(each is before[name] for name, each in net.named_parameters())
+        assert all(torch.equal(each, values[name]) for name, each in net.named_parameters())
+    with torch.no_grad(), disk_offload(net, None, "cpu:0", scratch=scratch):
+        assert torch.equal(net(token_ids()), expected)
+
+
+def test_a_full_disk_of_scratch_files_leaves_the_model_and_the_folder_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make_net()
+
+    def full(*_: object) -> None:
+        raise accel.CheckpointError("No space left on device (ENOSPC)")
+
+    monkeypatch.setattr("accel.bigmodel.run._scratch.write_tensors", full)
+    for folder, text in ((tmp_path, "No space left"), (tmp_path / "none", "No such file")):
+        with pytest.raises(accel.CheckpointError, match=text) as caught:
+            dispatch_model(net, streamed_map(net, "disk"), scratch=folder)
+        assert "scratch=" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.is_tensor(net(token_ids()))

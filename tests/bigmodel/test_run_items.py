@@ -35,6 +35,19 @@ def test_whole_and_as_a_checkpoint(tmp_path: Path, home: str) -> None:
         for name, tensor in twin.items():
             assert torch.equal(saved[name], tensor)
             assert torch.equal(whole[name], tensor)
+        absent = {name: each for name, each in run.model.state_dict().items() if name.endswith("up.weight")}
+        weight = run.model.blocks[0].up.weight
+        for ask in (
+            lambda: save_file(absent, tmp_path / "absent.safetensors"),  # what save_pretrained does
+            weight.data_ptr,
+            weight.untyped_storage,
+            weight.detach().numpy,
+            weight.tolist,
+        ):
+            with pytest.raises(accel.StreamError, match="has no address") as caught:
+                ask()
+            assert "accel.save_model(ctx, model, folder)" in caught.value.fix
+        assert not (tmp_path / "absent.safetensors").exists()
         accel.save_state(ctx, tmp_path / "run", {"model": run.model}, step=1)
         fresh = make_net(1)
         accel.load_state(ctx, tmp_path / "run", {"model": fresh})

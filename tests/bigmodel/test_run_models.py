@@ -16,6 +16,7 @@ from streamed import Block, make_net, streamed_map, token_ids
 from torch import nn
 from torch.nn import functional
 
+import accel
 from accel.bigmodel import dispatch_model
 
 IDS = torch.tensor([[1, 5, 9, 3], [2, 7, 1, 8]])
@@ -82,6 +83,19 @@ def test_generation_is_that_of_the_whole_model(make: Callable[[], Any], options:
         assert not run.stats().fetches
         assert model.device == IDS.device
     assert torch.equal(model.generate(IDS, **options), expected)
+
+
+def test_save_pretrained_is_refused_with_the_way_to_a_folder_for_from_pretrained(tmp_path: Path) -> None:
+    model: Any = llama()
+    with dispatched(model):
+        with pytest.raises(accel.StreamError, match="save_pretrained") as caught:
+            model.save_pretrained(tmp_path / "refused")
+        assert "accel.save_model(ctx, model, folder)" in caught.value.fix
+        assert not list((tmp_path / "refused").glob("*.safetensors"))
+        accel.save_model(accel.single("cpu"), model, tmp_path / "saved")
+        model.config.save_pretrained(tmp_path / "saved")
+    again: Any = type(model).from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("home", "slots"), [("cpu", 1), ("mmap", 2), ("disk", 3)])

@@ -6,12 +6,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only  # pyright: ignore[reportUnknownVariableType]
 
+from accel.bigmodel.run._no_memory import NoMemory
 from accel.errors import StreamError
 
 _STATISTICS = ("running_mean", "running_var")  # arguments that batch norms update, and that no schema marks
@@ -43,7 +44,7 @@ class Origin(Protocol):
         ...
 
 
-class AbsentTensor(torch.Tensor):
+class AbsentTensor(NoMemory, torch.Tensor):
     """A tensor without memory; an operator that reads it gets the values, and a view of it is absent too.
 
     What autograd saves of such a view holds no memory either, and the backward pass fetches the values again.
@@ -53,7 +54,7 @@ class AbsentTensor(torch.Tensor):
         steps: the views that lead from the weight to this tensor.
     """
 
-    origin: Origin
+    origin: Origin  # pyright: ignore[reportIncompatibleVariableOverride]
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
 
     # torch's default would turn the results of functions into this class
@@ -82,20 +83,6 @@ class AbsentTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"AbsentTensor({self.origin.name!r}, {tuple(self.shape)}, {self.dtype}, {self.device})"
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StreamError(
-            "a weight that is not in memory cannot be copied with its model",
-            where=self.origin.name,
-            fix="Copy the model before dispatch_model or after run.close(); weight.clone() copies one weight.",
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise StreamError(
-            "a weight that is not in memory cannot be pickled",
-            where=self.origin.name,
-            fix="Save with accel.save_model(ctx, run.model, folder), or the tensors of run.tensors() one by one.",
-        )
 
     def present(self) -> torch.Tensor:
         """Return the values; the memory may last no longer than the block that now runs."""

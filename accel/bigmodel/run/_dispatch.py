@@ -21,6 +21,7 @@ from accel.bigmodel.run._dispatched import Dispatched
 from accel.bigmodel.run._install import Streaming, put_blocks, put_mapped, put_table, settle
 from accel.bigmodel.run._origins import Fetches
 from accel.bigmodel.run._places import check_undispatched, find_places
+from accel.bigmodel.run._scratch import with_scratch
 from accel.bigmodel.run._slots import Block, make_slots
 from accel.bigmodel.run._supplies import Task, Way, check_tasks, list_tasks, make_supplies, read_residents
 from accel.bigmodel.run._supply import TensorSource
@@ -31,7 +32,12 @@ Weights = Mapping[str, torch.Tensor] | WeightSource | str | os.PathLike[str]
 
 
 def dispatch_model(
-    model: M, device_map: DeviceMap, *, source: Weights | None = None, prefetch: bool = True
+    model: M,
+    device_map: DeviceMap,
+    *,
+    source: Weights | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    prefetch: bool = True,
 ) -> Dispatched[M]:
     """Let a model run with its weights where a map says. Mutates the model until the result is closed.
 
@@ -45,13 +51,17 @@ def dispatch_model(
         device_map: homes and computing devices, such as `infer_device_map` gives.
         source: weights by name that the model has no values of, and those with the home "disk": tensors, what
             `open_weights` gives, or the path of a checkpoint. None for a model that has all of them.
+        scratch: an existing folder on a local disk. Values that the model has, and that the map puts on "disk", are
+            written to files there, count before those of the source, and are read back when the handle is closed.
+            None to take all of "disk" from the source.
         prefetch: whether a thread fetches blocks ahead of their use.
 
     Returns:
         The handle; close it, or use it in a `with` block.
 
     Raises:
-        CheckpointError: the source lacks weights, or cannot be read; the model is as before.
+        CheckpointError: the source lacks weights or cannot be read, or the disk of `scratch` is full; the model is as
+            before.
         ConfigError: the map is of another model, weights have no values and no source, or a weight cannot be stored in
             the map's storage dtype: its values are too large, or the files that are its home have another.
         DeviceError: the computing device is not there.
@@ -65,14 +75,22 @@ def dispatch_model(
             opened.callback(source.close)
         elif isinstance(source, Mapping):
             source = TensorSource(source)
-        return _dispatch(model, device_map, source, opened, prefetch)
+        devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}
+        tasks = list_tasks(device_map, devices, find_places(model, device_map.skeleton))
+        if scratch is not None:
+            source = with_scratch(tasks, source, scratch, opened)
+        return _dispatch(model, device_map, tasks, devices, source, opened, prefetch)
 
 
 def _dispatch(
-    model: M, device_map: DeviceMap, source: WeightSource | None, opened: ExitStack, prefetch: bool
+    model: M,
+    device_map: DeviceMap,
+    tasks: list[Task],
+    devices: Mapping[str, torch.device],
+    source: WeightSource | None,
+    opened: ExitStack,
+    prefetch: bool,
 ) -> Dispatched[M]:
-    devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}
-    tasks = list_tasks(device_map, devices, find_places(model, device_map.skeleton))
     check_tasks(tasks, source)
     supplies = make_supplies(tasks, source)
     read = read_residents(tasks, source)

@@ -16,6 +16,7 @@ from accel.bigmodel.run._absent import absent_parameter
 from accel.bigmodel.run._hooks import hook_block
 from accel.bigmodel.run._origins import BlockOrigin, Fetches, TableOrigin
 from accel.bigmodel.run._places import Place, has_values, kind_of, put
+from accel.bigmodel.run._scratch import ScratchSource
 from accel.bigmodel.run._slots import Block, Holder, Slot, StreamedWeight
 from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supplies import Task
@@ -131,7 +132,15 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
     """Put a placeholder into the model; `opened` receives the way back to a weight in memory, if there is one."""
     before = task.places[0].tensor
     put(task.places, absent)
-    if not has_values(before) or task.home == "disk":
+    if isinstance(supply.source, ScratchSource) and supply.name in supply.source.written:
+        device = before.device
+        before.data = before.data.new_empty(0)  # gives the memory free that it had
+
+        def back() -> None:
+            before.data = supply.fetch(device)
+            if places := _still_absent(task, absent):
+                _hand_over(absent, put(places, before))
+    elif not has_values(before) or task.home == "disk":
         found = supply.tensor
         in_memory = task.weight.is_cast and task.home not in STORES
         if found is None or not (found.dtype == absent.dtype or in_memory):

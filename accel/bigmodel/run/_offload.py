@@ -48,17 +48,24 @@ def cpu_offload(
 
 
 def disk_offload(
-    model: M, path: str | os.PathLike[str], device: int | str | torch.device, *, slots: int = 2
+    model: M,
+    path: str | os.PathLike[str] | None,
+    device: int | str | torch.device,
+    *,
+    slots: int = 2,
+    scratch: str | os.PathLike[str] | None = None,
 ) -> Dispatched[M]:
-    """Run a model on a device while its blocks stay in the files that hold them; writes nothing. Mutates the model.
+    """Run a model on a device while its blocks stay in files: those that hold them, or new ones. Mutates the model.
 
     Weights that stay on the device are taken from the model if it has values, else from the files.
 
     Args:
         model: the model, best an empty one.
-        path: the checkpoint, as `open_weights` takes it.
+        path: the checkpoint, as `open_weights` takes it. None for a model with values, all written to `scratch`.
         device: the computing device, a number for a CUDA device; "cpu" for the host.
         slots: number of blocks that the device holds at a time.
+        scratch: an existing folder on a local disk for the values that the model has, as for `dispatch_model`; None
+            writes nothing.
 
     Returns:
         The handle; close it, or use it in a `with` block.
@@ -66,7 +73,7 @@ def disk_offload(
     Raises:
         CheckpointError: the files lack weights, or cannot be read.
     """
-    return dispatch_model(model, _all_at(describe(model), "disk", device, slots), source=path)
+    return dispatch_model(model, _all_at(describe(model), "disk", device, slots), source=path, scratch=scratch)
 
 
 def _all_at(skeleton: Skeleton, home: str, device: int | str | torch.device, slots: int) -> DeviceMap:

@@ -83,11 +83,14 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
         _check_is_plain(task)
     wanted = [task for task in tasks if needs_source(task)]
     if wanted and source is None:
+        empty = [task for task in wanted if not has_values(task.places[0].tensor)]
         raise ConfigError(
-            f"{len(wanted)} weights have no values",
-            got=", ".join(repr(task.weight.name) for task in wanted[:_SHOWN]),
+            f"{len(empty)} weights have no values" if empty else f"{len(wanted)} weights have their home on a disk",
+            expected="" if empty else "files that have them",
+            got=", ".join(repr(task.weight.name) for task in (empty or wanted)[:_SHOWN]),
             where="dispatch_model, source=",
-            fix="Give the checkpoint that has them: source=path, or a mapping of tensors.",
+            fix="Give the checkpoint that has them: source=path, or a mapping of tensors."
+            + ("" if empty else " Or scratch=folder, where the model's values are written for the time of the run."),
         )
     problems: list[str] = []
     for task in wanted:
@@ -116,7 +119,8 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
             f"{len(problems)} weights of the model are not in the source",
             got="; ".join(problems[:_SHOWN]) + more,
             where="dispatch_model, source=",
-            fix="Give source= all of them; or dispatch first, and add modules such as adapters after that.",
+            fix="Give source= all of them, or scratch=folder for values that the model has; or dispatch first, and add "
+            "modules such as adapters after that.",
         )
 
 
@@ -185,6 +189,16 @@ def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Te
         copy_in_range(made, tensor, name=task.weight.name)
         tensor = made
     return tensor.to(task.device) if task.way == "cast" else tensor
+
+
+def stored_as(task: Task) -> torch.Tensor:
+    """Return the model's values of a weight as they lie at home.
+
+    Raises:
+        ConfigError: values that a storage dtype does not hold.
+    """
+    here = task.places[0].tensor.detach()
+    return _stored_as(here, dtype_of(task.weight.storage_dtype or task.weight.dtype), task)
 
 
 def is_memory(source: WeightSource) -> bool:

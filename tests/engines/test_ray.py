@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -87,6 +88,27 @@ def test_a_stop_request_reaches_all_ranks_at_one_step(cluster: Any, tmp_path: Pa
     steps = {(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)}
     assert len(steps) == 1
     assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.filterwarnings("default")
+@tried_again
+def test_the_example_trains_and_tries_again(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import digits_on_ray
+    from digits import Settings
+
+    lost = [accel.LaunchError("rank 1 failed", fix="")]  # by the first attempt, as if its actor had been killed
+    launch = on_ray.launch
+
+    def attempt(*args: Any, **options: Any) -> list[Any]:
+        if lost:
+            raise lost.pop()
+        return launch(*args, **options, config=CONFIG)
+
+    monkeypatch.setattr(on_ray, "launch", attempt)
+    digits_on_ray.launch(Settings(epochs=1, out=str(tmp_path)), nproc=2, attempts=2)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["right"] > 0.7 * row["tested"] > 0
 
 
 @pytest.mark.filterwarnings("default")

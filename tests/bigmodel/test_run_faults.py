@@ -353,6 +353,12 @@ def test_values_that_no_file_has_are_written_to_scratch_files_for_the_run(weight
         assert all(torch.equal(each, values[name]) for name, each in net.named_parameters())
     with torch.no_grad(), disk_offload(net, None, "cpu:0", scratch=scratch):
         assert torch.equal(net(token_ids()), expected)
+    extra = "blocks.2.extra"  # the load leaves it as it is
+    with accel.load_checkpoint_and_dispatch(
+        accel.single("cpu"), net, weights, device_map, allow_missing=extra, scratch=scratch
+    ) as run:
+        assert torch.equal(dict(run.tensors())[extra], values[extra])
+        assert torch.equal(dict(run.tensors())["blocks.1.up.weight"], make_net().blocks[1].up.weight)
 
 
 def test_a_full_disk_of_scratch_files_leaves_the_model_and_the_folder_as_they_were(

@@ -35,6 +35,7 @@ def load_checkpoint_and_dispatch(
     allow_unexpected: Patterns = (),
     readers: int = 4,
     advance: Callable[[int], object] | None = None,
+    scratch: str | os.PathLike[str] | None = None,
     prefetch: bool = True,
 ) -> Dispatched[M]:
     """Load weights where a map says, and run the model from there. A collective. Mutates the model.
@@ -52,6 +53,7 @@ def load_checkpoint_and_dispatch(
         allow_unexpected: stored names that the model may lack, or patterns of such names.
         readers: number of threads that read.
         advance: called with numbers of bytes that this rank has read, for a progress bar.
+        scratch: a folder for values that the model has and that the map puts on "disk", as for `dispatch_model`.
         prefetch: whether a thread fetches blocks ahead of their use.
 
     Returns:
@@ -82,7 +84,7 @@ def load_checkpoint_and_dispatch(
             return dispatch_model(model, device_map, prefetch=prefetch)
         source = open_weights(path, rename=rename, readers=readers)
         try:
-            run = dispatch_model(model, device_map, source=source, prefetch=prefetch)
+            run = dispatch_model(model, device_map, source=source, scratch=scratch, prefetch=prefetch)
         except BaseException:
             source.close()
             raise

@@ -230,7 +230,7 @@ if TYPE_CHECKING:
         set_seed as set_seed,
         synchronize_rng as synchronize_rng,
     )
-    from accel.storage import RemotePath as RemotePath
+    from accel.storage import HostFolder as HostFolder, RemotePath as RemotePath
     from accel.topology import Axes as Axes, Plan as Plan
     from accel.training import (
         Ema as Ema,
@@ -465,7 +465,7 @@ _HOMES = {
         "train_state",
         "unscale_gradients",
     ),
-    "storage": ("RemotePath",),
+    "storage": ("HostFolder", "RemotePath"),
     "topology": ("Axes", "Plan"),
     "tree": (
         *("Container", "concatenate", "convert_to_fp32", "find_batch_size", "map_tensors", "send_to_device"),

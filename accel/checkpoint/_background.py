@@ -24,8 +24,9 @@ import torch
 from accel.checkpoint._manifest import step_name
 from accel.checkpoint._notes import ShareReport, collect_notes, leave_note, show_life
 from accel.checkpoint._retention import Keep, retain
-from accel.checkpoint._save import Stage, WrittenFile, begin, commit_stage, write_share
+from accel.checkpoint._save import begin
 from accel.checkpoint._snapshot import Snapshot
+from accel.checkpoint._stage import Stage, WrittenFile, commit_stage, write_share
 from accel.checkpoint._statements import Content
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext

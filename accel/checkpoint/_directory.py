@@ -8,7 +8,16 @@ import os
 from pathlib import Path
 from typing import overload
 
-from accel.checkpoint._manifest import MANIFEST, Manifest, candidates, check_sizes, check_step, read_manifest, step_of
+from accel.checkpoint._manifest import (
+    MANIFEST,
+    Manifest,
+    candidates,
+    check_sizes,
+    check_step,
+    files_here,
+    read_manifest,
+    step_of,
+)
 from accel.errors import CheckpointError
 from accel.storage import Place, RemotePath, as_place
 
@@ -104,7 +113,7 @@ def is_exactly_ours(path: Place) -> bool:
     try:
         with path.open(follow=False) as folder:
             manifest, _ = read_manifest(folder)
-            return folder.names() == sorted([MANIFEST, *manifest.files])
+            return folder.names() == sorted([MANIFEST, *files_here(folder, manifest)])
     except CheckpointError:
         return False
 
@@ -123,7 +132,7 @@ def manifest_of(path: Place, step: int | None = None) -> Manifest:
         manifest, _ = read_manifest(folder)
         if step is not None:
             check_step(folder, manifest, step)
-        check_sizes(folder, manifest.files)
+        check_sizes(folder, files_here(folder, manifest))
     return manifest
 
 
@@ -134,4 +143,5 @@ def check_bytes(path: Place, manifest: Manifest) -> None:
         CheckpointError: a file is missing or damaged; it is named.
     """
     with path.open() as folder:
-        folder.check_all((name, span) for name, entry in sorted(manifest.files.items()) for span in entry.spans())
+        files = sorted(files_here(folder, manifest).items())
+        folder.check_all((name, span) for name, entry in files for span in entry.spans())

@@ -12,10 +12,11 @@ import msgspec
 
 from accel.checkpoint._plan import Box, shape_problem, tiling_problem
 from accel.errors import CheckpointError
-from accel.storage import FileEntry, OpenDirectory, Place, is_file_name
+from accel.storage import Digest, FileEntry, OpenDirectory, Place, is_file_name
 
 MANIFEST = "manifest.json"
 FORMAT = 4
+FORMAT_OF_HOSTS = 5  # of folders that each host has of its own
 LARGEST_MANIFEST = 256 * 2**20  # bytes; about a million pieces
 RANKS = "$rng"  # the tensor of which each rank wrote a row; "$" keeps it apart from any item's name
 
@@ -77,6 +78,18 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: Any
 
 
+class HostPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One host's part of a checkpoint, where each host has a folder of its own.
+
+    Attributes:
+        save: number of the save in hex, the same on all hosts.
+        elsewhere: files that other hosts hold, each with its host's name; any of them may have been copied here.
+    """
+
+    save: Digest
+    elsewhere: dict[str, str]
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A checkpoint's contents.
 
@@ -89,6 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         aliases: other names of tensors.
         items: items by name.
         metrics: metrics of the checkpoint, for `Keep`.
+        host: the part in this folder; unset for all of the checkpoint.
     """
 
     format: int
@@ -101,6 +115,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     aliases: dict[str, str]
     items: dict[str, Item]
     metrics: dict[str, float] = {}
+    host: HostPart | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def elsewhere(self) -> dict[str, str]:
+        """Files that other hosts hold, each with its host's name."""
+        return self.host.elsewhere if self.host is not msgspec.UNSET else {}
 
     @property
     def nbytes(self) -> int:
@@ -149,10 +169,10 @@ def decode_manifest(data: bytes | memoryview, where: str) -> tuple[Manifest, str
     body = b"{" + bytes(data[_SEAL_BYTES:])
     try:
         version = msgspec.json.decode(body, type=_Version)
-        if version.format > FORMAT:
+        if version.format > FORMAT_OF_HOSTS:
             raise CheckpointError(
                 f"{MANIFEST}: a checkpoint of a newer format",
-                expected=f"format {FORMAT} or older",
+                expected=f"format {FORMAT_OF_HOSTS} or older",
                 got=f"format {version.format}, written by accel {version.accel}",
                 where=where,
                 fix="Load it with that version of accel.",
@@ -223,10 +243,22 @@ def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
         folder.check_size(name, entry.size)
 
 
+def files_here(folder: OpenDirectory, manifest: Manifest) -> dict[str, FileEntry]:
+    """Return the files that an open folder must hold: not those of other hosts, unless they have been copied here."""
+    if not manifest.elsewhere:
+        return manifest.files
+    absent = manifest.elsewhere.keys() - {*folder.names()}
+    return {name: entry for name, entry in manifest.files.items() if name not in absent}
+
+
 def _contradiction(manifest: Manifest) -> str:
     """Return the first contradiction inside a manifest, "" if there is none."""
     if manifest.format < 1:
         return f"there never was a format {manifest.format}"
+    if (manifest.format == FORMAT_OF_HOSTS) != (manifest.host is not msgspec.UNSET):
+        return f"format {manifest.format} and a part of a host do not go together"
+    if absent := manifest.elsewhere.keys() - manifest.files.keys():
+        return f"{min(absent)!r} of another host is not listed"
     for name, entry in manifest.files.items():
         if not is_file_name(name) or name == MANIFEST:
             return f"{name!r} is not a name of a file in this folder"

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from accel.checkpoint._hosts import HostNote, describe_hosts, note_of, on_all_hosts
 from accel.checkpoint._manifest import MANIFEST, candidates, step_of
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.comm import Call, broadcast_value, shared_failure
+from accel.comm import Call, broadcast_value, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import Place
@@ -68,12 +69,14 @@ class Held:
         digest: digest of its manifest on rank 0.
         is_newest: whether it was chosen from a run's folder, so that another may take its place.
         opened: its contents, or the reason why this rank cannot read it.
+        node: rank of the host whose folder this is; 0 if all hosts share it.
     """
 
     place: Place
     digest: str
     is_newest: bool
     opened: Saved | CheckpointError
+    node: int = 0
 
 
 @contextlib.contextmanager
@@ -99,6 +102,9 @@ def hold_newest(
         CheckpointError: the path is no checkpoint, or every checkpoint of the run's folder is damaged; on every rank.
     """
     with contextlib.ExitStack() as stack:
+        if path.per_host:
+            yield _hold_on_hosts(ctx, stack, path, call, skipped)
+            return
         opened, pick = None, _Pick()
         with shared_failure(ctx.comm, call):
             if error is not None:
@@ -115,10 +121,44 @@ def hold_newest(
         yield Held(chosen, pick.digest, bool(pick.name), opened or _open_same(stack, chosen, pick.digest))
 
 
+def _hold_on_hosts(
+    ctx: DistContext, stack: contextlib.ExitStack, path: Place, call: Call, skipped: SkippedCheckpoints
+) -> Held | None:
+    """Hold the newest checkpoint that every host has, each its own part. A collective; see `hold_newest`."""
+    with shared_failure(ctx.comm, call):
+        is_newest = not _is_checkpoint(path)
+        run = path if is_newest else path.parent
+        note = note_of(run, ctx.node_rank)
+        bad = skipped.reasons.keys() | skipped.gone
+        wanted = [(name, save) for name, save in note.commits if is_newest or name == path.name]
+        note = msgspec.structs.replace(note, commits=[each for each in wanted if each not in bad])
+    notes = exchange_values(ctx.comm, call, note, HostNote)
+    common = on_all_hosts(notes)
+    for name, save in notes[ctx.rank].commits:
+        if save in common:  # in the order of steps, which is the same on all hosts
+            return Held(run / name, save, is_newest, _open_same(stack, run / name, save), ctx.node_rank)
+    if reasons := [f"{name}: {reason}" for (name, _), reason in skipped.reasons.items()]:
+        raise _all_damaged(path, reasons)
+    if is_newest and not any(each.commits for each in notes):
+        return None
+    raise CheckpointError(
+        "no checkpoint is whole on every host",
+        expected="one that each host has its part of",
+        got=describe_hosts(notes),
+        where=str(path),
+        fix="Bring the folder of a host that lacks it back, start on the hosts that saved, or pass another folder.",
+    )
+
+
+def _is_checkpoint(path: Place) -> bool:
+    """Return whether a path is that of a checkpoint, not of a run's folder."""
+    of_step = step_of(path.name.partition(".")[0]) is not None
+    return of_step or MANIFEST in (path.names() if path.exists() else ())
+
+
 def _pick(stack: contextlib.ExitStack, path: Place, skipped: SkippedCheckpoints) -> tuple[Saved | None, _Pick]:
     """Open the checkpoint at a path, or the newest of a run's folder."""
-    of_step = step_of(path.name.partition(".")[0]) is not None
-    if of_step or MANIFEST in (path.names() if path.exists() else ()):
+    if _is_checkpoint(path):
         saved = stack.enter_context(open_checkpoint(path))
         return saved, _Pick("", saved.digest)
     if (saved := _open_newest(stack, path, skipped)) is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from accel.checkpoint._save import Stage, WrittenFile
+from accel.checkpoint._stage import Stage, WrittenFile
 from accel.errors import CheckpointError, ErrorRecord
 
 _LARGEST = 1 << 20

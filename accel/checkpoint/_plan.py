@@ -167,15 +167,16 @@ def plan_writes(
     return tuple(tuple(sorted(parts)) for parts in found)
 
 
-def main_readers(wanted: Sequence[Sequence[int]]) -> list[list[int]]:
+def main_readers(wanted: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[int]]:
     """Return the ranks that read at least half as much of a file as any other, by file; none of an unread file.
 
     Args:
-        wanted: bytes that each rank reads of each file.
+        wanted: bytes that each of the ranks reads of each file.
+        ranks: the ranks.
     """
     most = [max(of_file) for of_file in zip(*wanted, strict=True)]
     return [
-        [rank for rank, mine in enumerate(wanted) if 2 * mine[at] >= largest] if largest else []
+        [rank for rank, mine in zip(ranks, wanted, strict=True) if 2 * mine[at] >= largest] if largest else []
         for at, largest in enumerate(most)
     ]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from accel.checkpoint._directory import deleted
@@ -17,6 +18,7 @@ from accel.checkpoint._manifest import (
     TensorEntry,
     check_sizes,
     check_step,
+    files_here,
     read_manifest,
     step_of,
 )
@@ -58,7 +60,8 @@ class Saved:
     Attributes:
         path: the folder.
         manifest: its contents.
-        digest: digest of the manifest, in hex; it covers every byte of the checkpoint.
+        digest: digest of the manifest, in hex, which covers every byte of the checkpoint; of a host's part the number
+            of the save, the same on all hosts.
         entries: tensors by name, aliases included.
     """
 
@@ -188,9 +191,18 @@ class Saved:
         return self._files[piece.file][name]
 
     def _open(self, file: str) -> Mapping[str, _StoredTensor]:
+        if (host := self.manifest.elsewhere.get(file)) is not None and file not in self._folder.names():
+            raise CheckpointError(
+                f"{file}: in the folder of {host}, not in this host's",
+                expected="the layout of ranks and hosts that wrote the checkpoint",
+                where=str(self.path),
+                fix="Start the same ranks on the same hosts, or copy the files of all hosts into one folder.",
+            )
         listed, data = self._listed[file], self._folder.read(file, size=self.manifest.files[file].size)
-        header = read_header(data, str(self.path / file), listed)
-        if header.tensors.keys() != listed.keys():
+        # a file of another host may hold copies of what this host has in files of its own
+        exact = file not in self.manifest.elsewhere
+        header = read_header(data, str(self.path / file), listed if exact else None)
+        if header.tensors.keys() != listed.keys() and (exact or not header.tensors.keys() >= listed.keys()):
             differing = ", ".join(sorted(header.tensors.keys() ^ listed.keys()))
             raise self._folder.refusal(file, "other tensors than the manifest lists", got=differing)
         found = view_tensors(data, header)
@@ -243,7 +255,7 @@ def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None
         manifest, digest = read_manifest(folder)
         if step is not None:
             check_step(folder, manifest, step)
-        check_sizes(folder, manifest.files)
+        check_sizes(folder, files_here(folder, manifest))
         entries = manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
         listed: dict[str, dict[str, StoredPiece]] = {name: {} for name in manifest.files}
         for name, entry in manifest.tensors.items():
@@ -252,7 +264,7 @@ def open_checkpoint(path: Place, *, follow: bool = True, step: int | None = None
         yield Saved(
             path=path,
             manifest=manifest,
-            digest=digest,
+            digest=digest if manifest.host is msgspec.UNSET else manifest.host.save,
             entries=entries,
             _folder=folder,
             _listed=listed,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Literal, cast, get_args
 
 import msgspec
@@ -109,13 +109,13 @@ def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep
     return frozenset(stay)
 
 
-def sweep(out: Place) -> None:
-    """Remove half-written stages, and folders moved aside. Needs the lock, as their writers are then gone."""
+def sweep(out: Place, spare: str = "") -> None:
+    """Remove half-written stages but `spare`, and folders moved aside. Needs the lock, as their writers are gone."""
     for folder in wasteful_steps(out):
         sweep_step(folder)
     for left in out.leftovers():
         step = step_of(left.target)
-        if step is None:
+        if step is None or left.path.name == spare:
             continue
         target = out / left.target
         try:
@@ -137,13 +137,21 @@ def sweep_step(folder: Place) -> None:
         warn("what no checkpoint needs could not be removed from %s: %s", folder, error)
 
 
-def retain(newest: Place, keep: Keep) -> None:
-    """Delete the committed checkpoints that the rule does not keep."""
+def retain(newest: Place, keep: Keep, common: Set[str] | None = None) -> None:
+    """Delete the committed checkpoints that the rule does not keep.
+
+    Args:
+        newest: the checkpoint just saved.
+        keep: the rule.
+        common: names of the older checkpoints that all hosts have, where each has a folder of its own: the rule is for
+            them, and others go. None for all.
+    """
     current = step_of(newest.name)
     assert current is not None, newest
     try:
         paths = dict(committed(newest.parent))
-        saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in paths.items()}
+        rated = {step: at for step, at in paths.items() if common is None or at.name in common or step == current}
+        saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in rated.items()}
     except CheckpointError as error:
         warn("older checkpoints stay in %s: %s", newest.parent, error)
         return

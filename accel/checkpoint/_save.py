@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
-from accel.checkpoint._manifest import MANIFEST, encode_manifest, step_name
-from accel.checkpoint._retention import Keep, discard, retain, sweep, sweep_objects, sweep_step
+from accel.checkpoint._host_save import commit_on_hosts, receive_parts, settle_hosts, write_note
+from accel.checkpoint._hosts import check_notes
+from accel.checkpoint._manifest import Item, step_name
+from accel.checkpoint._retention import Keep, retain
 from accel.checkpoint._snapshot import Snapshot, join_items, take_snapshot
+from accel.checkpoint._stage import Stage, WrittenFile, commit_stage, open_stage, write_share
 from accel.checkpoint._statements import Content, Statement, make_offer
 from accel.comm import (
     Call,
@@ -24,56 +23,14 @@ from accel.comm import (
     as_bytes,
     as_tensor,
     barrier,
+    broadcast_value,
     call_site,
     exchange_values,
     gather_bytes,
     shared_failure,
 )
 from accel.context import DistContext
-from accel.errors import CheckpointError
-from accel.storage import FileEntry, Lock, Place, RemotePath, encode_tensors
-
-
-class WrittenFile(msgspec.Struct, frozen=True):
-    """Name and entry of a rank's file; the entry is None if the rank wrote nothing."""
-
-    name: str
-    entry: FileEntry | None
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A checkpoint under construction.
-
-    Attributes:
-        place: folder of the stage, the same on every rank; in a store, the checkpoint's own.
-        lock: lock of the run's folder, on rank 0; None elsewhere.
-        mark: part of the names of all files of this save.
-        is_first: whether rank 0 made the run's folder for this stage.
-    """
-
-    place: Place
-    lock: Lock | None
-    mark: str
-    is_first: bool = False
-
-    def abandon(self) -> None:
-        """Remove the stage and release the lock, on rank 0."""
-        if self.lock is None:
-            return
-        try:
-            with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
-                sweep_objects(self.place, self.mark)
-                self.place.remove_stage()
-        finally:
-            self.lock.release()
-        if self.is_first:
-            self.place.parent.unmake()
-
-    def close(self) -> None:
-        """Release the lock, on rank 0."""
-        if self.lock is not None:
-            self.lock.release()
+from accel.storage import Place, RemotePath
 
 
 def save(
@@ -102,12 +59,17 @@ def save(
     stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
         call = Call("save_state: writing", site=site)
-        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile, dst=0)
-        with agreed(ctx.comm, Call("save_state: committing", site=site)):
-            if ctx.is_main_process:
-                commit_stage(stage, target, snapshot, shares)
-        if ctx.is_main_process and keep is not None:
-            retain(target, keep)
+        dst = None if target.per_host else 0
+        shares = agreed_values(ctx.comm, call, lambda: write_share(stage.place, snapshot), WrittenFile, dst=dst)
+        call = Call("save_state: committing", site=site)
+        if target.per_host:
+            commit_on_hosts(ctx, call, stage, target, snapshot, shares)
+        else:
+            with agreed(ctx.comm, call):
+                if ctx.is_main_process:
+                    commit_stage(stage, target, snapshot, shares)
+        if stage.lock is not None and keep is not None:
+            retain(target, keep, stage.common)
     except BaseException:
         stage.abandon()
         raise
@@ -124,7 +86,9 @@ def begin(
     metrics: Mapping[str, float],
     call: Call,
 ) -> tuple[Stage, Snapshot]:
-    """Agree on the file of each rank, in a stage that rank 0 opens under the lock. A collective.
+    """Agree on the file of each rank, in a stage that rank 0, or one rank of each host, opens under the lock.
+
+    A collective.
 
     Args:
         ctx, content, step, metrics: as in `save`.
@@ -137,25 +101,36 @@ def begin(
         CollectiveMismatch: ranks hold different tensors.
     """
     stage = None
+    leads = ctx.is_local_main_process if target.per_host else ctx.is_main_process
     try:
         with shared_failure(ctx.comm, call):
             offer = make_offer(content, ctx.world_size)
-            if ctx.is_main_process:
-                stage = _open_stage(target)
-        mine = offer.statement
-        if stage is not None:
-            mine = msgspec.structs.replace(mine, stage=stage.place.name, mark=stage.mark)
+            if leads:
+                stage = open_stage(target)
+            mine = offer.statement
+            if stage is not None:
+                mine = msgspec.structs.replace(mine, stage=stage.place.name, mark=stage.mark)
+            if target.per_host:
+                mine = msgspec.structs.replace(mine, host=write_note(ctx, target, content, leads=leads))
         ranks = exchange_values(ctx.comm, call, mine, Statement)
         items = join_items(content, ranks)
         if len({each.facts for each in ranks}) > 1:  # this message shows the difference
             barrier(ctx.comm, Call(call.name, offer.facts, call.site))
+        leader = ranks[0]
+        if notes := [each.host for each in ranks if each.host is not msgspec.UNSET]:
+            check_notes(notes)
+            leader = ranks[[note.node if note.leads else None for note in notes].index(ctx.node_rank)]
+            items, metrics = broadcast_value(ctx.comm, call, (items, metrics), tuple[dict[str, Item], dict[str, float]])
+            stage = settle_hosts(ctx, call, stage, target, notes)
         rows = _rows(ctx, content.row, [each.row_bytes for each in ranks])
         snapshot = take_snapshot(offer, items, ranks, rows, ctx.rank, step=step, metrics=metrics)
+        if snapshot.sent:
+            snapshot = receive_parts(ctx, snapshot)
     except BaseException:
         if stage is not None:
             stage.abandon()
         raise
-    return stage or Stage(target.parent / ranks[0].stage, None, ranks[0].mark), snapshot
+    return stage or Stage(target.parent / leader.stage, None, leader.mark), snapshot
 
 
 def _rows(ctx: DistContext, row: bytes, sizes: Sequence[int]) -> list[bytes]:
@@ -164,45 +139,3 @@ def _rows(ctx: DistContext, row: bytes, sizes: Sequence[int]) -> list[bytes]:
         return [row]
     gathered = gather_bytes(ctx.comm, as_tensor(row), sizes, dst=0)
     return [as_bytes(each) for each in torch.split(gathered, list(sizes))] if gathered is not None else []
-
-
-def write_share(place: Place, snapshot: Snapshot) -> WrittenFile:
-    """Write this rank's share. No communication.
-
-    Raises:
-        CheckpointError: the disk failed.
-        RuntimeError: a copy from a device failed.
-    """
-    if not snapshot.tensors:
-        return WrittenFile(snapshot.file, None)
-    return WrittenFile(snapshot.file, place.write(snapshot.file, encode_tensors(snapshot.tensors)))
-
-
-def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> None:
-    """Write the manifest of all ranks' files, commit, and log the commit. Rank 0's work; no communication.
-
-    Raises:
-        CheckpointError: the disk failed; a former checkpoint of that name is restored.
-    """
-    files = {share.name: share.entry for share in shares if share.entry is not None}
-    manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))
-    if stage.lock is not None:
-        stage.lock.check()
-    if (aside := stage.place.commit(target.name, MANIFEST, manifest, files)) is not None:
-        discard(aside)
-    sweep_step(target)
-    sys.audit("accel.checkpoint", str(target))  # for the launcher's last line
-    logging.getLogger("accel.checkpoint").info("wrote %s, %d bytes", target, sum(each.size for each in files.values()))
-
-
-def _open_stage(target: Place) -> Stage:
-    """Take the lock, clear up after dead writers, and make the stage."""
-    is_first = not target.parent.exists()
-    target.parent.make()
-    lock = target.parent.lock()
-    try:
-        sweep(target.parent)
-        return Stage(target.make_stage(), lock, target.new_mark(), is_first)
-    except BaseException:
-        lock.release()
-        raise

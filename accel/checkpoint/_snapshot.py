@@ -7,17 +7,26 @@ import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from accel import __version__
-from accel.checkpoint._manifest import FORMAT, RANKS, Item, Manifest, StoredPiece, TensorEntry
+from accel.checkpoint._hosts import HostNote, NamedBox, places_seen_from, plan_host_writes
+from accel.checkpoint._manifest import (
+    FORMAT,
+    FORMAT_OF_HOSTS,
+    RANKS,
+    HostPart,
+    Item,
+    Manifest,
+    StoredPiece,
+    TensorEntry,
+)
 from accel.checkpoint._plan import Box, plan_writes, tiling_problem, whole
 from accel.checkpoint._statements import Content, HeldBox, Offer, OwnTensor, Statement
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
 from accel.tensors import local_part
-
-NamedBox = tuple[str, Box]  # a tensor's name, and which of its elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +36,18 @@ class Snapshot:
     Attributes:
         file: name of this rank's file.
         tensors: its live tensors by name, not copied; empty if this rank writes none.
-        manifest: manifest of the whole checkpoint, without the files, which are not yet written.
+        manifest: manifest of the whole checkpoint, or of this host's part, without the files, not yet written.
+        sent: boxes that another host needs and does not have, each with the rank that sends it.
+        outgoing: those that this rank sends.
+        missing: those that this rank writes once it has received them.
     """
 
     file: str
     tensors: Mapping[str, torch.Tensor]
     manifest: Manifest
+    sent: Mapping[NamedBox, int]
+    outgoing: Mapping[NamedBox, torch.Tensor]
+    missing: Set[NamedBox]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +105,39 @@ def take_snapshot(
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
     writers = _writers(tensors, held, offer.shared - set(differing))
-    plan = plan_writes(writers.sizes, writers.holders, len(ranks))
     mark = ranks[0].mark
+    notes = [each.host for each in ranks if each.host is not msgspec.UNSET]
+    if notes:
+        loose = {each.name for said in ranks for each in said.own if not each.exact}
+        writes = plan_host_writes(
+            writers.sizes, writers.holders, _readers(tensors, held, loose), [each.node for each in notes]
+        )
+        plan, sent = writes.ranks, writes.sent
+        places = places_seen_from(notes[rank].node, writes, [each.node for each in notes])
+    else:
+        plan = plan_writes(writers.sizes, writers.holders, len(ranks))
+        sent = dict[NamedBox, int]()
+        places = {part: rank for rank, parts in enumerate(plan) for part in parts}
+    files = [_file_name(each, len(ranks), mark) for each in range(len(ranks))]
     return Snapshot(
-        file=_file_name(rank, len(ranks), mark),
+        file=files[rank],
         tensors={name: _part(tensors[name], box) for name, box in plan[rank]},
         manifest=Manifest(
-            format=FORMAT,
+            format=FORMAT_OF_HOSTS if notes else FORMAT,
             accel=__version__,
             torch=str(torch.__version__),
             step=step,
             world_size=len(ranks),
             files={},
-            tensors=_entries(tensors, plan, mark),
+            tensors=_entries(tensors, places, files),
             aliases=dict(offer.aliases),
             items=dict(items),
             metrics=dict(metrics),
+            host=_host_part(notes, rank, set(places.values()), files) if notes else msgspec.UNSET,
         ),
+        sent=sent,
+        outgoing={part: _part(tensors[part[0]], part[1]) for part, sender in sent.items() if sender == rank},
+        missing={part for part in plan[rank] if part in sent and rank not in writers.holders[part]},
     )
 
 
@@ -185,13 +216,30 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return local_part(tensor) if box.size else local_part(tensor).new_empty(tuple(tensor.shape))
 
 
+def _readers(
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Sequence[HeldBox | None]], loose: Set[str]
+) -> dict[NamedBox, list[int]]:
+    """Return the ranks that read each box again at the same layout; no entry for those that all ranks read."""
+    found: dict[NamedBox, list[int]] = {}
+    for name, parts in held.items():
+        for rank, mine in enumerate(parts):
+            if mine is not None and not (name in loose and mine.box == whole(tensors[name].shape)):
+                found.setdefault((name, mine.box), []).append(rank)
+    return found
+
+
+def _host_part(notes: Sequence[HostNote], rank: int, named: Set[int], files: Sequence[str]) -> HostPart:
+    """Return the part of a rank's host, from the ranks whose files its manifest names."""
+    others = [other for other in sorted(named) if notes[other].node != notes[rank].node]
+    return HostPart(notes[0].save, {files[other]: notes[other].label for other in others})
+
+
 def _entries(
-    tensors: Mapping[str, torch.Tensor], plan: Sequence[Sequence[NamedBox]], mark: str
+    tensors: Mapping[str, torch.Tensor], places: Mapping[NamedBox, int], files: Sequence[str]
 ) -> dict[str, TensorEntry]:
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in sorted(tensors)}
-    for rank, parts in enumerate(plan):
-        for name, box in parts:
-            pieces[name].append(StoredPiece(_file_name(rank, len(plan), mark), box.offset, box.shape))
+    for (name, box), rank in sorted(places.items(), key=lambda each: each[1]):
+        pieces[name].append(StoredPiece(files[rank], box.offset, box.shape))
     return {
         name: TensorEntry(dtype_name(tensors[name].dtype), tuple(tensors[name].shape), tuple(found))
         for name, found in pieces.items()

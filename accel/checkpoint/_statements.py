@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from accel.checkpoint._hosts import HostNote
 from accel.checkpoint._live_tensors import checksum, checksums, held_box, tied
 from accel.checkpoint._manifest import Item
 from accel.checkpoint._plan import Box
@@ -72,6 +73,7 @@ class Statement(msgspec.Struct, frozen=True):
         stage: name of the stage; rank 0's is used.
         mark: part of the names of all files of this save; rank 0's is used.
         facts: digest of the facts that must be equal on all ranks.
+        host: note about the host's folder, where each has its own.
     """
 
     row_bytes: int
@@ -82,6 +84,7 @@ class Statement(msgspec.Struct, frozen=True):
     own: list[OwnTensor]
     stage: str = ""
     mark: str = ""
+    host: HostNote | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +153,11 @@ def _own(content: Content) -> list[OwnTensor]:
         OwnTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape), held[name], name in content.own)
         for name, tensor in sorted(tensors.items())
     ]
+
+
+def main_facts(content: Content) -> str:
+    """Return a digest of names, dtypes and shapes of what rank 0's copies are saved of."""
+    return hashlib.sha256("\n".join(_facts(content.main)).encode()).hexdigest()
 
 
 def _facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:

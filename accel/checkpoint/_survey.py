@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from accel.checkpoint._directory import committed, manifest_of, newest_in
-from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry, read_manifest, step_of
+from accel.checkpoint._manifest import MANIFEST, RANKS, Manifest, TensorEntry, files_here, read_manifest, step_of
 from accel.checkpoint._retention import Keep, discard, plan_keep
 from accel.errors import CheckpointError
 from accel.storage import FileEntry, OpenDirectory, Place, as_place
@@ -85,7 +85,7 @@ def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
     try:
         with path.open() as folder:
             manifest, _ = read_manifest(folder)
-            for name, entry in sorted(manifest.files.items()):
+            for name, entry in sorted(files_here(folder, manifest).items()):
                 try:
                     check_file(folder, name, entry, advance)
                 except CheckpointError as error:

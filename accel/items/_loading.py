@@ -118,10 +118,9 @@ def load_newest(
 
     Args:
         ctx: the context.
-        path: as in `load_state`.
+        path, verify: as in `load_state`.
         items_for: returns the items to load into; called on every rank with the manifest of the agreed checkpoint, and
             again if another checkpoint takes its place.
-        verify: as in `load_state`.
         options: differences to allow.
         site: line of the user's call.
         verb: name of the user's call.
@@ -144,7 +143,7 @@ def load_newest(
             damage = loading.compare(items_for) or loading.check_bytes()
             if not damage:
                 return loading.apply()
-            if ctx.is_main_process:
+            if ctx.is_main_process or folder.per_host:  # which each host chooses from its own
                 skipped.add_held(held, damage)
 
 
@@ -156,12 +155,14 @@ class _Wish(msgspec.Struct, frozen=True):
         left: entries of `Part`s that this rank does not load.
         bases: sums of sharded frozen parameters, by name.
         damage: reason why this rank cannot read a replaceable checkpoint; "" for none.
+        node: rank of the host whose folder this rank reads; 0 if all share one.
     """
 
     bytes_of_files: list[int] = []
     left: set[str] = set()
     bases: dict[str, Sums] = {}
     damage: str = ""
+    node: int = 0
 
 
 class _Loading:
@@ -207,7 +208,8 @@ class _Loading:
             source = self._matching.source
             self._bytes_of_files = saved.bytes_of_files(wanted)
             shown = [] if self._ctx.comm.is_large else self._bytes_of_files
-            return _Wish(shown, source.left, {key: sums for key, (_, sums) in source.bases.items()})
+            sums = {key: own for key, (_, own) in source.bases.items()}
+            return _Wish(shown, source.left, sums, node=self._held.node)
 
         self._wishes = agreed_values(self._ctx.comm, self._call("comparing"), match, _Wish)
         damage = self._of_all([wish.damage for wish in self._wishes])
@@ -218,20 +220,18 @@ class _Loading:
         return damage
 
     def check_bytes(self) -> str:
-        """Compare this rank's share of the files with their digests. Changes nothing; returns as `compare` does.
-
-        Raises:
-            CheckpointError: there is damage.
-        """
-
+        """Compare this rank's share of files with their digests. Changes nothing; returns and raises as `compare`."""
         if not self._verify:
             return ""
         saved = self._held.opened
         assert isinstance(saved, Saved)  # `compare` reported otherwise
-        if self._ctx.comm.is_large:
-            readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files)
+        beside = [rank for rank, wish in enumerate(self._wishes) if wish.node == self._held.node]
+        if not self._ctx.comm.is_large:
+            readers = main_readers([self._wishes[rank].bytes_of_files for rank in beside], beside)
+        elif self._held.place.per_host:  # each checks all that it reads
+            readers = [[self._ctx.rank] if nbytes else [] for nbytes in self._bytes_of_files]
         else:
-            readers = main_readers([wish.bytes_of_files for wish in self._wishes])
+            readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files)
 
         def verify() -> str:
             try:

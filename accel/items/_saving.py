@@ -125,7 +125,8 @@ def save_state(
     Args:
         ctx: the context.
         out: folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the URL
-            of a folder in a store, such as "s3://bucket/run", or a `RemotePath` with options.
+            of a folder in a store, such as "s3://bucket/run", or a `RemotePath` with options. Or a `HostFolder`, where
+            each host has a disk of its own.
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name. A
             `Part` is this rank's part of a divided module or optimizer; a `Folder` has functions that write files.
         step: step of the checkpoint, 0 or above.
@@ -163,6 +164,13 @@ def save_state(
         _check_folder(place.name)
         _check_step(step)
         check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
+        if place.per_host and mode == "async":
+            raise ConfigError(
+                "a save in the background into a folder of each host",
+                expected='mode="sync", as hosts commit together',
+                where="save_state, mode=",
+                fix="Or pass a folder or store that all hosts share.",
+            )
         rule = check_keep(keep)
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 from accel.storage._files import (
     AFTER_WRITE as AFTER_WRITE,
+    Digest as Digest,
     FileEntry as FileEntry,
     Span as Span,
     disk_errors as disk_errors,
@@ -20,9 +21,10 @@ from accel.storage._folders import (
     remove_flat as remove_flat,
     set_aside as set_aside,
 )
+from accel.storage._host_folder import HostFolder as HostFolder
 from accel.storage._jobs import ByteRanges as ByteRanges, Passed as Passed, Wanted as Wanted
 from accel.storage._local_ranges import LocalRanges as LocalRanges
-from accel.storage._lock import LOCK as LOCK, take_lock as take_lock
+from accel.storage._lock import LOCK as LOCK, host_name as host_name, take_lock as take_lock
 from accel.storage._objects import RemotePath as RemotePath
 from accel.storage._place import Lock as Lock, Place as Place, as_place as as_place
 from accel.storage._publish import (

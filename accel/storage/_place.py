@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from accel.errors import ConfigError
 from accel.storage._files import Bytes, FileEntry
 from accel.storage._folders import Leftover, LocalPlace
+from accel.storage._host_folder import HostFolder
 from accel.storage._objects import RemotePath
 from accel.storage._reading import OpenDirectory
 from accel.storage._store import RemotePlace
@@ -41,9 +42,13 @@ class Place(Protocol):
     Attributes:
         path: the user's name for it.
         pause_s: time between two looks for files of other writers, in seconds.
+        per_host: whether each host has such a folder of its own.
     """
 
     pause_s: ClassVar[float]
+
+    @property
+    def per_host(self) -> bool: ...
 
     @property
     def path(self) -> Path | RemotePath: ...
@@ -138,6 +143,10 @@ class Place(Protocol):
         """
         ...
 
+    def take_back(self, aside: Any) -> None:
+        """Delete a folder just committed, and give its name back to `aside` from `commit`; nothing in a store."""
+        ...
+
     def remove_stage(self) -> None:
         """Delete a stage with its files, unless the stage is the target."""
         ...
@@ -159,9 +168,14 @@ def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
     """
     if isinstance(where, RemotePath):
         return RemotePlace(where)
+    if isinstance(where, HostFolder) and "://" in os.fspath(where):
+        expected = "a path; all hosts share a store"
+        raise ConfigError("a URL as a folder of each host", expected=expected, got=os.fspath(where), where="HostFolder")
     text = os.fspath(where)
     if "\0" in text:
         raise ConfigError("a path with a zero byte", expected="a path or URL", got=repr(text))
     if text.startswith(_LOCAL):
         return LocalPlace(Path(text.partition("://")[2]))
-    return RemotePlace(RemotePath(text)) if isinstance(where, str) and "://" in text else LocalPlace(Path(text))
+    if isinstance(where, str) and "://" in text:
+        return RemotePlace(RemotePath(text))
+    return LocalPlace(Path(text), per_host=isinstance(where, HostFolder))

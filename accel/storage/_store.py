@@ -229,6 +229,13 @@ class RemotePlace:
             folder.check_size(file, entry.size)
         put_object(self.path / last, data)
 
+    @property
+    def per_host(self) -> bool:
+        return False
+
+    def take_back(self, aside: object) -> None:
+        """Do nothing: hosts share a store, so its commit is one for all."""
+
     def remove_stage(self) -> None:
         """Do nothing: the stage is also the folder of the former checkpoint."""
 

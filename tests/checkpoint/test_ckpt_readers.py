@@ -24,8 +24,8 @@ def test_readers_are_the_same_on_both_sides_of_the_switch(ranks, size, files, da
         ctx.comm.most_gathered = 1
         return agree_on_readers(ctx.comm, Call("dividing"), wanted[ctx.rank])
 
-    assert ranks.run(rank, size) == [main_readers(wanted)] * size
-    for at, readers in enumerate(main_readers(wanted)):
+    assert ranks.run(rank, size) == [main_readers(wanted, range(len(wanted)))] * size
+    for at, readers in enumerate(main_readers(wanted, range(len(wanted)))):
         assert bool(readers) == any(mine[at] for mine in wanted)
 
 

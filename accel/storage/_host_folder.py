@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HostFolder`: the user's name for a folder that each host has on a disk of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HostFolder:
+    """A run's folder at the same path on each host, each on a disk of its own: for hosts that share no file system.
+
+    `save_state`, `load_state` and `resume` take it in place of a path. Each host's folder gets what its ranks need to
+    load again at the same layout: its shards, and a copy of all that is not sharded. A checkpoint counts once every
+    host has committed it. Hosts are the nodes of the context.
+
+    Attributes:
+        path: the folder.
+
+    Example:
+        >>> path = accel.save_state(ctx, accel.HostFolder("runs/local"), {"model": model}, step=3)
+        >>> accel.load_state(ctx, accel.HostFolder("runs/local"), {"model": model}).path == path
+        True
+    """
+
+    path: str | os.PathLike[str]
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)

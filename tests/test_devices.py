@@ -100,3 +100,10 @@ def test_a_registered_device_is_found_with_backend_memory_streams_and_autocast()
         "stream": [1, 1, 1, 1],
         "bf16": "",
     }
+
+
+@pytest.mark.slow
+def test_a_loop_trains_on_a_device_that_a_package_registers_as_on_the_cpu() -> None:
+    script = Path(__file__).parent / "helpers" / "standin_trains.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["trained"], done.stderr[-3000:]

@@ -62,6 +62,7 @@ def make_room(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             there: torch.Tensor = torch.empty_like(each, device=device)
             if isinstance(each, nn.Parameter):
                 there = nn.Parameter(there, each.requires_grad)
+                there.grad_dtype = each.grad_dtype
             vars(there).update(vars(each))
             cast(Any, torch.utils).swap_tensors(each, there)
 

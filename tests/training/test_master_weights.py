@@ -255,6 +255,13 @@ def test_without_parameters_in_16_bits_the_setting_has_no_effect_and_is_refused(
         accel.prepare(ctx, nn.Sequential(nn.Linear(1, 1).double(), nn.Linear(1, 1).bfloat16()))
 
 
+def test_a_model_without_values_gets_wide_gradients_too() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    prepared_model = accel.prepare(accel.single("cpu", precision=MASTERS), model)
+    assert {each.grad_dtype for each in prepared_model.parameters()} == {torch.float32}
+
+
 def test_a_fused_step_refuses_them() -> None:
     ctx, model, optimizer = prepared()
     with pytest.raises(ConfigError, match="all gradients of a step"):

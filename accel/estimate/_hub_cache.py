@@ -12,6 +12,7 @@ from pathlib import Path
 
 from accel.errors import ConfigError, did_you_mean
 
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w.-]+)?", re.ASCII)
 
 
@@ -52,8 +53,8 @@ def cached_model(name: str, environ: Mapping[str, str]) -> Path:
 
 
 def is_model_name(source: str) -> bool:
-    """Return whether a text may be the name of a model on the Hub."""
-    return _NAME.fullmatch(source) is not None
+    """Return whether a text may be the name of a model on the Hub, and is not that of a file."""
+    return _NAME.fullmatch(source) is not None and not source.endswith(_FILES)
 
 
 def _cache(environ: Mapping[str, str]) -> Path:

@@ -73,7 +73,7 @@ class FolderLoad(ItemLoad):
 
     def read(self) -> Sequence[Change]:
         """Return the change that writes the files and runs `load`, which cannot be undone."""
-        return [Change(f"item {self.name}", self._apply, _nothing)]
+        return [Change(f"item {self.name}", self._apply, None)]
 
     def _apply(self) -> None:
         assert self.live.load is not None
@@ -86,10 +86,6 @@ class FolderLoad(ItemLoad):
                     mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
                     self.source.saved.read_into(mapped, key)
             self.live.load(scratch)
-
-
-def _nothing() -> None:
-    """Leave what `load` did."""
 
 
 @contextlib.contextmanager

@@ -199,7 +199,10 @@ def apply_changes(changes: Sequence[Change]) -> None:
             change.apply()
         except Exception as error:
             undone = undo_changes(changes[: at + 1])
+            lasting = ", ".join(each.where for each in changes[: at + 1] if each.undo is None)
             kept = "nothing has been changed" if undone else "it did not take its former state back either"
+            if lasting and undone:
+                kept = f"what the load of {lasting} did stays, the others have their former state back"
             raise CheckpointError(
                 f"an object refused its state: {type(error).__name__}: {error}",
                 where=change.where,
@@ -212,7 +215,8 @@ def undo_changes(changes: Sequence[Change]) -> bool:
     undone = True
     for change in reversed(changes):
         try:
-            change.undo()
+            if change.undo is not None:
+                change.undo()
         except Exception:
             undone = False
     return undone

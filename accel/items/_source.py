@@ -51,12 +51,12 @@ class Change:
     Attributes:
         where: the item, for errors.
         apply: makes the change.
-        undo: puts the former state back.
+        undo: puts the former state back; None where nothing can.
     """
 
     where: str
     apply: Callable[[], object]
-    undo: Callable[[], object]
+    undo: Callable[[], object] | None
 
 
 @dataclass(slots=True)

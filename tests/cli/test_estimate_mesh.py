@@ -87,10 +87,16 @@ def test_bad_words_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]
     assert error.count("\n") == 1
 
 
-def test_other_sources_have_no_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for source in ("nets:net",):
+def test_other_sources_have_no_sizes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    Path("model.safetensors").touch()
+    without = "a mesh needs the sizes of a model"
+    sources = {"nets:net": without, "model.safetensors": without, "gone.safetensors": without}
+    for source, told in (sources | {"nosuch": "there is no such source, nor such a model in the cache"}).items():
         assert main(["estimate", source, "--mesh", "dp=2"]) == 2
-        assert "a mesh needs the sizes of a model" in capsys.readouterr().err
+        assert told in capsys.readouterr().err, source
 
 
 def test_no_torch_is_needed(folder: Path) -> None:

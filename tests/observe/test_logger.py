@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import sys
@@ -89,6 +90,16 @@ def test_levels_that_differ_between_ranks_still_log_in_order(ranks, kept):
 
     assert ranks.run(rank, 3) == [False, True, True]
     assert [record.getMessage() for record in kept.records] == ["[rank 1] x", "[rank 2] x"]
+
+
+def test_logging_once_per_node_is_by_the_first_rank_of_each(kept):
+    for rank in range(4):
+        position = {"rank": rank, "local_rank": rank % 2, "node_rank": rank // 2}
+        ctx = dataclasses.replace(accel.single(), world_size=4, local_world_size=2, num_nodes=2, **position)
+        log = accel.get_logger("test_logging_once_per_node_is_by_the_first_rank_of_each", ctx, "info")
+        log.info("x", once_per_node=True)
+        log.debug("y", once_per_node=True)
+    assert [(record.getMessage(), record.rank) for record in kept.records] == [("[node 0] x", 0), ("[node 1] x", 2)]
 
 
 def test_a_message_of_one_process_has_no_rank_in_front(kept):

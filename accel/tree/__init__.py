@@ -10,6 +10,7 @@ from accel.tree._batches import (
     tensors_equal as tensors_equal,
 )
 from accel.tree._container import Container as Container, Containers as Containers
+from accel.tree._mappings import is_its_values as is_its_values
 from accel.tree._walk import (
     Leaf as Leaf,
     flatten as flatten,

@@ -25,17 +25,17 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
         clone = copy.copy(mapping)
         clone.data = values
         return clone
-    if not _is_its_values(mapping):
+    if not is_its_values(mapping):
         return None
     return cast(Any, type(mapping))(values)
 
 
 def can_be_rebuilt(mapping: Mapping[Any, Any]) -> bool:
     """Return whether `with_values` rebuilds a mapping."""
-    return isinstance(mapping, UserDict) or _is_its_values(mapping)
+    return isinstance(mapping, UserDict) or is_its_values(mapping)
 
 
-def _is_its_values(mapping: Mapping[Any, Any]) -> bool:
+def is_its_values(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a class called with the keys and values of a mapping gives all that the mapping is."""
     values = dict(mapping)
     try:

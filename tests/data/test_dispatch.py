@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,6 +57,7 @@ trees = st.recursive(
         | st.tuples(inner, inner)
         | st.dictionaries(st.text(max_size=2) | st.integers(-5, 5) | st.booleans() | st.binary(max_size=2), inner)
         | st.dictionaries(st.text(max_size=2), inner).map(OrderedDict)
+        | st.dictionaries(st.text(max_size=2), inner).map(UserDict)
         | st.builds(Pair, inner, inner)
         | st.builds(Data, inner, inner)
         | st.builds(Record, inner, inner)
@@ -71,7 +72,7 @@ def _equal(one, other):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
+    if isinstance(one, dict | UserDict):
         return list(one) == list(other) and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))

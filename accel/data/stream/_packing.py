@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -20,6 +20,7 @@ import torch
 
 from accel.collectives import check_packable, flat_bytes, is_large, pack, unpack
 from accel.errors import TreeError
+from accel.tree import is_its_values
 
 _LEAVES = (str, bytes, bool, int, float, type(None))
 _KEYS = (str, bytes, bool, int, type(None))
@@ -61,8 +62,8 @@ class BatchPacker:
         """Return batches as bytes; large tensors share their memory with the batches.
 
         Args:
-            batches: dicts, lists, tuples, namedtuples, dataclasses and Structs of tensors, numbers, text, bytes and
-                None.
+            batches: dicts, mappings such as UserDict, lists, tuples, namedtuples, dataclasses and Structs of tensors,
+                numbers, text, bytes and None.
             whole: whether large tensors are copied into the buffer too.
 
         Raises:
@@ -159,7 +160,8 @@ def _taken_apart(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
         names = kind.__struct_fields__
     elif dataclasses.is_dataclass(cast(Any, kind)):
         names = [field.name for field in dataclasses.fields(cast(Any, kind))]
-    if names is None:
+    mapping = cast("Mapping[Any, Any]", node) if names is None and _is_sendable_mapping(node) else None
+    if mapping is None and names is None:
         raise _unsendable(node, path)
     where = f"{kind.__module__}:{kind.__qualname__}"
     if "<locals>" in where or _find(where) is not kind:
@@ -170,7 +172,17 @@ def _taken_apart(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
             where=path,
             fix="Move the class out of the function, or use a dict.",
         )
-    return where, list(names), [getattr(node, name) for name in names]
+    if mapping is not None:
+        return where, list(mapping), list(mapping.values())
+    return where, list(names or ()), [getattr(node, name) for name in names or ()]
+
+
+def _is_sendable_mapping(node: object) -> bool:
+    """Return whether a mapping that is no dict, such as a UserDict, is made again from its keys and values alone."""
+    if not isinstance(node, Mapping) or isinstance(node, dict):
+        return False
+    mapping = cast("Mapping[Any, Any]", node)
+    return all(type(key) in _KEYS and _is_plain(key) for key in mapping) and is_its_values(mapping)
 
 
 def _build(spec: Spec, tensors: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
@@ -185,6 +197,8 @@ def _build(spec: Spec, tensors: Iterator[torch.Tensor], values: Iterator[Any]) -
     found = _find(kind)
     if issubclass(found, tuple):
         return cast(Any, found)._make(children)
+    if issubclass(found, Mapping):
+        return cast(Any, found)(dict(zip(keys, children, strict=True)))
     if issubclass(found, msgspec.Struct):
         return found(**dict(zip(keys, children, strict=True)))
     made = object.__new__(found)  # as it was, without running its constructor again
@@ -213,7 +227,7 @@ def _unsendable(node: object, path: str) -> TreeError:
     return TreeError(
         "a leaf of a batch cannot be sent to another rank",
         expected="tensors, numbers up to 64 bits, Unicode text, bytes and None in dicts, lists, tuples, namedtuples, "
-        "dataclasses or Structs",
+        "dataclasses, Structs or mappings such as UserDict",
         got=f"{type(node).__name__} {node!r:.40}",
         where=path,
         fix="Let the collate function make tensors and plain containers.",

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from megatron_cpu import on_cpu
@@ -16,8 +19,8 @@ import accel
 from accel.engines.megatron import from_megatron
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
-STEPS = 3  # of the runs that are killed, which checkpoint the first two
-SMALL = ["--batch", "8", "--save-every", "1", "--dropout", "0.1"]
+STEPS, MICRO_BATCHES = 3, 2  # a killed run checkpoints all steps but the last
+SMALL = ["--batch", "8", "--micro-batches", str(MICRO_BATCHES), "--save-every", "1", "--dropout", "0.1"]
 LAYOUTS = {"tp": ["--tp", "2"], "pp": ["--pp", "2"], "dp": ["--distributed-optimizer"]}
 
 
@@ -36,14 +39,25 @@ def run(ctx: accel.DistContext, example: ModuleType, *words: str) -> None:
     example.parallel_state.destroy_model_parallel()
 
 
+def die_in_last_step(ctx: accel.DistContext, example: ModuleType) -> None:
+    """Let rank 1 die with the gradients of the step's first half, and the checkpoints of the steps before."""
+    whole, calls = example.forward, itertools.count(1)
+
+    def forward(parts: Iterator[torch.Tensor], model: Any) -> Any:
+        if ctx.rank == 1 and next(calls) == STEPS * MICRO_BATCHES:
+            os._exit(9)
+        return whole(parts, model)
+
+    example.forward = forward
+
+
 def main(part: str, folder: Path) -> None:
     example = load_example()
     torch.use_deterministic_algorithms(True)
     with on_cpu(), accel.session() as ctx:
-        if part == "killed":
-            for name, layout in LAYOUTS.items():
-                run(ctx, example, *layout, "--out", str(folder / name), "--steps", str(STEPS - 1))
-            os._exit(9)  # with the checkpoints of two steps
+        if part in LAYOUTS:
+            die_in_last_step(ctx, example)
+            run(ctx, example, *LAYOUTS[part], "--out", str(folder / part), "--steps", str(STEPS))
         if part == "resumed":
             for name, layout in LAYOUTS.items():
                 run(ctx, example, *layout, "--out", str(folder / name), "--steps", str(STEPS))

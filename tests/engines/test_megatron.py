@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,12 @@ def saved(folder: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Item]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs: killed after two steps and resumed, uninterrupted, and saved again at other layouts."""
+    """A folder of runs: killed in their third step and resumed, uninterrupted, and saved again at other layouts."""
     folder = tmp_path_factory.mktemp("megatron")
-    killed = launch("killed", folder, 2)
-    assert killed.returncode != 0, killed.stdout
-    assert "newest checkpoint" in killed.stderr, killed.stderr
+    with ThreadPoolExecutor(len(LAYOUTS)) as pool:
+        for killed in pool.map(lambda layout: launch(layout, folder, 2), LAYOUTS):
+            assert "rank 1 failed" in killed.stderr, killed.stderr
+            assert "step-00000002" in killed.stderr, killed.stderr
     assert not list(folder.glob("*/step-00000003"))
     for part, count in (("resumed", 2), ("one", 1)):
         done = launch(part, folder, count)

@@ -91,6 +91,7 @@ def stop_at(
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_leaves_a_checkpoint_of_its_last_step(workspace: Workspace) -> None:
     stop_at(workspace, 2, signal.SIGUSR1, 0.1, one_rank=True)
 

@@ -5,8 +5,9 @@
 
 A Llama with random weights is saved once as safetensors. Each way then builds the model empty, loads it and touches
 every page, in turns: "same" in the stored dtype, "cast" from bfloat16 to float32. Printed are the median time, its
-ratio to reading the same bytes by O_DIRECT in the round ("reading"), processor seconds, and the peak of anonymous
-memory over the size of the result.
+ratios to reading the same bytes by O_DIRECT in the round, into one buffer a thread ("reading") and into new memory once
+a model is built ("by hand", which casts as well), processor seconds, and the peak of anonymous memory over the size of
+the result.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,40 @@ def read_all(folder: Path) -> None:
         os.close(file)
 
 
+def by_hand(folder: Path, made: LlamaConfig) -> list[torch.Tensor]:
+    """Build empty, and read the files by O_DIRECT into new float32 memory, whatever lies where: what a load takes."""
+    with torch.device("meta"):
+        _ = LlamaForCausalLM(made)
+    stored: torch.dtype = getattr(torch, folder.name)
+    buffers = threading.local()
+    results: list[torch.Tensor] = []
+
+    def read(file: int, start: int, memory: torch.Tensor) -> None:
+        if stored == torch.float32:
+            _ = os.preadv(file, [memory.numpy()], start)
+            return
+        if not hasattr(buffers, "memory"):
+            buffers.memory = mmap.mmap(-1, CHUNK)
+        got = os.preadv(file, [buffers.memory], start)
+        values = torch.frombuffer(buffers.memory, dtype=stored, count=got // stored.itemsize)
+        _ = memory[: values.numel()].copy_(values)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        jobs: list[Future[None]] = []
+        files = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in folder.glob("*.safetensors")]
+        for file in files:
+            size = -(-os.fstat(file).st_size // 4096) * 4096 // stored.itemsize
+            memory = mmap.mmap(-1, size * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            results.append(torch.frombuffer(memory, dtype=torch.float32))
+            parts = results[-1].split(CHUNK // stored.itemsize)
+            jobs += [pool.submit(read, file, at * CHUNK, part) for at, part in enumerate(parts)]
+        for job in jobs:
+            job.result()
+    for file in files:
+        os.close(file)
+    return results
+
+
 def by_accel(folder: Path, made: LlamaConfig, dtype: torch.dtype) -> nn.Module:
     """Build empty and load by accel."""
     model = accel.init_empty_weights(lambda: LlamaForCausalLM(made))
@@ -114,7 +149,7 @@ def memory(kind: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) * 1024
 
 
-def measure(load: Callable[[], nn.Module | None]) -> Row:
+def measure(load: Callable[[], nn.Module | list[torch.Tensor] | None]) -> Row:
     """Load once, and touch every page of the result."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -130,8 +165,8 @@ def measure(load: Callable[[], nn.Module | None]) -> Row:
     watcher.start()
     processor = time.process_time()
     began = time.perf_counter()
-    model = load()
-    parameters = list(model.parameters()) if model is not None else []
+    made = load()
+    parameters = list(made.parameters()) if isinstance(made, nn.Module) else made or []
     for parameter in parameters:
         _ = parameter.data.view(torch.uint8).view(-1)[::4096].sum()
     seconds = time.perf_counter() - began
@@ -156,21 +191,22 @@ def main() -> None:
     ways["transformers"] = by_transformers
     with tempfile.TemporaryDirectory() as scratch:
         folders = dict(_save(made, Path(scratch)))
-        print("case               way           seconds  to reading  processor s  peak / result")
+        print("case               way           seconds  to reading  to by hand  processor s  peak / result")
         for case, stored in (("same", torch.float32), ("cast", torch.bfloat16)):
             for warm in (False, True):
-                rows: dict[str, list[Row]] = {name: [] for name in ("reading", *ways)}
+                rows: dict[str, list[Row]] = {name: [] for name in ("reading", "by hand", *ways)}
                 for _ in range(args.rounds):
                     for name, taken in rows.items():
-                        prepare_cache(folders[stored], warm=warm and name != "reading")
-                        way = ways.get(name)
-                        taken.append(_one(folders[stored], made, way))
+                        prepare_cache(folders[stored], warm=warm and name in ways)
+                        taken.append(_one(folders[stored], made, name, ways.get(name)))
                 _print(f"{case}, {'warm' if warm else 'cold'}", rows)
 
 
-def _one(folder: Path, made: LlamaConfig, way: Callable[..., nn.Module] | None) -> Row:
-    if way is None:
+def _one(folder: Path, made: LlamaConfig, name: str, way: Callable[..., nn.Module] | None) -> Row:
+    if name == "reading":
         return measure(lambda: read_all(folder))
+    if way is None:
+        return measure(lambda: by_hand(folder, made))
     return measure(lambda: way(folder, made, torch.float32))
 
 
@@ -186,12 +222,14 @@ def _save(made: LlamaConfig, scratch: Path) -> Iterator[tuple[torch.dtype, Path]
 def _print(case: str, rows: dict[str, list[Row]]) -> None:
     for name, taken in rows.items():
         seconds = statistics.median(row.seconds for row in taken)
-        ratio = statistics.median(
-            row.seconds / reading.seconds for row, reading in zip(taken, rows["reading"], strict=True)
+        first, second = (
+            statistics.median(row.seconds / other.seconds for row, other in zip(taken, rows[way], strict=True))
+            for way in ("reading", "by hand")
         )
         processor = statistics.median(row.processor for row in taken)
         peak = max(row.peak for row in taken)
-        print(f"{case:18s} {name:13s} {seconds:7.2f}  {ratio:9.2f}x  {processor:11.2f}  {peak:12.2f}x", flush=True)
+        ratios = f"{first:9.2f}x  {second:9.2f}x"
+        print(f"{case:18s} {name:13s} {seconds:7.2f}  {ratios}  {processor:11.2f}  {peak:12.2f}x", flush=True)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         fix = did_you_mean(name, _VERBS)
         raise ConfigError("unknown command", got=repr(name), where="accel checkpoint", fix=fix)
     verb = _VERBS[name]
-    usage = " ".join(["accel checkpoint", name, verb.words, verb.usage]).rstrip()
+    usage = f"accel checkpoint {name} {verb.words}" + (f"\n{' ' * 14}{verb.usage}" if verb.usage else "")
     parser = Parser(f"accel checkpoint {name}", usage=usage, description=verb.about)
     for path in verb.paths:
         _ = parser.add_argument(path, type=Path if path == "folder" else as_place, metavar=path.upper())
@@ -83,7 +83,7 @@ commands:
 
 {_ONE_RUN}
 {_ONE_CHECKPOINT}
-`accel checkpoint COMMAND --help` says more."""
+`accel checkpoint COMMAND --help` lists its flags."""
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -215,15 +215,15 @@ _VERBS = {
     "ls": Verb(
         _ls,
         "RUN",
-        "list a run's checkpoints: size, age, ranks, items",
+        "list checkpoints: size, age, ranks, items",
         f"List a run's checkpoints. {_ONE_RUN}",
         ("run",),
     ),
     "show": Verb(
         _show,
         "CHECKPOINT",
-        "print what one holds",
-        f"Print what a checkpoint holds. {_ONE_CHECKPOINT}",
+        "print the content of one",
+        f"Print the content of a checkpoint. {_ONE_CHECKPOINT}",
         ("checkpoint",),
         {"--tensors": _option("list every tensor", action="store_true")},
         "[--tensors]",
@@ -261,7 +261,7 @@ _VERBS = {
     "import": Verb(
         _import,
         "FOLDER RUN --step N",
-        "make a checkpoint of a folder of torch's or Accelerate's",
+        "convert a folder of torch or Accelerate",
         "Make a checkpoint of a folder of torch.distributed.checkpoint, or of Accelerate's save_state (all but "
         f"optimizers, which load_accelerate_state takes); none of its code is run. {_ONE_RUN}",
         ("folder", "run"),

@@ -37,12 +37,23 @@ compdef _accel accel
 complete -c accel -a '(accel completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
 """,
 }
+_HELP = """usage: accel completion SHELL
+
+Print the script that lets a shell complete words of accel.
+
+SHELL and its set-up:
+  bash  eval "$(accel completion bash)" in ~/.bashrc
+  zsh   eval "$(accel completion zsh)" in ~/.zshrc, after compinit
+  fish  accel completion fish > ~/.config/fish/completions/accel.fish"""
 
 
 def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     """Print a shell's script, or after `words` what the last of them could become; return the exit status."""
     if words and words[0] == "words":
         print("\n".join(complete(words[1:])))
+        return 0
+    if words and words[0] in ("-h", "--help"):
+        print(_HELP)
         return 0
     shell = words[0] if words else ""
     check_choice(shell, list(_SCRIPTS), "no script for this shell", where="accel completion")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 
@@ -32,9 +31,13 @@ _USAGE = """accel config [--output FILE]
        accel config show [--config FILE] [flags of accel launch]
        accel config import FILE [--output FILE] [--force]
        accel config update [FILE]"""
-_ABOUT = f"""Ask for a configuration of launches on this machine, and write it to {DEFAULT_FILE}.
-`default` writes suggestions for this machine, unasked; `show` prints each value and its source;
-`import` takes over a file of Accelerate; `update` rewrites an older file of ours."""
+_ABOUT = f"""Ask for the settings of `accel launch`, and write them to {DEFAULT_FILE}.
+
+commands:
+  default  write settings that suit this machine, without asking
+  show     print each setting, its value and its source
+  import   convert a configuration of Accelerate
+  update   rewrite an older file in the present format"""
 
 SUBCOMMANDS = ("default", "show", "import", "update")
 
@@ -83,7 +86,7 @@ def _default(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 
 def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = Parser("accel config show", usage=_USAGE, description=_ABOUT)
-    add_fields(parser)
+    _ = add_fields(parser)
     resolved = resolve_flags(parser.read(words), environ)
     values = {field.name: to_text(getattr(resolved.config, field.name)) for field in FIELDS}
     values |= {field.name: f"[{field.name}]" for field in FIELDS if field.section and values[field.name][:1] == "{"}
@@ -112,7 +115,6 @@ def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 
 def _update(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     parser = Parser("accel config update", usage=_USAGE, description=_ABOUT)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     _ = parser.add_argument(
         "file", nargs="?", default=DEFAULT_FILE, help=f"a file of accel, TOML or .json (default: {DEFAULT_FILE})"
     )
@@ -122,12 +124,11 @@ def _update(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 
 def _parser(prog: str, *, force: bool = False) -> Parser:
     parser = Parser(prog, usage=_USAGE, description=_ABOUT)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     _ = parser.add_argument(
         "--output", metavar="FILE", default=DEFAULT_FILE, help=f"file to write, TOML or .json (default: {DEFAULT_FILE})"
     )
     if force:
-        _ = parser.add_argument("--force", action="store_true", help="replace a file that is there")
+        _ = parser.add_argument("--force", action="store_true", help="replace an existing file")
     return parser
 
 

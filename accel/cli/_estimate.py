@@ -41,16 +41,19 @@ from accel.terminal import show_size, show_table
 if TYPE_CHECKING:
     from accel.estimate._build import Input
 
-_USAGE = "accel estimate SOURCE [--input SHAPE] [--nproc N] [--mesh TEXT] [--memory SIZE] [--device-map TEXT] [flags]"
+_USAGE = """accel estimate SOURCE [--input SHAPE] [--nproc N] [--memory SIZE] [flags]
+       accel estimate SOURCE --mesh TEXT --input ROWSxTOKENS [flags]
+       accel estimate SOURCE --device-map TEXT [flags]"""
 _ABOUT = """Estimate the memory of a training step on each rank; no weights are read.
 
 SOURCE is one of
-  module:function      makes the model; it takes no arguments
-  config.json          of Hugging Face's transformers (extra `transformers`)
-  model.safetensors    or pytorch_model.bin, or an index of several; headers only, so without activations
-  a folder             with such files: the headers, or config.json with --input and without weights
-  organisation/model   in the local cache of Hugging Face's Hub; nothing is downloaded
-  timm/NAME            a model of timm (extra `timm`)"""
+  module:function     makes the model; it takes no arguments
+  config.json         of Hugging Face's transformers (extra `transformers`)
+  model.safetensors   or pytorch_model.bin, or an index of several; only headers
+                      are read, so activations are left out
+  a folder            with such files; config.json counts if --input is given
+  organisation/model  in the local cache of the Hub; nothing is downloaded
+  timm/NAME           a model of timm (extra `timm`)"""
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "pure-bf16")
 NAMES: Mapping[str, tuple[str, ...]] = {
     "--precision": get_args(PrecisionName),
@@ -102,15 +105,14 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel estimate", usage=_USAGE, description=_ABOUT)
-    built.formatter_class = argparse.RawDescriptionHelpFormatter
     add = built.add_argument
     _ = add("source", metavar="SOURCE", help=argparse.SUPPRESS)
     _ = add(
         "--input",
         action="append",
         metavar="SHAPE",
-        help="a tensor that a step on one rank is called with, such as 16x3x224x224 or 8x512:int64; once for each"
-        " (default: :float32, of a config.json :int64)",
+        help="shape of an input tensor of one rank, such as 16x3x224x224 or 8x512:int64; once for each"
+        " (default: :float32; for a config.json :int64)",
     )
     _ = add("--nproc", type=int, default=1, metavar="N", help="ranks that share the work (default: 1)")
     _ = add(

@@ -5,35 +5,50 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from accel.config import CONFIG_VARIABLE, DEFAULT_FILE, FIELDS, ConfigFile, Field, Resolved, resolve, to_text
 from accel.errors import ConfigError
 
 CONFIG_FLAG = "--config"
+HOSTS = "several hosts"
+_GROUPS = {
+    "processes": ("nproc_per_node", "device", "gpu_ids", "threads_per_process", "bind_cores"),
+    "training": (
+        *("precision", "accumulation", "strategy", "plan", "mesh", "compile"),
+        *("deepspeed", "backend", "timeout_s", "log_level"),
+    ),
+    "output": ("quiet", "prefix", "log_dir"),
+    "failures and stops": ("max_restarts", "hang_timeout_s", "stop_grace_s"),
+    HOSTS: (
+        *("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_timeout_s", "rdzv_last_call_s"),
+        *("role", "slurm_options"),
+    ),
+}
 
 
-def add_fields(parser: argparse.ArgumentParser) -> None:
-    """Give a parser a flag for each field, and the one that names a file."""
-    for field in FIELDS:
+def add_fields(parser: argparse.ArgumentParser) -> Mapping[str, Callable[..., argparse.Action]]:
+    """Give a parser a flag for each field, and the one that names a file; return `add_argument` of each group."""
+    groups = {title: parser.add_argument_group(title).add_argument for title in _GROUPS}
+    places = {name: groups[title] for title, names in _GROUPS.items() for name in names}
+    rank = {name: at for at, name in enumerate(places)}
+    for field in sorted(FIELDS, key=lambda field: rank.get(field.name, -1)):
+        add = places.get(field.name, parser.add_argument)
         if field.metavar:
-            _ = parser.add_argument(
-                field.flag, dest=field.name, action="append", metavar=field.metavar, help=_help(field)
-            )
+            _ = add(field.flag, dest=field.name, action="append", metavar=field.metavar, help=_help(field))
         else:
-            _ = parser.add_argument(
+            _ = add(
                 field.flag, dest=field.name, action="append", nargs="?", const="true", metavar="BOOL", help=_help(field)
             )
         if field.shorthand:
             flag, value = field.shorthand
-            _ = parser.add_argument(
-                flag, dest=field.name, action="append_const", const=value, help=f"short for {field.flag} {value}"
-            )
+            _ = add(flag, dest=field.name, action="append_const", const=value, help=f"short for {field.flag} {value}")
     _ = parser.add_argument(
         CONFIG_FLAG,
         metavar="FILE",
-        help=f"the file to read, TOML or JSON (default: {CONFIG_VARIABLE}, else {DEFAULT_FILE} in this folder, if any)",
+        help=f"file of settings, TOML or JSON (default: {CONFIG_VARIABLE}, else {DEFAULT_FILE} in this folder, if any)",
     )
+    return groups
 
 
 def value_flags() -> set[str]:
@@ -77,7 +92,9 @@ def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | Non
 
 
 def _help(field: Field) -> str:
-    choices = f": {', '.join(field.choices)}" if field.choices else ""
-    undo = f"; {field.flag}=false for not" if field.default is True else ""
+    doc = field.doc.rstrip(".")
+    doc = doc[0].lower() + doc[1:] if doc[1].islower() else doc
+    choices = f"{', '.join(field.choices)}; " if field.choices else ""
+    undo = f"{field.flag}=false for no; " if field.default is True else ""
     default = to_text(field.default) or "none"
-    return f"{field.doc.rstrip('.')}{choices}{undo} (default: {default})".replace("%", "%%")
+    return f"{doc} ({choices}{undo}default: {default})".replace("%", "%%")

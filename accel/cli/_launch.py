@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from accel.cli._flags import add_fields, resolve_flags, value_flags
+from accel.cli._flags import HOSTS, add_fields, resolve_flags, value_flags
 from accel.cli._parser import Parser
 from accel.config import LaunchConfig, Resolved
 from accel.errors import ConfigError, LaunchError
@@ -35,10 +35,14 @@ from accel.launching import (
 
 _USAGE = "accel launch [flags] script.py [args...]"
 _HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
-_ABOUT = (
-    "Run a script on N processes of this machine, alone or beside other hosts. "
-    "Flags override ACCEL_* variables, those override the file."
-)
+_ABOUT = """Run a script on N processes of this machine, alone or beside other hosts.
+Flags come before the script; all words after it go to the script.
+A flag overrides its ACCEL_* variable, and that the file.
+
+examples:
+  accel launch --nproc-per-node 2 train.py --epochs 3
+  accel launch --cpu --nproc-per-node 2 train.py
+  accel launch -m package.train"""
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -73,18 +77,18 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the launcher's own flags."""
     built = Parser("accel launch", usage=_USAGE, description=_ABOUT)
-    add_fields(built)
+    add_host_flag = add_fields(built)[HOSTS]
     _ = built.add_argument("-m", "--module", action="store_true", help="the script is a module, as after `python -m`")
     _ = built.add_argument("--no-python", action="store_true", help="the script is a program of its own")
     _ = built.add_argument(
         "--dry-run", action="store_true", help="print each process's command and environment, and start nothing"
     )
-    _ = built.add_argument("--hostfile", metavar="FILE", help="start on the hosts of FILE: lines of `node0 slots=8`")
-    _ = built.add_argument("--include", metavar="HOSTS", help="hosts and slots of FILE to use: node0@node1:0,2")
-    _ = built.add_argument("--exclude", metavar="HOSTS", help="hosts and slots of FILE to leave out")
-    _ = built.add_argument("--shell", metavar="WORDS", help="remote shell for --hostfile (default: ssh)")
-    _ = built.add_argument("--export", metavar="NAMES", help="variables that the hosts get, beside NCCL_* and such")
-    _ = built.add_argument(
+    _ = add_host_flag("--hostfile", metavar="FILE", help="start on the hosts of FILE: lines of `node0 slots=8`")
+    _ = add_host_flag("--include", metavar="HOSTS", help="hosts and slots of FILE to use: node0@node1:0,2")
+    _ = add_host_flag("--exclude", metavar="HOSTS", help="hosts and slots of FILE to leave out")
+    _ = add_host_flag("--shell", metavar="WORDS", help="remote shell for --hostfile (default: ssh)")
+    _ = add_host_flag("--export", metavar="NAMES", help="variables that the hosts get, beside NCCL_* and such")
+    _ = add_host_flag(
         "--slurm", action="store_true", help="submit the launch to Slurm; with --dry-run, print the batch script"
     )
     return built

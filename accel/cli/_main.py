@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("launch", "run a script on N processes of this machine", "accel.cli._launch"),
-    Command("config", "say how to launch, once, in a file", "accel.cli._config"),
+    Command("config", "write the settings of launches to a file", "accel.cli._config"),
     Command("test", "check that ranks on this machine do what training relies on", "accel.cli._test"),
     Command("env", "print the facts for a bug report, without secrets", "accel.cli._env"),
     Command("estimate", "estimate the memory that training a model takes", "accel.cli._estimate"),
@@ -81,4 +81,4 @@ def _help() -> str:
 commands:
 {listing}
 
-`accel COMMAND --help` says more; `accel --version` prints the version."""
+`accel COMMAND --help` lists its flags; `accel --version` prints the version."""

@@ -12,10 +12,18 @@ from accel.errors import ConfigError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` without abbreviations that raises instead of leaving the process."""
+    """An `ArgumentParser` without abbreviations that raises instead of leaving the process.
+
+    Args:
+        prog: the command.
+        usage: its words.
+        description: text above the flags. Its lines stay if it has several.
+    """
 
     def __init__(self, prog: str, *, usage: str, description: str) -> None:
         super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
+        if "\n" in description:
+            self.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse words, all of them.

@@ -19,8 +19,9 @@ from accel.formats import PrecisionName
 from accel.storage import parse_size
 
 _USAGE = "accel plan CONFIG --ranks N --memory SIZE [flags]"
-_ABOUT = """List the meshes of N ranks on which a model can be trained, the fastest first, and why others do not fit.
-No model is built and no GPU is needed. The exit status is 1 if nothing fits.
+_ABOUT = """List the meshes of N ranks on which a model can be trained, the fastest first,
+and why others do not fit. No model is built and no GPU is needed. The exit
+status is 1 if nothing fits.
 
 CONFIG is a config.json of Hugging Face's transformers, or a folder with one."""
 NAMES: Mapping[str, tuple[str, ...]] = {"--precision": get_args(PrecisionName), "--optimizer": tuple(OPTIMIZERS)}
@@ -93,7 +94,6 @@ def parser() -> Parser:
     """Return the parser of the command's words."""
     hosts = Hosts()
     built = Parser("accel plan", usage=_USAGE, description=_ABOUT)
-    built.formatter_class = argparse.RawDescriptionHelpFormatter
     add = built.add_argument
     _ = add("config", metavar="CONFIG", help=argparse.SUPPRESS)
     _ = add("--ranks", type=int, required=True, metavar="N", help="number of GPUs")

@@ -15,8 +15,9 @@ from accel.cli._parser import Parser
 from accel.launching import run_launch
 
 _USAGE = "accel test [--folder DIR] [flags of accel launch]"
-_ABOUT = """Check devices, collectives, order of data, gradients, checkpoints and bandwidth on the ranks of a launch.
-Flags, variables and the file count as for `accel launch`. On several hosts, run it on each."""
+_ABOUT = """Check devices, collectives, order of data, gradients, checkpoints and
+bandwidth on the ranks of a launch. Flags, variables and the file count as for
+`accel launch`. On several hosts, run it on each."""
 _SCRIPT = Path(accel.__path__[0], "testing", "selfcheck", "__main__.py")
 _STOPPED = (130, 143)  # by Ctrl-C or SIGTERM, which is no finding
 _PATIENCE_S = 60.0  # of a check's collectives, which take milliseconds
@@ -53,7 +54,7 @@ def parser() -> Parser:
     _ = built.add_argument(
         "--folder", metavar="DIR", help="folder for trial checkpoints; several hosts must share it (default: temporary)"
     )
-    add_fields(built)
+    _ = add_fields(built)
     return built
 
 

@@ -68,6 +68,14 @@ def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Reso
             raise ConfigError(
                 "a flag is given twice", got=" and ".join(given[field.name]), where=field.flag, fix="Give it once."
             )
+        if (script := next((text for text in given[field.name] if text.endswith(".py")), None)) is not None:
+            raise ConfigError(
+                "a flag without its value",
+                expected=field.expects,
+                got=repr(script),
+                where=field.flag,
+                fix=f"Write the value before the script: `{field.flag} {field.metavar} {script}`.",
+            )
     flags = {name: values[0] for name, values in given.items() if values}
     resolved = resolve(flags, environ, find_file(known.config, environ))
     if resolved.config.deepspeed:

@@ -34,6 +34,7 @@ from accel.launching import (
 )
 
 _USAGE = "accel launch [flags] script.py [args...]"
+_OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
 _HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
 _ABOUT = """Run a script on N processes of this machine, alone or beside other hosts.
 Flags come before the script; all words after it go to the script.
@@ -52,6 +53,8 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     resolved = resolve_flags(known, environ)
     config = on_pod(resolved, environ)
     target = _target(known, rest)
+    if late := [word for word in target.args if word.partition("=")[0] in _OURS_ALONE]:
+        print(f"accel: {late[0]} goes to the script: flags of accel launch come before it", file=sys.stderr, flush=True)
     if known.hostfile:
         return _run_on_hosts(known, target, resolved, environ)
     if idle := [flag for flag in _HOST_FLAGS[1:] if getattr(known, flag)]:
@@ -76,7 +79,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def parser() -> Parser:
     """Return the parser of the launcher's own flags."""
-    built = Parser("accel launch", usage=_USAGE, description=_ABOUT)
+    built = Parser("accel launch", usage=_USAGE, description=_ABOUT, script="script.py")
     add_host_flag = add_fields(built)[HOSTS]
     _ = built.add_argument("-m", "--module", action="store_true", help="the script is a module, as after `python -m`")
     _ = built.add_argument("--no-python", action="store_true", help="the script is a program of its own")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accel.cli._parser import Parser
+from accel.cli._run_folders import check_folder
 from accel.errors import ConfigError
 from accel.report.traces import describe_profile, read_traces
 from accel.run_folder import PROFILE, RUN
@@ -22,8 +23,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Print a profile; return the exit status."""
     known = parser().read(words)
     folder: Path = known.folder
-    if not folder.is_dir():
-        raise ConfigError("no folder of traces", got=str(folder), fix="Name the out= of accel.profile.")
+    check_folder(folder, fix="Name the out= of accel.profile.")
     if known.operators < 0:
         raise ConfigError("not a number of operators", got=str(known.operators), where="--operators")
     inner = folder / PROFILE

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from accel.checkpoint import survey
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, did_you_mean
 from accel.report import RunData, StoredCheckpoint, read_data
 from accel.report.traces import describe_profile, read_traces
 from accel.run_folder import PROFILE
@@ -21,8 +21,7 @@ def read_run_folder(name: str, folder: Path) -> RunData:
     Raises:
         ConfigError: there is no such folder, it cannot be read, or it holds nothing of a run.
     """
-    if not folder.is_dir():
-        raise ConfigError("no folder of a run", got=str(folder), fix="Name the folder that save_state or tracking got.")
+    check_folder(folder, fix="Name the folder that save_state or tracking got.")
     try:
         data = read_data(name, folder, list_checkpoints(folder), _profile(folder))
     except OSError as error:
@@ -35,6 +34,22 @@ def read_run_folder(name: str, folder: Path) -> RunData:
             fix="Log by `accel.tracking` with `jsonl()`, or start the run by `accel launch`.",
         )
     return data
+
+
+def check_folder(folder: Path, *, fix: str) -> None:
+    """Check that a folder exists.
+
+    Args:
+        folder: the folder.
+        fix: advice where no folder beside it has nearly its name.
+
+    Raises:
+        ConfigError: there is none, or a file of that name.
+    """
+    if not folder.is_dir():
+        problem = "not a folder" if folder.exists() else "there is no such folder"
+        beside = [each.name for each in folder.parent.glob("*") if each.is_dir()]
+        raise ConfigError(problem, got=repr(str(folder)), fix=did_you_mean(folder.name, beside, fix))
 
 
 def _profile(folder: Path) -> str:

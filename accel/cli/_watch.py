@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accel.cli._parser import Parser
-from accel.cli._run_folders import list_checkpoints
+from accel.cli._run_folders import check_folder, list_checkpoints
 from accel.errors import ConfigError, MissingExtraError
 from accel.report import name_runs, state_of
 from accel.report.watch import FollowedRun, status_line
@@ -27,8 +27,8 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Follow a run; return the exit status."""
     known = parser().read(words)
     folder: Path = known.folder
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("no folder of a run", got=str(folder), fix="Name the folder that save_state or tracking got.")
+    if folder.exists():
+        check_folder(folder, fix="Name the folder that save_state or tracking got.")
     followed = FollowedRun(name_runs([folder])[0], folder, list_checkpoints)
     in_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     if known.plain or known.once or not in_terminal:

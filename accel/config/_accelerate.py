@@ -84,6 +84,9 @@ def import_accelerate(path: str) -> Imported:
     Raises:
         ConfigError: it cannot be read, is malformed, or holds a value that it never takes.
     """
+    if path.lower().endswith(".toml"):
+        fix = f"A file of accel needs no import: `accel launch --config {path}`."
+        raise ConfigError("no file of Accelerate", expected="a name in .yaml or .json", got=repr(path), fix=fix)
     text = read_text(path)
     values = decode_values(text, path) if path.lower().endswith(".json") else decode_yaml(text, path)
     values = {"dynamo_config" if key == "dynamo_backend" else key: value for key, value in values.items()}

@@ -134,9 +134,10 @@ def _decode_toml(text: str, path: str) -> dict[str, Any]:
         found = _PLACE.fullmatch(str(error))
         reason, line, column = found.groups() if found else (str(error), None, None)
         end = text.rstrip("\n")
-        raise _malformed(
-            "TOML", path, reason, int(line or end.count("\n") + 1), int(column or len(end) - end.rfind("\n"))
-        ) from None
+        row = int(line or end.count("\n") + 1)
+        col = int(column or len(end) - end.rfind("\n"))
+        fix = _bare_word(text.splitlines()[row - 1], col) if reason == "Invalid value" else ""
+        raise _malformed("TOML", path, reason, row, col, fix) from None
     except (RecursionError, ValueError):
         raise _malformed("TOML", path, "nested too deeply, or a number with too many digits", 1, 1) from None
 
@@ -165,9 +166,19 @@ def _unique(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _malformed(language: str, path: str, reason: str, line: int, column: int) -> ConfigError:
+def _bare_word(line: str, column: int) -> str:
+    """Return the advice for a word without quotes at a column; empty if none stands there."""
+    found = re.match(r"[A-Za-z][\w.-]*", line[column - 1 :])
+    if found is None:
+        return ""
+    word = found[0]
+    return f"Write {word.lower()}." if word.lower() in ("true", "false") else f'Write texts in quotes: "{word}".'
+
+
+def _malformed(language: str, path: str, reason: str, line: int, column: int, fix: str = "") -> ConfigError:
     return ConfigError(
         f"malformed {language}",
         got=reason[:1].lower() + reason[1:],
         where=f"{path}, line {line}, column {column}",
+        fix=fix,
     )

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -68,9 +68,8 @@ class Resolved(NamedTuple):
 def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFile | None = None) -> Resolved:
     """Resolve a record: a flag beats a variable, that beats the file, that beats the default. No communication.
 
-    Variables are `ACCEL_*`; where these say nothing, torchrun's `PET_*`, which Kubeflow's jobs set. A value equal to
-    its default is still a value: it beats what is weaker. An empty variable says nothing. What is beaten is checked all
-    the same.
+    Variables are `ACCEL_*`, or else torchrun's `PET_*`, which Kubeflow's jobs set. A value equal to its default is
+    still a value. An empty variable counts as unset. Values that lose are checked too.
 
     Args:
         flags: field names to texts of the flags.
@@ -99,12 +98,19 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
     return Resolved(LaunchConfig(**values), sources)
 
 
-def _check_names(names: Iterable[str], problem: str, where: str) -> None:
+def _check_names(values: Mapping[str, object], problem: str, where: str) -> None:
     known = [field.name for field in FIELDS]
-    for name in names:
+    for name, value in values.items():
         if name not in known:
-            fix = f"Run `accel config update {where}`." if is_old(name) else did_you_mean(name, known)
-            raise ConfigError(problem, got=repr(name), where=where, fix=fix)
+            raise ConfigError(problem, got=repr(name), where=where, fix=_name_fix(name, value, known, where))
+
+
+def _name_fix(name: str, value: object, known: Collection[str], where: str) -> str:
+    if is_old(name):
+        return f"Run `accel config update {where}`."
+    if isinstance(value, dict) and any(inner in known for inner in cast("dict[str, object]", value)):
+        return "Move its keys to the top of the file, out of the section."
+    return did_you_mean(name, known)
 
 
 def _said(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -84,7 +85,12 @@ def from_plain(field: Field, value: object, *, where: str) -> Any:
     Raises:
         ConfigError: the field does not take it; the message has `where`, the accepted values and the one that came.
     """
-    return _convert(field, value, where=where, got=value, error=ConfigError)
+    try:
+        return _convert(field, value, where=where, got=value, error=ConfigError)
+    except ConfigError as refused:
+        if not refused.fix and isinstance(value, str):
+            refused.fix = _unquoted(field, value)
+        raise
 
 
 def from_text(field: Field, text: str, *, where: str, error: type[AccelError] = ConfigError) -> Any:
@@ -129,6 +135,16 @@ def _convert(field: Field, value: object, *, where: str, got: object, error: typ
     except (msgspec.ValidationError, ValueError) as refused:
         fix = _near(field, got) or (f"{refused}." if field.record is not None and "$" in str(refused) else "")
         raise error(f"not a usable {field.name}", expected=field.expects, got=shown, where=where, fix=fix) from None
+
+
+def _unquoted(field: Field, text: str) -> str:
+    """Return the advice for a number or truth in quotes; empty for any other text."""
+    spelled = _spelled(field, text.strip())
+    try:
+        _ = msgspec.convert(spelled, field.type)
+    except (msgspec.ValidationError, ValueError):
+        return ""
+    return f"Write it without quotes: {json.dumps(spelled)}."
 
 
 def _shown(got: object) -> str:
@@ -192,7 +208,8 @@ def _words(kind: inspect.Type, examples: list[str]) -> str:
         case inspect.VarTupleType():
             return "a list of integers such as 0,1"
         case _:
-            return f"a text such as {', '.join(examples)}" if examples else "a text"
+            apart = " or " if any("," in example for example in examples) else ", "
+            return f"a text such as {apart.join(examples)}" if examples else "a text"
 
 
 def _listed(names: list[str]) -> str:

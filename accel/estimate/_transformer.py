@@ -157,6 +157,9 @@ def read_transformer(path: Path) -> Transformer:
     path = path / "config.json" if path.is_dir() else path
     try:
         fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError as error:
+        expected = "a config.json of Hugging Face's transformers, or a folder with one"
+        raise ConfigError("there is no such file", expected=expected, got=repr(str(path))) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
     return transformer_from(fields, where=str(path))

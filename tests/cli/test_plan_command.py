@@ -124,7 +124,7 @@ def test_faster_links_between_hosts_make_wide_tensor_parallelism_cheaper(
         (["config.json", "--ranks", "8", "--memory", "80GB", "--optimizer", "adan"], "unknown optimizer"),
         (["config.json", "--rank", "8", "--memory", "80GB"], "--rank"),
         (["config.json", "--ranks", "8", "--memory", "80GB", "--mesh", "dp=8"], "unknown flag"),
-        (["nosuch.json", "--ranks", "8", "--memory", "80GB"], "the file cannot be read"),
+        (["nosuch.json", "--ranks", "8", "--memory", "80GB"], "there is no such file: expected a config.json"),
         (["bert.json", "--ranks", "8", "--memory", "80GB"], "the blocks of this kind of model are not known"),
         (["none.json", "--ranks", "8", "--memory", "80GB"], "not a size of a model"),
         (["list.json", "--ranks", "8", "--memory", "80GB"], "the file cannot be read"),

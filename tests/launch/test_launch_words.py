@@ -43,6 +43,11 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
         (["launch", "--nproc-per-node", "two", "script.py"], "an integer from 1 to 4096 or auto, got 'two'"),
         (["launch", "--nproc-per-node=1.5", "script.py"], "an integer from 1 to 4096 or auto, got '1.5'"),
         (["launch", "--nproc-per-node"], "expected one argument"),
+        (["launch", "--nproc-per-node", "script.py"], "value before the script: `--nproc-per-node N script.py`"),
+        (
+            ["launch", "--epochs", "3", "script.py"],
+            "Flags of the script come after it: `accel launch script.py --epochs`",
+        ),
         (["launch", "--nproc-per-nod", "2", "script.py"], "Did you mean `--nproc-per-node`?"),
         (["launch", "--nproc=2", "script.py"], "unknown flag: got '--nproc'"),
         (
@@ -189,3 +194,14 @@ def test_help_imports_neither_torch_nor_a_command() -> None:
         "assert not {'torch', 'accel.launching', 'accel.cli._launch', 'argparse'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_flag_of_the_launcher_behind_the_script_is_told(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ = workspace.write("")
+    monkeypatch.chdir(workspace.folder)
+    assert main(["launch", "--dry-run", "script.py", "--nproc-per-node", "2"]) == 0
+    assert capsys.readouterr().err == (
+        "accel: --nproc-per-node goes to the script: flags of accel launch come before it\n"
+    )

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,10 +21,11 @@ from msgspec.structs import replace
 
 from accel.errors import AccelError
 from accel.launching._failure_record import Failure, file_beside
-from accel.launching._record_changes import began, ended, noted, seen
+from accel.launching._record_changes import began, corrected, ended, noted, seen
 from accel.launching._report import tell
 from accel.launching._target import Target
 from accel.run_folder import (
+    RUN,
     EventKind,
     LaunchRecord,
     Position,
@@ -32,6 +34,7 @@ from accel.run_folder import (
     installed_versions,
     launch_file,
     read_new,
+    read_run,
     write_json,
 )
 
@@ -123,6 +126,8 @@ class LaunchJournal(Journal):
         _ = self._find_folders()
         self._record = ended(self._record, statuses, failures, first, time.time())
         self._write()
+        if first is not None and 0 in statuses:  # rank 0 wrote the runs' records, and nobody does now
+            self._correct_runs(first)
 
     def finish(self, status: int, text: str, *, stopped: str = "", checkpoint: str = "") -> None:
         if not self._record.attempts:  # it was refused before anything ran
@@ -134,6 +139,14 @@ class LaunchJournal(Journal):
             record, status=status, stopped=stopped, checkpoint=checkpoint, ended_s=record.events[-1].time_s
         )
         self._write()
+
+    def _correct_runs(self, first: Failure) -> None:
+        started_s = self._record.attempts[-1].started_s
+        for folder in map(Path, self._folders):
+            run = read_run(folder)
+            if run is not None and (after := corrected(run, started_s, first, time.time())) is not run:
+                with suppress(OSError):  # the launch's own record has the error
+                    write_json(folder / RUN, after)
 
     def _find_folders(self) -> bool:
         """Read which folders the ranks have announced; return whether one of them is new."""

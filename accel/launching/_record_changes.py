@@ -21,6 +21,7 @@ from accel.run_folder import (
     LaunchRecord,
     RankError,
     RankState,
+    RunRecord,
     Setting,
     hide_in_text,
     hide_in_words,
@@ -106,6 +107,25 @@ def ended(
     error = None if first is None else _error(first)
     attempt = replace(attempt, ranks=ranks, ended_s=now_s, error=error)
     return replace(record, attempts=(*record.attempts[:-1], attempt))
+
+
+def corrected(run: RunRecord, started_s: float, first: Failure, now_s: float) -> RunRecord:
+    """Return the record of a run with the error that ended its launch, where rank 0 knows less.
+
+    Rank 0 writes the record. Its own error may only report a lost peer, and a killed rank 0 writes none.
+
+    Args:
+        run: record as rank 0 left it.
+        started_s: start of the attempt, in seconds since the epoch; earlier runs stay as they are.
+        first: the failure that caused the others.
+        now_s: end of the attempt.
+    """
+    is_earlier = max((run.started_s, *run.resumed_s)) < started_s
+    is_told = run.status == "failed" and first.rank == 0
+    if is_earlier or is_told or run.status == "finished":
+        return run
+    error = hide_in_text(f"rank {first.rank} {describe_end(first)}"[:_MOST_TEXT])
+    return replace(run, status="failed", error=_storable(error), ended_s=run.ended_s or now_s)
 
 
 def _state(state: RankState, status: int | None, now_s: float) -> RankState:

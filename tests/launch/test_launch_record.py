@@ -10,13 +10,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from launching import HERE, REST, Workspace
+from msgspec.structs import replace
 from processes import patience, wait_for
 
 from accel.config import LaunchConfig, resolve
 from accel.launching import FailureRecord, Target
 from accel.launching._failure_record import Failure
-from accel.launching._record_changes import began, ended, first_record, noted, seen
-from accel.run_folder import LaunchRecord, Setting, read_launches
+from accel.launching._record_changes import began, corrected, ended, first_record, noted, seen
+from accel.run_folder import LaunchRecord, RunRecord, Setting, read_launches, read_run
 
 
 def only(folder: Path) -> LaunchRecord:
@@ -88,6 +89,25 @@ def test_the_error_of_the_first_rank_stands_in_its_attempt() -> None:
     assert lost.traceback == "Fatal Python error\n"
 
 
+def test_the_record_of_a_run_gets_the_error_that_its_rank_0_cannot_know() -> None:
+    raised = FailureRecord(
+        rank=1, host="h", exception="ValueError", message="bad", location="a.py:3", traceback="T", time_s=1.0
+    )
+    other = Failure(rank=1, status=1, time_s=1.0, record=raised)
+    lost = RunRecord(id="a", project="p", started_s=5.0, status="failed", error="PeerError: rank 1", ended_s=8.0)
+    told = corrected(lost, 5.0, other, 9.0)
+    assert (told.status, told.error, told.ended_s) == ("failed", "rank 1 failed: ValueError: bad - at a.py:3", 8.0)
+    assert corrected(replace(lost, resumed_s=(7.0,)), 6.0, other, 9.0).error == told.error
+    killed = corrected(
+        replace(lost, status="running", error="", ended_s=None), 5.0, Failure(rank=0, status=-9, time_s=7.0), 9.0
+    )
+    assert (killed.status, killed.error, killed.ended_s) == ("failed", "rank 0 was killed by SIGKILL", 9.0)
+    assert corrected(lost, 6.0, other, 9.0) is lost  # of an earlier launch
+    assert corrected(lost, 5.0, Failure(rank=0, status=1, time_s=7.0), 9.0) is lost  # its own error
+    finished = replace(lost, status="finished", error="")
+    assert corrected(finished, 5.0, other, 9.0) is finished
+
+
 @pytest.mark.multiprocess
 def test_a_failed_and_restarted_launch_leaves_its_record(workspace: Workspace) -> None:
     script = workspace.write("""
@@ -95,7 +115,10 @@ def test_a_failed_and_restarted_launch_leaves_its_record(workspace: Workspace) -
         sys.audit("accel.run", "run")
         sys.audit("accel.checkpoint", "other/step-00000001")
         if os.environ["RANK"] == "1":
+            while not os.path.exists("run/run.json"): time.sleep(0.01)
             raise ValueError("<script> is bad")
+        from accel.run_folder import RunRecord, write_json
+        write_json("run/run.json", RunRecord(id="a", project="p", started_s=time.time()))
         time.sleep(60)
     """)
     for name in ("run", "other"):
@@ -106,6 +129,9 @@ def test_a_failed_and_restarted_launch_leaves_its_record(workspace: Workspace) -
     assert done.returncode == 1
     record = only(workspace.folder / "logs")
     assert record == only(workspace.folder / "run") == only(workspace.folder / "other")
+    run = read_run(workspace.folder / "run")
+    assert run is not None
+    assert run.error.startswith("rank 1 failed: ValueError: <script> is bad - at ")
     assert record.command == (str(script), "--token=***")
     assert (record.status, record.restarts, record.stopped, record.checkpoint) == (1, 1, "", "other/step-00000001")
     assert record.settings["max_restarts"] == Setting("1", "flag --max-restarts")
@@ -117,7 +143,7 @@ def test_a_failed_and_restarted_launch_leaves_its_record(workspace: Workspace) -
         assert [rank.rank for rank in attempt.ranks] == [0, 1]
         assert attempt.error is not None
         assert (attempt.error.exception, attempt.error.message) == ("ValueError", "<script> is bad")
-        assert f"{script}:6" in attempt.error.location
+        assert f"{script}:7" in attempt.error.location
         assert [rank.status for rank in attempt.ranks] == [-signal.SIGTERM, 1]
         ends = [rank.ended_s or 0.0 for rank in attempt.ranks]
         assert ends[1] < ends[0]  # the rank that failed ended first

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from accel.bigmodel.run._errors import closed_model
 from accel.bigmodel.run._slots import Block
-from accel.bigmodel.run._stream import CLOSED, REOPEN, Stream
+from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supply import Supply
-from accel.errors import StreamError
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +115,7 @@ class TableOrigin:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise StreamError(CLOSED, where=self.name, fix=REOPEN)
+            raise closed_model(self.name)
 
 
 def _gather(supply: Supply, index: torch.Tensor, device: torch.device, fetches: Fetches) -> torch.Tensor | None:

@@ -10,14 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from accel.bigmodel.run._calls import Call, drop_abandoned
+from accel.bigmodel.run._errors import changed_block, closed_model, failed_fill
 from accel.bigmodel.run._feeder import Feeder
 from accel.bigmodel.run._order import ObservedOrder, choose_fill
 from accel.bigmodel.run._slots import Block, Slot, put_in
 from accel.bigmodel.run._transfer import Transfer
-from accel.errors import AccelError, StreamError, describe, rebuild
-
-CLOSED = "the dispatched model is closed"
-REOPEN = "Call the model inside of `with accel.dispatch_model(...)`, or dispatch it again."
 
 
 class Stream:
@@ -80,29 +77,39 @@ class Stream:
         if calls:
             drop_abandoned(calls, self._release)
         with self._lock:
-            if self._closed:
-                raise StreamError(CLOSED, where=block.name, fix=REOPEN)
-            surprise = self._order.ran(block.index)
-            slot = block.slot
-            if slot is not None and slot.ready and slot.failed is None:
-                block.hits += 1
-            elif calls:
-                slot = None
-                block.waits += 1
-            else:
-                slot = self._wait(block)
-            if slot is not None:
-                if plain and not block.absents and not block.placed:
-                    put_in(block, slot)
-                slot.users += 1
-            if slot is None or not plain:
-                block.absents += 1
-                block.put_out()
-            if surprise:
-                self._wake(True)
+            try:
+                slot = self._take(block, plain=plain, nested=bool(calls))
+            except BaseException:
+                if self._demanded:  # another thread may wait for the slot that this call gives up
+                    self._wake(True)
+                raise
         calls.append(Call(block, slot, plain))
         if slot is not None and slot.filled is not None:
             self._transfer.arrived(slot)
+
+    def _take(self, block: Block, *, plain: bool, nested: bool) -> Slot | None:
+        """Give a call its slot, and put tensors or placeholders into the model; the lock is held."""
+        if self._closed:
+            raise closed_model(block.name)
+        surprise = self._order.ran(block.index)
+        slot = block.slot
+        if slot is not None and slot.ready and slot.failed is None:
+            block.hits += 1
+        elif nested:
+            slot = None
+            block.waits += 1
+        else:
+            slot = self._wait(block)
+        if slot is not None:
+            if plain and not block.absents and not block.placed:
+                put_in(block, slot)
+            slot.users += 1
+        if slot is None or not plain:
+            block.absents += 1
+            block.put_out()
+        if surprise:
+            self._wake(True)
+        return slot
 
     def leave(self, block: Block) -> None:
         """End the thread's innermost call of a block; of none if `enter` raised.
@@ -122,23 +129,28 @@ class Stream:
         with self._lock:
             if slot is None or not call.plain:
                 block.absents -= 1
-            if slot is None:
-                return
-            slot.users -= 1
-            if slot.users:
-                return
-            block.put_out()
-            if changed := block.is_replaced or slot.memory._version != slot.version:
-                block.is_replaced = False
-                slot.empty()
-            if self._scarce or self._demanded:
-                self._wake(True)
+            if slot is not None:
+                changed = self._give_back(slot, block)
         if changed:
-            raise StreamError(
-                "a streamed block has changed its own weights or buffers, and the change is lost",
-                where=block.name,
-                fix="Keep its segment on the device that computes.",
-            )
+            raise changed_block(block.name)
+
+    def _give_back(self, slot: Slot, block: Block) -> bool:
+        """End one use of a slot; the lock is held. Return whether a call has changed what the slot holds.
+
+        The last user empties a changed slot. The others computed with the change, so they are told too.
+        """
+        slot.users -= 1
+        if not slot.users:
+            block.put_out()
+        changed = block.is_replaced or slot.memory._version != slot.version
+        if slot.users:
+            return changed
+        if changed:
+            block.is_replaced = False
+            slot.empty()
+        if self._scarce or self._demanded:
+            self._wake(True)
+        return changed
 
     def _wait(self, block: Block) -> Slot:
         """Wait until a slot holds the block; the lock is held before and after.
@@ -165,7 +177,7 @@ class Stream:
                     finally:
                         self._lock.acquire()
                 if self._closed:
-                    raise StreamError(CLOSED, where=block.name, fix=REOPEN)
+                    raise closed_model(block.name)
         finally:
             block.waiting -= 1
             block.waited_s += time.perf_counter() - began
@@ -174,7 +186,7 @@ class Stream:
             slot.empty()
             if not isinstance(error, Exception):
                 raise error
-            raise _shown(error, block) from error
+            raise failed_fill(error, block.name) from error
         return slot
 
     def fill_expected(self) -> None:
@@ -236,21 +248,22 @@ class Stream:
             return slot.view(block).tensors[weight].detach()
         with self._lock:
             if self._closed:
-                raise StreamError(CLOSED, where=block.name, fix=REOPEN)
+                raise closed_model(block.name)
             slot = block.slot
             if slot is None or not slot.ready or slot.failed is not None:
                 return None
             slot.users += 1  # it stays until the copy is made
+        changed = False
         try:
             self._transfer.arrived(slot)
-            return slot.view(block).tensors[weight].detach().clone()
+            copy = slot.view(block).tensors[weight].detach().clone()
         finally:
             self._transfer.left(slot)
             with self._lock:
-                slot.users -= 1
-                if not slot.users:
-                    block.put_out()
-                self._wake(True)
+                changed = self._give_back(slot, block)
+        if changed:
+            raise changed_block(block.name)
+        return copy
 
     def is_in_call(self, block: Block) -> bool:
         """Return whether the calling thread is in a call of a block that has a slot."""
@@ -268,19 +281,17 @@ class Stream:
             StreamError: the stream is closed.
         """
         if self._closed:
-            raise StreamError(CLOSED, where=where, fix=REOPEN)
+            raise closed_model(where)
 
     def close(self) -> None:
-        """End the feeder, and wake threads that wait for a block, which raise. Idempotent."""
+        """End the feeder, and wake threads that wait for a block, which raise. Idempotent.
+
+        Calls that still run, or that an interrupt has ended without their hooks, lose the slots' tensors.
+        """
         with self._lock:
             self._closed = True
+            for block in self.blocks:
+                block.put_out()
             self._filled.notify_all()
         if self._feeder is not None:
             self._feeder.close()
-
-
-def _shown(error: BaseException, block: Block) -> AccelError:
-    """Return the error of a fill as one of this package: a new one for each call, of the same type where it has one."""
-    if isinstance(error, AccelError):
-        return rebuild(describe(error))
-    return StreamError(f"{block.name!r} could not be fetched", got=f"{type(error).__name__}: {error}", where=block.name)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that fail, are interrupted or overlap: no other call waits for ever, and no weight is lost or wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from streamed import make_net, streamed_map, token_ids
+
+import accel
+from accel.bigmodel import StoredTensor, cpu_offload, dispatch_model, open_weights
+
+PATIENCE_S = 60
+
+
+class Gated:
+    """A source whose reads of one block wait, and then fail."""
+
+    def __init__(self, path: Path, failing: str) -> None:
+        self.inner = open_weights(path)
+        self.failing = failing
+        self.reading, self.release = threading.Event(), threading.Event()
+
+    @property
+    def entries(self) -> Mapping[str, StoredTensor]:
+        return self.inner.entries
+
+    def read(self, targets: Sequence[tuple[str, torch.Tensor]]) -> None:
+        if any(name.startswith(self.failing) for name, _ in targets):
+            self.reading.set()
+            assert self.release.wait(PATIENCE_S)
+            raise OSError(5, "Input/output error")
+        self.inner.read(targets)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@contextmanager
+def thread(call: Callable[[], object]) -> Iterator[list[object]]:
+    """Run a function in a thread; give the list that receives its result or its error."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    started = threading.Thread(target=run, daemon=True)
+    started.start()
+    yield found
+    started.join(PATIENCE_S)
+    assert not started.is_alive()
+
+
+def test_a_thread_gets_the_slot_of_a_call_whose_read_failed(tmp_path: Path) -> None:
+    net, x = make_net(), torch.ones(1, 16)
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    source = Gated(tmp_path / "model.safetensors", "blocks.0")
+    with torch.no_grad():
+        expected = net.blocks[1](x)
+    with (
+        dispatch_model(net, streamed_map(net, "disk", 1), source=source, prefetch=False) as run,
+        thread(lambda: net.blocks[0](x)) as failed,
+    ):
+        assert source.reading.wait(PATIENCE_S)
+        with thread(lambda: net.blocks[1](x)) as waited:
+            while sum(each.waits for each in run.stats().segments) < 2:
+                time.sleep(0.001)
+            source.release.set()
+    source.close()
+    assert isinstance(failed[0], accel.StreamError)
+    assert torch.equal(waited[0], expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_closing_after_an_interrupt_gives_every_weight_back(slots: int) -> None:
+    net = make_net()
+    before = dict(net.named_parameters())
+    expected = net(token_ids())
+    net.blocks[1].error = KeyboardInterrupt()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        torch.no_grad(),
+        cpu_offload(net, "cpu:0", slots=slots),
+    ):
+        net(token_ids())
+    net.blocks[1].error = None
+    assert all(each is before[name] for name, each in net.named_parameters())
+    assert torch.equal(net(token_ids()), expected)
+
+
+def test_each_call_that_ran_beside_a_change_of_its_weights_is_told() -> None:
+    net, x = make_net(), torch.ones(1, 16)
+    block = net.blocks[0]
+    with torch.no_grad():
+        expected = block(x)
+    inside, leave = threading.Event(), threading.Event()
+    writer: list[int] = []
+
+    def change(module: torch.nn.Linear, _: object) -> None:
+        if threading.get_ident() in writer:
+            module.bias.add_(1)
+        else:
+            inside.set()
+            assert leave.wait(PATIENCE_S)
+
+    def write() -> object:
+        writer.append(threading.get_ident())
+        return block(x)
+
+    with cpu_offload(net, "cpu:0"):
+        handle = block.up.register_forward_pre_hook(change)
+        with thread(lambda: block(x)) as stayed:
+            assert inside.wait(PATIENCE_S)
+            with thread(write) as wrote:
+                pass
+            leave.set()
+        handle.remove()
+        assert [type(each[0]) for each in (wrote, stayed)] == [accel.StreamError] * 2
+        with torch.no_grad():
+            assert torch.equal(block(x), expected)

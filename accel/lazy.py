@@ -27,12 +27,22 @@ def exports(
                 found = module if name == home else getattr(module, name)
                 setattr(sys.modules[package], name, found)  # later look-ups cost nothing
                 return found
-        fix = (others or {}).get(name)
+        fix = (others or {}).get(name) or _nearest(name, homes)
         if fix and _is_imported(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             raise ImportError(f"cannot import name {name!r} from {package!r}. {fix}", name=package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}" + (f". {fix}" if fix else ""))
 
     return find
+
+
+def _nearest(name: str, homes: Mapping[str, Sequence[str]]) -> str:
+    """Return "Did you mean `x`?" for a misspelt name; empty for a private one, which tools look up."""
+    if name.startswith("_"):
+        return ""
+    import difflib
+
+    close = difflib.get_close_matches(name, [each for names in homes.values() for each in names], n=1, cutoff=0.75)
+    return f"Did you mean `{close[0]}`?" if close else ""
 
 
 def _is_imported(caller: FrameType) -> bool:

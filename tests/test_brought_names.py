@@ -98,6 +98,14 @@ def test_a_name_of_another_library_is_answered_by_ours(name: str) -> None:
     assert name not in accel.__all__
 
 
+def test_a_misspelt_name_is_answered_by_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"'prepare_lodaer'\. Did you mean `prepare_loader`\?$"):
+        _ = accel.prepare_lodaer  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match=r"Did you mean `gather`\?$"):
+        exec("from accel import gathr", {})
+    assert not hasattr(accel, "__gather__")
+
+
 def test_an_unknown_name_stays_unknown() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         _ = accel.nonsense  # type: ignore[attr-defined]

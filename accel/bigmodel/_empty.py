@@ -36,8 +36,9 @@ def init_empty_weights(make: Callable[[], M]) -> M:
         The model that `make` returns.
 
     Raises:
-        ConfigError: a value that is needed depends on that of a parameter.
+        ConfigError: a value that is needed depends on that of a parameter, or `make` is a model.
     """
+    _check_function(make, "init_empty_weights")
     tape = _Tape()
     with tape:
         model = make()
@@ -59,9 +60,24 @@ def init_on_device(make: Callable[[], M], device: str | torch.device) -> M:
 
     Returns:
         The model that `make` returns.
+
+    Raises:
+        ConfigError: `make` is a model.
     """
+    _check_function(make, "init_on_device")
     with torch.device(device):
         return make()
+
+
+def _check_function(make: object, where: str) -> None:
+    if isinstance(make, nn.Module):
+        raise ConfigError(
+            "the model exists already",
+            expected="a function that builds it",
+            got=type(make).__name__,
+            where=where,
+            fix=f"Pass the function: {where}(lambda: {type(make).__name__}(...)).",
+        )
 
 
 def _without_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import torch
@@ -54,6 +54,14 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     asked_at: float | None = None
     wait_s: float = 0.0
 
+    if not TYPE_CHECKING:  # checkers refuse both by themselves
+
+        def __iter__(self) -> NoReturn:
+            raise _not_the_data("inputs, targets = batch.data", "a loop over the batch, or its unpacking")
+
+        def __getitem__(self, key: object) -> NoReturn:
+            raise _not_the_data(f"batch.data[{key!r}]", f"batch[{key!r}]")
+
     @property
     def weight(self) -> int:
         """The number of samples that count in metrics: `valid`, or 0 where a lower rank holds the same samples."""
@@ -68,6 +76,10 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     def mask(self) -> torch.Tensor:
         """True for each real row: bool, shape [rows], on the CPU."""
         return torch.arange(self.rows) < int(self.valid)
+
+
+def _not_the_data(expected: str, got: str) -> DataError:
+    return DataError("a batch holds your data in its field `data`", expected=expected, got=got)
 
 
 @context_first

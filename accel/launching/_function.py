@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -68,7 +68,7 @@ def launch(
         Exception: the exception of the rank that failed first, with a note of its rank and traceback.
         LaunchError: that rank was killed, ended without a value, or its exception cannot be sent; the machine has too
             few GPUs, this process holds its TPU, or this is not the main thread.
-        ConfigError: the function, an argument or a value cannot be pickled.
+        ConfigError: no function, no tuple of arguments, or one that cannot be pickled.
         MissingExtraError: the extra `notebook` is needed, or a notebook's TPU needs torch_xla.
         EnvError: the environment holds a setting that the processes would refuse.
         KeyboardInterrupt: Ctrl-C; the ranks have had their time to leave.
@@ -81,7 +81,7 @@ def launch(
     _refuse_without_effect(config, "nnodes")
     hosted = read_hosted(environ)
     config = choose_device(config, hosted, sys.modules)
-    call = pack((fn, tuple(args)), "the function to launch, or its arguments")
+    call = _packed(fn, args)
     with record_dir() as folder:
         send_call(folder, call)
         ending, count = _run(_name(fn), folder, config, resolved.sources, rank_environ(environ, hosted))
@@ -138,7 +138,7 @@ def launch_placed(
     config = msgspec.structs.replace(config, nproc_per_node=nproc)
     _refuse_without_effect(config, "nnodes", "max_restarts")
     check_mesh(config, nproc)
-    call = pack((fn, tuple(args)), "the function to launch, or its arguments")
+    call = _packed(fn, args)
     with record_dir() as folder:
         send_call(folder, call)
         planned = tuple(
@@ -215,6 +215,18 @@ def _resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> Resolved:
     """Return the settings of flags and of our own variables, without those of torchrun, which launches scripts only."""
     own = {name: text for name, text in environ.items() if name not in TORCHRUN_VARIABLES}
     return resolve(flags, own)
+
+
+def _packed(fn: object, args: object) -> bytes:
+    if not callable(fn):
+        fix = "Start a script with `accel launch`, or by accel.launching.run_launch."
+        raise ConfigError("nothing to launch", expected="a function", got=repr(fn), where="launch, fn", fix=fix)
+    if not isinstance(args, list | tuple):
+        fix = f"Write ({args!r},) for one argument."
+        raise ConfigError(
+            "arguments are no tuple", expected="a tuple or list", got=repr(args), where="launch, args", fix=fix
+        )
+    return pack((fn, tuple(cast("Sequence[object]", args))), "the function to launch, or its arguments")
 
 
 def _refuse_without_effect(config: LaunchConfig, *names: str) -> None:

@@ -249,7 +249,8 @@ def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:
         fix: way from a loss of several elements to a scalar.
     """
     if not isinstance(loss, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass what models return
-        raise StepError("a loss must be a tensor", got=type(loss).__name__, where=where)
+        hint = "Pass it without .item()." if isinstance(loss, float) else "Pass the tensor itself, such as output.loss."
+        raise StepError("a loss must be a tensor", got=type(loss).__name__, where=where, fix=hint)
     if loss.ndim:
         raise StepError(
             "a loss must be a scalar",

@@ -90,3 +90,9 @@ def test_ties_stay_and_models_are_built_where_asked() -> None:
     assert model[1].weight is model[0].weight
     assert len(list(model.parameters())) == 1
     assert accel.init_on_device(make, "meta")[0].weight.is_meta
+
+
+@pytest.mark.parametrize("build", [accel.init_empty_weights, lambda make: accel.init_on_device(make, "cpu")])
+def test_a_model_in_place_of_its_function_is_refused(build) -> None:
+    with pytest.raises(ConfigError, match=r"the model exists already: .*\(lambda: Linear\(\.\.\.\)\)"):
+        build(nn.Linear(2, 2))

@@ -358,3 +358,18 @@ def test_a_worker_init_fn_finds_the_users_dataset():
     loader = accel.prepare_loader(ctx, DataLoader(Opened(), batch_size=2, num_workers=2, worker_init_fn=_open))
     got = [batch.data for batch in accel.batches(ctx, loader, accel.Cursor())]
     assert got == [["folder/0 0", "folder/0 1"], ["folder/1 2", "folder/1 3"]]
+
+
+@pytest.mark.parametrize(
+    ("slip", "told"),
+    [
+        (lambda batch: [*batch], "expected inputs, targets = batch.data"),
+        (lambda batch: batch["labels"], r"expected batch.data\['labels'\]"),
+        (lambda batch: batch[0], r"expected batch.data\[0\]"),
+    ],
+)
+def test_a_batch_that_is_taken_for_its_data_names_the_field(slip, told):
+    ctx = accel.single()
+    loader = accel.prepare_loader(ctx, DataLoader(range(4), batch_size=2))
+    with pytest.raises(accel.DataError, match=told):
+        slip(next(accel.batches(ctx, loader)))

@@ -71,8 +71,8 @@ class StreamLoader:
 
     def __iter__(self) -> NoReturn:
         raise DataError(
-            "a prepared loader is iterated from a cursor",
-            expected="for batch in accel.batches(ctx, loader, cursor)",
+            "a prepared loader is read by accel.batches, from a position",
+            expected="for batch in accel.batches(ctx, loader, state)",
             got="for batch in loader",
         )
 

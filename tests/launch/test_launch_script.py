@@ -34,7 +34,8 @@ def test_a_script_sees_what_python_would_show_it(workspace: Workspace) -> None:
         [sys.executable, "inner/script.py", *words], cwd=workspace.folder, capture_output=True, text=True, check=True
     )
     done = workspace.accel("launch", "inner/script.py", *words)
-    assert (done.returncode, done.stderr) == (0, "")
+    hint = "accel: --nproc-per-node goes to the script: flags of accel launch come before it\n"
+    assert (done.returncode, done.stderr) == (0, hint)
     assert done.stdout == plain.stdout
     assert str(script) in done.stdout
 

@@ -16,7 +16,7 @@ _DEVICE = re.compile(r"[a-z_]+:[0-9]+|mps")
 
 _EXAMPLE = "a limit for each device, such as {0: '20GB', 'cpu': '60GB', 'disk': None}"
 
-Limits = Mapping[int | str, int | str | None]
+Limits = Mapping[int | str, int | str | None] | Mapping[str, int | str | None] | Mapping[int, int | str | None]
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,13 +59,18 @@ class AbsentWeight(Protocol):
 
 
 def is_absent(tensor: object) -> bool:
-    """Return whether a tensor is a weight that is not in memory."""
+    """Return whether a tensor is a weight that is not in memory, or a DTensor of which this rank's part is not."""
+    if is_dtensor(tensor):
+        tensor = local_part(tensor)
     return type(tensor) is not torch.Tensor and hasattr(type(tensor), "stored")
 
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a weight that is not in memory, on the host; any other tensor as it is."""
-    return cast("AbsentWeight", tensor).stored() if is_absent(tensor) else tensor
+    """Return the values of a weight that is not in memory, on the host or its mesh's device; others as they are."""
+    if not is_absent(tensor):
+        return tensor
+    stored = cast("AbsentWeight", local_part(tensor)).stored()
+    return dtensor_of(stored, tensor) if is_dtensor(tensor) else stored
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +130,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whole and without autograd's record. A collective of the mesh for a DTensor."""
     if not is_dtensor(tensor):
         return tensor.detach()
-    spread = cast("DTensor", tensor.detach())
+    spread = cast("DTensor", stored_values(tensor).detach())
     kind = spread.device_mesh.device_type
     if spread.device.type != kind:  # offloaded, while its ranks communicate through their devices
         spread = cast("DTensor", spread.to(kind))
@@ -145,6 +150,21 @@ def _unstrided(tensor: DTensor) -> DTensor:
             placements[dim] = Replicate()
             tensor = tensor.redistribute(placements=placements)
     return tensor
+
+
+def dtensor_of(part: torch.Tensor, template: DTensor) -> DTensor:
+    """Make a DTensor of this rank's part, with the mesh, placements and shape of another. No communication.
+
+    Args:
+        part: on the meta device, or on one of the mesh's type, where it is the DTensor's memory; else it is copied.
+        template: the other one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    shape, stride = template.shape, template.stride()
+    return DTensor.from_local(
+        part, template.device_mesh, template.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None = None) -> DTensor:

@@ -53,7 +53,7 @@ class StagedTensors:
         """
         fact = self.facts[name]
         if self._comm.rank == self._owners[name]:
-            found = full_tensor(own[name]).contiguous()
+            found = full_tensor(own[name]).to(self._ctx.device).contiguous()  # one that streams is on the host
         else:
             found = torch.empty(fact.shape, dtype=fact.dtype, device=self._ctx.device)
         if found.numel():

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext
 from accel.parallel._comm_hooks import ReplicateOptions, register_hook
-from accel.parallel._empty import allocate, make_room
+from accel.parallel._empty import allocate_empty, make_room
 from accel.parallel._labels import label_parameters
 from accel.parallel._masters import check_buckets
 from accel.parallel._move import move_model
@@ -109,7 +109,7 @@ def _check(ctx: DistContext, _model: nn.Module, options: ReplicateOptions) -> No
 
 def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is_empty: bool) -> nn.Module:
     if is_empty:  # DDP looks at values when it is made
-        allocate(model, ctx.device)
+        allocate_empty(model, ctx.device)
     make_room([*model.parameters(), *model.buffers()], ctx.device)
     move_model(model, ctx.device)
     uses_all = not options.find_unused_parameters and not options.static_graph

@@ -74,7 +74,7 @@ def values_or_room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
+def allocate_empty(model: nn.Module, device: torch.device) -> None:
     """Give what is empty in a model memory, and fill it with NaN until its values come. Mutates the model.
 
     Plain parameters stay the objects that they are; DTensors are replaced.
@@ -132,7 +132,7 @@ def names_of_empty(model: nn.Module) -> list[str]:
 
 
 def is_unknown(tensor: torch.Tensor) -> bool:
-    """Return whether this rank's part of a tensor holds what `allocate` fills in. Waits for the device."""
+    """Return whether this rank's part of a tensor holds what `allocate_empty` fills in. Waits for the device."""
     part = local_part(tensor)
     return part.is_floating_point() and part.numel() > 0 and bool(part.isnan().all())
 

@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DeviceError, PrepareError
-from accel.parallel._absent import check_absent
+from accel.parallel._absent import check_absent, check_unallocated
 from accel.parallel._autocast_seen import watch_autocast
 from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._compile import compile_as_set
 from accel.parallel._composition import check_axes, composition, unspread
 from accel.parallel._ddp import Replica, replica_of
-from accel.parallel._empty import allocate, expect_values, stays_empty
+from accel.parallel._empty import allocate_empty, expect_values, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._masters import check_masters, refuse_foreign
@@ -51,6 +51,7 @@ def prepare_model(
     gradient_as_bucket_view: bool = True,
     comm_hook: CommHook | None = None,
     plan: Plan | None = None,
+    allocate: bool = True,
 ) -> nn.Module:
     """Move the model to the context's device, and spread it over the ranks by the context's strategy. A collective.
 
@@ -62,9 +63,8 @@ def prepare_model(
     Every rank begins with rank 0's parameters and buffers, also one whose model is empty, on the meta device. Where no
     rank has values each gives its part memory, for a load or an initialisation to fill before the first forward.
 
-    A model that is wrapped already, or that `fully_shard` or
-    tensor parallelism has spread over all ranks, is returned as it is; under `ddp` also one without trainable
-    parameters. The setting `compile` is applied to models without a compiled part.
+    A model that is wrapped or spread over all ranks already is returned as it is; under `ddp` also one without
+    trainable parameters. The setting `compile` is applied to models without a compiled part.
 
     Args:
         ctx: the context.
@@ -77,8 +77,9 @@ def prepare_model(
         comm_hook: format of travelling gradients, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
-        plan: styles, stages and units for the mesh's axes; None for `ctx.plan`, else `Plan()`. Of axes of one rank it
-            says nothing.
+        plan: styles, stages and units for the mesh's axes of several ranks; None for `ctx.plan`, else `Plan()`.
+        allocate: whether a model that is empty on every rank gets memory. False leaves this rank's part of it empty,
+            for `load_checkpoint_and_dispatch`.
 
     Returns:
         The model to call in the training loop.
@@ -86,9 +87,8 @@ def prepare_model(
     Raises:
         DeviceError: a parameter or buffer on another device; named. Or a GPU that is not the current one, for `fsdp`.
         PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
-            wrapped with, one with a wrapper inside, or a sharded one whose gradients would not reach every rank; one
-            that the plan cannot spread along the mesh. Under `fsdp` also a parameter, module or mesh that `fully_shard`
-            cannot take.
+            wrapped with, one with a wrapper inside, a sharded one whose gradients would not reach every rank, one that
+            the plan cannot spread, `allocate=False` beside replicas or shards, or what `fully_shard` cannot take.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.
@@ -107,6 +107,8 @@ def prepare_model(
     keywords.check()
     plan = ctx.plan if plan is None else plan
     engine = engine_of(ctx)
+    if not allocate:
+        check_unallocated(ctx)
     if engine is not None:
         _check_used(ctx, keywords, ())
         refuse_plan(ctx, plan)
@@ -128,9 +130,9 @@ def prepare_model(
         for each, own in zip(spreads, options, strict=True):
             if not each.is_done(ctx, prepared):
                 prepared = each.spread(ctx, prepared, own, is_empty=is_empty)
-    if is_empty:
+    if is_empty and allocate:
         inner = unwrap_model(prepared)
-        allocate(inner, ctx.device)
+        allocate_empty(inner, ctx.device)
         expect_values(stage_comm(ctx), inner)
     if plan is not None and plan.micro_batches is not None:
         note_micro_batches(prepared, plan.micro_batches)

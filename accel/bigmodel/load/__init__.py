@@ -17,11 +17,13 @@ from accel.bigmodel.load._match import (
     refusal as refusal,
 )
 from accel.bigmodel.load._open import Rename as Rename, open_weights as open_weights
+from accel.bigmodel.load._weights import FileWeights as FileWeights
 
 __all__ = [
     "Destination",
     "DeviceChoice",
     "Facts",
+    "FileWeights",
     "Match",
     "Patterns",
     "Rename",

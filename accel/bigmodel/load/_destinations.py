@@ -25,10 +25,12 @@ class Destination(NamedTuple):
     Attributes:
         device: the device; None for a tensor that stays in files.
         dtype: dtype that its home has for it; None where that is the model's.
+        is_planned: whether a device map says so, and not one device for all.
     """
 
     device: torch.device | None
     dtype: torch.dtype | None = None
+    is_planned: bool = False
 
 
 def find_destinations(device_map: DeviceChoice, default: torch.device) -> Callable[[str], Destination]:
@@ -70,7 +72,7 @@ def _of_map(device_map: DeviceMap) -> dict[str, Destination]:
             place = home if moves else runs
             is_cast = segment.casts(weight) if home == runs else moves and weight.storage_dtype is not None
             dtype = dtype_of(cast("str", weight.storage_dtype)) if is_cast else None
-            destination = Destination(None if place in STORES else devices[place], dtype)
+            destination = Destination(None if place in STORES else devices[place], dtype, True)
             found |= dict.fromkeys((weight.name, *weight.tied), destination)
     return found
 

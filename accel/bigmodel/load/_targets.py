@@ -169,6 +169,10 @@ def _target(
         )
     device = destination.device if live.is_meta and not is_dtensor(live) else live.device
     if live.is_meta and is_dtensor(live):
-        device = default if live.device_mesh.device_type == default.type else torch.device(live.device_mesh.device_type)
+        kind = live.device_mesh.device_type
+        device = default if kind == default.type else torch.device(kind)
+        place = destination.device.type if destination.device is not None else None
+        if destination.is_planned and (place != kind or destination.dtype is not None):
+            device = None  # `dispatch_model` reads what lies elsewhere than its mesh computes, or in another dtype
     box = held_box(live, names[0]) if is_dtensor(live) else whole(live.shape)
     return Target(names, live, wanted, device, box)

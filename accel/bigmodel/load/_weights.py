@@ -11,7 +11,7 @@ import torch
 from accel.bigmodel._dtypes import dtype_of
 from accel.bigmodel._source import StoredTensor
 from accel.bigmodel.load._jobs import page_offset, plan_jobs
-from accel.checkpoint import Strided
+from accel.checkpoint import Box, Strided, cut
 from accel.errors import ConfigError, did_you_mean
 from accel.storage import ByteRanges, LocalRanges
 
@@ -33,9 +33,19 @@ class FileWeights:
             ranges: the open files; closed with the source.
             where: the folder, for errors.
         """
+        self._where = where
         self.stored = stored
         self.ranges = ranges
         self.entries: Mapping[str, StoredTensor] = {name: _entry(each, where) for name, each in stored.items()}
+
+    def parts(self, boxes: Mapping[str, Box]) -> FileWeights:
+        """Return a source of parts of some tensors, of the same open files, which stay this one's to close.
+
+        Args:
+            boxes: part by name; other tensors are whole.
+        """
+        stored = {name: cut(each, boxes[name]) if name in boxes else each for name, each in self.stored.items()}
+        return FileWeights(stored, self.ranges, self._where)
 
     def read(self, targets: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Fill tensors; see `WeightSource`."""
@@ -57,16 +67,19 @@ class FileWeights:
         dtype = dtype_of(entry.dtype)
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
-        part = self.stored[name].parts[0]
-        if page_offset(self.stored[name], dtype.itemsize) is None or part.start % dtype.itemsize:
+        parts = self.stored[name].parts
+        part = parts[0]
+        if len(parts) > 1 or any(at % dtype.itemsize for at in (part.start, *part.strides)):
             problem = f"{name!r} cannot be mapped, as its bytes lie apart or between the addresses that torch reads"
             raise ConfigError(problem, where=entry.where, fix="Use the home 'disk' or 'cpu'.")
         if not isinstance(self.ranges, LocalRanges):
             raise ConfigError(
                 "files of a store cannot be mapped", where=entry.where, fix="Use the home 'disk' or 'cpu'."
             )
-        memory = self.ranges.mapped(part.file)[part.start : part.start + entry.nbytes]
-        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(entry.shape)
+        reach = sum((size - 1) * stride for size, stride in zip(entry.shape, part.strides, strict=True))
+        memory = self.ranges.mapped(part.file)[part.start : part.start + reach + dtype.itemsize]
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+        return flat.as_strided(entry.shape, [stride // dtype.itemsize for stride in part.strides])
 
     def close(self) -> None:
         """Close the files."""

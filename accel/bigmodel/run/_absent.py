@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only  # pyright: ignore[reportUnknownVa
 
 from accel.bigmodel.run._no_memory import NoMemory
 from accel.errors import StreamError
+from accel.tensors import dtensor_of, is_absent, is_dtensor
 
 _STATISTICS = ("running_mean", "running_var")  # arguments that batch norms update, and that no schema marks
 _APPLY_DEPTH = 8  # frames between an operator and the `Module._apply` that asks for it, and some to spare
@@ -124,6 +125,15 @@ def absent_parameter(like: torch.Tensor, origin: Origin, device: torch.device) -
     return nn.Parameter(absent, requires_grad=like.requires_grad)
 
 
+def in_form_of(before: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the form of another: this rank's part as a DTensor, and as a Parameter."""
+    if is_dtensor(before) and not is_dtensor(tensor):
+        tensor = dtensor_of(tensor, before)
+    if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
+    return tensor
+
+
 def may_hold_statistics(tensor: torch.Tensor) -> bool:
     """Return whether a batch norm may update a tensor: a vector that is no parameter."""
     return tensor.dim() == 1 and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
@@ -143,7 +153,7 @@ def refuse_load(module: nn.Module, state_dict: Mapping[str, object], prefix: str
     absent = [
         name
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if isinstance(tensor, AbsentTensor) and f"{prefix}{name}" in state_dict
+        if is_absent(tensor) and f"{prefix}{name}" in state_dict
     ]
     if absent:
         raise StreamError(

@@ -20,6 +20,7 @@ from accel.bigmodel.run._crossings import move_inputs
 from accel.bigmodel.run._dispatched import Dispatched
 from accel.bigmodel.run._install import Streaming, put_blocks, put_mapped, put_table, settle
 from accel.bigmodel.run._origins import Fetches
+from accel.bigmodel.run._parts import with_parts
 from accel.bigmodel.run._places import check_undispatched, find_places
 from accel.bigmodel.run._scratch import with_scratch
 from accel.bigmodel.run._slots import Block, make_slots
@@ -77,6 +78,7 @@ def dispatch_model(
             source = TensorSource(source)
         devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}
         tasks = list_tasks(device_map, devices, find_places(model, device_map.skeleton))
+        source = with_parts(tasks, source)
         if scratch is not None:
             source = with_scratch(tasks, source, scratch, opened)
         return _dispatch(model, device_map, tasks, devices, source, opened, prefetch)

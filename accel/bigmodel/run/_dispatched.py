@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from accel.bigmodel.plan import DeviceMap
-from accel.bigmodel.run._absent import AbsentTensor
 from accel.bigmodel.run._origins import Fetches
 from accel.bigmodel.run._slots import Block
 from accel.bigmodel.run._stats import RunStats, SegmentStats
-from accel.tensors import state_tensors
+from accel.tensors import is_absent, state_tensors, stored_values
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,8 +81,8 @@ class Dispatched(Generic[M]):
             StreamError: the model is closed.
         """
         for name, tensor in state_tensors(self.model).items():
-            if isinstance(tensor, AbsentTensor):
-                yield name, tensor.stored()
+            if isinstance(tensor, torch.Tensor) and is_absent(tensor):
+                yield name, stored_values(tensor)
             elif isinstance(tensor, torch.Tensor):
                 yield name, tensor.detach().cpu()
 

@@ -22,6 +22,7 @@ from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supplies import Task
 from accel.bigmodel.run._supply import Supply
 from accel.bigmodel.run._transfer import CastTransfer, transfer_to
+from accel.tensors import is_dtensor
 
 Close = Callable[[], None]
 
@@ -42,7 +43,7 @@ def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
     if before.device == task.device and before.dtype == dtype:
         return
     device = before.device
-    if isinstance(before, nn.Parameter):
+    if isinstance(before, nn.Parameter) and not is_dtensor(before):
         before.data = before.data.to(task.device, dtype)
 
         def back() -> None:
@@ -131,7 +132,7 @@ def _holders(task: Task) -> tuple[Holder, ...]:
 def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitStack) -> None:
     """Put a placeholder into the model; `opened` receives the way back to a weight in memory, if there is one."""
     before = task.places[0].tensor
-    put(task.places, absent)
+    absent = put(task.places, absent)
     if isinstance(supply.source, ScratchSource) and supply.name in supply.source.written:
         device = before.device
         before.data = before.data.new_empty(0)  # gives the memory free that it had
@@ -143,7 +144,7 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
     elif not has_values(before) or task.home == "disk":
         found = supply.tensor
         in_memory = task.weight.is_cast and task.home not in STORES
-        if found is None or not (found.dtype == absent.dtype or in_memory):
+        if found is None or is_dtensor(before) or not (found.dtype == absent.dtype or in_memory):
             return  # the placeholder stays: the model has no values to go back to
 
         def back() -> None:

@@ -19,6 +19,7 @@ from accel.bigmodel.run._dispatched import Dispatched
 from accel.comm import Call, agreed, call_site
 from accel.context import DistContext, context_first
 from accel.storage import RemotePath
+from accel.tensors import is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,7 +42,8 @@ def load_checkpoint_and_dispatch(
     """Load weights where a map says, and run the model from there. A collective. Mutates the model.
 
     The two steps in one: `load_checkpoint_in_model` for what the map keeps in memory, then `dispatch_model`, with the
-    files of `path` for what it leaves there.
+    files of `path` for what it leaves there. Of a model that `prepare_model(allocate=False)` has divided, each rank
+    reads and streams its own stage, or its parts of weights.
 
     Args:
         ctx: the context.
@@ -80,7 +82,8 @@ def load_checkpoint_and_dispatch(
         advance=advance,
     )
     with agreed(ctx.comm, Call("load_checkpoint_and_dispatch", site=site)):
-        if not any(home in STORES for home in device_map.home.values()):
+        waits = any(is_dtensor(each) and each.is_meta for each in model.parameters())
+        if not waits and not any(home in STORES for home in device_map.home.values()):
             return dispatch_model(model, device_map, prefetch=prefetch)
         source = open_weights(path, rename=rename, readers=readers)
         try:

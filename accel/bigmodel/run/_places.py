@@ -11,10 +11,10 @@ from torch import nn
 
 from accel.bigmodel._dtypes import dtype_of
 from accel.bigmodel.plan import Skeleton, Weight
-from accel.bigmodel.run._absent import AbsentTensor
+from accel.bigmodel.run._absent import AbsentTensor, in_form_of
 from accel.bigmodel.run._packed import PackedWeight, find_packed
 from accel.errors import ConfigError, StreamError
-from accel.tensors import packed_weights
+from accel.tensors import is_dtensor, local_part, packed_weights
 
 _SHOWN = 5
 
@@ -54,8 +54,8 @@ def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[Plac
         here = tuple(place for place in places if place is not None)
         if len(here) < len(places):
             problems.append(f"no {weight.name!r}")
-        elif tuple(here[0].tensor.shape) != weight.shape:
-            problems.append(f"{weight.name!r} of shape {tuple(here[0].tensor.shape)}, not {weight.shape}")
+        elif (shape := tuple(held(here[0].tensor).shape)) != weight.shape:
+            problems.append(f"{weight.name!r} of shape {shape}, not {weight.shape}")
         found[weight.name] = here
     known = {name for weight in skeleton.weights() for name in (weight.name, *weight.tied)}
     here = {name for name, _ in _named(model)}
@@ -88,7 +88,8 @@ def check_undispatched(model: nn.Module) -> None:
         StreamError: such a model.
     """
     for name, tensor in _named(model):
-        if isinstance(tensor, AbsentTensor) and not tensor.origin.is_closed:
+        part = held(tensor)
+        if isinstance(part, AbsentTensor) and not part.origin.is_closed:
             raise StreamError(
                 "the model is dispatched already",
                 where=f"dispatch_model, {name!r}",
@@ -98,30 +99,37 @@ def check_undispatched(model: nn.Module) -> None:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of a model has memory."""
-    return not tensor.is_meta and not isinstance(tensor, AbsentTensor)
+    return not tensor.is_meta and not isinstance(held(tensor), AbsentTensor)
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; any other tensor as it is."""
+    return local_part(tensor) if is_dtensor(tensor) else tensor
 
 
 def put(places: tuple[Place, ...], tensor: torch.Tensor) -> torch.Tensor:
-    """Put a tensor into all places of a weight, as a Parameter where one was; return what was put.
+    """Put a tensor into all places of a weight, in the form of the one that was there; return what was put.
 
-    A Parameter asks for a gradient as the one before it did.
+    This rank's part of a DTensor becomes one, and a Parameter asks for a gradient as the one before it did.
     """
     if (whole := places[0].whole) is not None:
         whole.put(places[0].part, tensor)
         return tensor
-    before = places[0].tensor
-    if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
-        tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
+    tensor = in_form_of(places[0].tensor, tensor)
     for place in places:
         place.registry[place.key] = tensor
     return tensor
 
 
 def kind_of(weight: Weight, places: tuple[Place, ...]) -> torch.Tensor:
-    """Return a meta tensor that is like a weight in the model: its class, shape and whether it asks for a gradient."""
+    """Return a meta tensor that is like a weight in the model: its class, shape and whether it asks for a gradient.
+
+    Of a DTensor it is like this rank's part.
+    """
     before = places[0].tensor
     blank = torch.empty(weight.shape, dtype=dtype_of(weight.dtype), device="meta")
-    return nn.Parameter(blank, requires_grad=before.requires_grad) if isinstance(before, nn.Parameter) else blank
+    is_whole = isinstance(before, nn.Parameter) and not is_dtensor(before)
+    return nn.Parameter(blank, requires_grad=before.requires_grad) if is_whole else blank
 
 
 def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accel.bigmodel.run._absent import may_hold_statistics
+from accel.bigmodel.run._absent import in_form_of, may_hold_statistics
 from accel.bigmodel.run._packed import PackedWeight
 from accel.bigmodel.run._supply import Supply
 from accel.errors import StreamError
@@ -247,12 +247,11 @@ def _view(memory: torch.Tensor, block: Block) -> SlotView:
             wholes[id(first.whole)] = first
             tensors.append(tensor)
             continue
-        if isinstance(first.absent, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=False)
         tensors.append(tensor)
         if may_hold_statistics(first.absent):
             continue  # torch writes those unseen; a placeholder refuses that
-        places += [(each.registry, each.key, each.absent, tensor) for each in weight.holders]
+        there = in_form_of(first.absent, tensor).requires_grad_(False)
+        places += [(each.registry, each.key, each.absent, there) for each in weight.holders]
     for key, holder in wholes.items():
         assert holder.whole is not None
         made = holder.whole.made(views[key])

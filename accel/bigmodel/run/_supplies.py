@@ -13,7 +13,7 @@ from accel.bigmodel._dtypes import copy_in_range, dtype_of
 from accel.bigmodel._source import WeightSource
 from accel.bigmodel.plan import STORES, DeviceMap, Segment, Weight
 from accel.bigmodel.run._absent import AbsentTensor
-from accel.bigmodel.run._places import Place, has_values
+from accel.bigmodel.run._places import Place, has_values, held
 from accel.bigmodel.run._supply import Mappable, Supply, TensorSource, fill
 from accel.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -126,7 +126,7 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
 
 def _check_is_plain(task: Task) -> None:
     """Refuse a weight away from its device that is more than its elements, such as one with a quantizer's scales."""
-    kind = type(task.places[0].tensor)
+    kind = type(held(task.places[0].tensor))
     if task.way != "resident" and kind not in (torch.Tensor, nn.Parameter, AbsentTensor):
         raise ConfigError(
             "a weight of a class of its own, as quantizers have, stays on its device",
@@ -157,7 +157,7 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
         name, shape, dtype = task.weight.name, task.weight.shape, dtype_of(task.weight.dtype)
         at_home = dtype_of(task.weight.storage_dtype or task.weight.dtype)
         if not needs_source(task):
-            here = task.places[0].tensor.detach()
+            here = held(task.places[0].tensor).detach()
             here = here if task.way == "cast" else here.to("cpu")
             supplies[name] = Supply(name, shape, dtype, _stored_as(here, at_home, task), None)
             continue

@@ -17,7 +17,7 @@ from accel.comm import Comm
 from accel.context import DistContext
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._ddp import replica_of
-from accel.parallel._empty import allocate, make_room
+from accel.parallel._empty import allocate_empty, make_room
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._move import move_model
 from accel.parallel._refusals import check_all
@@ -93,7 +93,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
     ignored = [each for each in inner.parameters() if id(each) in below]
     units = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
     if is_empty:
-        allocate(inner, torch.device("cpu") if options.offload else ctx.device)
+        allocate_empty(inner, torch.device("cpu") if options.offload else ctx.device)
     else:
         make_room(ignored, ctx.device)
         _move(ignored, ctx.device)

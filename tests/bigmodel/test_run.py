@@ -185,16 +185,35 @@ def test_forward_is_nobodys_but_torchs(dispatch: Dispatch) -> None:
     assert all(type(module._parameters) is dict for module in run.model.modules())
 
 
-def test_a_weight_that_a_block_returns_is_the_callers(dispatch: Dispatch) -> None:
+@pytest.mark.parametrize(
+    "inside", [lambda x: x, lambda x: (x, None), lambda x: {"deep": [x[2:]]}], ids=["alone", "tuple", "dict"]
+)
+def test_a_weight_that_a_block_returns_is_the_callers(
+    dispatch: Dispatch, inside: Callable[[torch.Tensor], object]
+) -> None:
     run = dispatch()
     block = run.model.blocks[0]
-    block.forward = lambda x: block.scale  # type: ignore[method-assign]
+    block.forward = lambda x: inside(block.scale)  # type: ignore[method-assign, assignment, return-value]
     with torch.no_grad():
         kept = block(torch.ones(1))
-        before = kept.clone()
+        before = copy.deepcopy(kept)
         for other in (1, 2, 3):
             run.model.blocks[other](torch.ones(1, 16))
-    assert torch.equal(kept, before)
+    torch.testing.assert_close(kept, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "vmap"])
+def test_outputs_without_a_storage(dispatch: Dispatch, kind: str) -> None:
+    run, x = dispatch(), torch.ones(3, 1, 16)
+    block = run.model.blocks[0]
+    with torch.no_grad():
+        plain = block(x)
+        if kind == "vmap":
+            assert torch.equal(torch.func.vmap(block)(x), plain)
+            return
+        handle = block.register_forward_hook(lambda module, args, output: output.to_sparse(), prepend=True)
+        assert torch.equal(block(x).to_dense(), plain)
+        handle.remove()
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel import tree as trees
+from accel.bigmodel.run._absent import AbsentTensor
 from accel.bigmodel.run._slots import Block
 from accel.bigmodel.run._stream import Stream
+from accel.errors import TreeError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,16 +24,20 @@ R = TypeVar("R")
 def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
     """Register the hooks of a block; return what removes them."""
 
+    def leave(output: Any) -> Any:
+        try:
+            return own_output(output, block)
+        finally:
+            stream.leave(block)
+
     begin = untraced(stream.enter)
-    end = untraced(stream.leave)
+    end = untraced(leave)
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         begin(block)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        own = _own(output, block)
-        end(block)
-        return own
+        return end(output)
 
     return [
         block.module.register_forward_pre_hook(before, prepend=True),
@@ -38,13 +45,34 @@ def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
     ]
 
 
-def _own(output: Any, block: Block) -> Any:
-    """Return a copy of an output that is a weight of the block, as the slot will hold others; None for any other."""
+def own_output(output: Any, block: Block) -> Any:
+    """Return a block's output with copies of the tensors in it that lie on its slot, which will hold other blocks.
+
+    Returns:
+        The output with copies; None if there is nothing to copy.
+    """
     slot = block.slot
-    if slot is None or type(output) not in (torch.Tensor, nn.Parameter) or output.device != slot.memory.device:
+    if slot is None:
         return None
-    shared = output.untyped_storage().data_ptr() == slot.memory.untyped_storage().data_ptr()
-    return output.clone() if shared else None
+    memory = slot.memory.untyped_storage().data_ptr()
+    if isinstance(output, torch.Tensor):
+        return output.clone() if _lies_at(memory, output) else None
+    try:
+        leaves, _ = trees.flatten(output)
+    except TreeError:  # a container of the user's own, which nobody can take apart
+        return None
+    if not any(_lies_at(memory, leaf) for leaf in leaves):
+        return None
+    return trees.map_tensors(lambda tensor: tensor.clone() if _lies_at(memory, tensor) else tensor, output)
+
+
+def _lies_at(memory: int, leaf: object) -> bool:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, AbsentTensor):
+        return False
+    try:
+        return leaf.untyped_storage().data_ptr() == memory
+    except (NotImplementedError, RuntimeError):  # sparse tensors and those of torch.func have no storage
+        return False
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

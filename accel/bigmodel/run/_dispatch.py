@@ -115,7 +115,7 @@ def _dispatch(
         if task.way == "resident":
             settle(task, read.get(name), opened)
         elif task.way == "mapped":
-            put_mapped(task, supplies[name])
+            put_mapped(task, supplies[name], opened)
         elif task.way == "rows":
             put_table(task, supplies[name], fetches[task.segment.name], opened)
     blocks: dict[str, Block] = {}

@@ -102,7 +102,8 @@ class Dispatched(Generic[M]):
         Weights with a home in host memory are the model's again. Others stay absent, and raise where they are used.
         Idempotent.
         """
-        self._opened.close()
+        with torch.inference_mode(False):  # or weights that move now could never train
+            self._opened.close()
 
     def __enter__(self) -> Dispatched[M]:
         return self

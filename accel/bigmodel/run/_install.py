@@ -20,7 +20,7 @@ from accel.bigmodel.run._scratch import ScratchSource
 from accel.bigmodel.run._slots import Block, Holder, Slot, StreamedWeight
 from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supplies import Task
-from accel.bigmodel.run._supply import Supply
+from accel.bigmodel.run._supply import Supply, fill
 from accel.bigmodel.run._transfer import CastTransfer, transfer_to
 from accel.tensors import is_dtensor
 
@@ -33,7 +33,7 @@ def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
     Args:
         task: the weight.
         read: the values, where the model has none.
-        opened: receives the way back: to the device that it came from. A weight that was read stays.
+        opened: receives the way back: to the device and dtype that it came from. A weight that was read stays.
     """
     if read is not None:
         put(task.places, read)
@@ -42,25 +42,27 @@ def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
     dtype = dtype_of(task.weight.dtype)
     if before.device == task.device and before.dtype == dtype:
         return
-    device = before.device
+    device, former = before.device, before.dtype
     if isinstance(before, nn.Parameter) and not is_dtensor(before):
-        before.data = before.data.to(task.device, dtype)
+        _move(before, before.data.to(task.device, dtype))
 
         def back() -> None:
-            before.data = before.data.to(device)
+            _move(before, _wide(before.data, device, former))
     else:
         put(task.places, before.to(task.device, dtype))
 
         def back() -> None:
-            put(task.places, task.places[0].tensor.to(device))
+            put(task.places, _wide(task.places[0].tensor, device, former))
 
     opened.callback(back)
 
 
-def put_mapped(task: Task, supply: Supply) -> None:
-    """Put a mapped file's tensor into the model."""
+def put_mapped(task: Task, supply: Supply, opened: ExitStack) -> None:
+    """Put a mapped file's tensor into the model; values that the model has stay."""
     assert supply.tensor is not None
-    if not has_values(task.places[0].tensor):
+    if has_values(task.places[0].tensor):
+        settle(task, None, opened)
+    else:
         put(task.places, supply.tensor)
 
 
@@ -132,13 +134,17 @@ def _holders(task: Task) -> tuple[Holder, ...]:
 def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitStack) -> None:
     """Put a placeholder into the model; `opened` receives the way back to a weight in memory, if there is one."""
     before = task.places[0].tensor
+    device = before.device
+    at_home = dtype_of(task.weight.storage_dtype or task.weight.dtype)
+    dtype = absent.dtype if before.dtype == at_home else before.dtype  # a load may have left it in its home's dtype
     absent = put(task.places, absent)
     if isinstance(supply.source, ScratchSource) and supply.name in supply.source.written:
-        device = before.device
         before.data = before.data.new_empty(0)  # gives the memory free that it had
 
         def back() -> None:
-            before.data = supply.fetch(device)
+            values = torch.empty(supply.shape, dtype=dtype)
+            fill([(supply, values)])
+            before.data = _wide(values, device, dtype)
             if places := _still_absent(task, absent):
                 _hand_over(absent, put(places, before))
     elif not has_values(before) or task.home == "disk":
@@ -151,7 +157,6 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
             if places := _still_absent(task, absent):
                 _hand_over(absent, put(places, _wide(found, found.device, absent.dtype)))
     else:
-        device = before.device
         if supply.tensor is not None and (device.type != "cpu" or task.weight.is_cast):
             before.data = supply.tensor  # gives the memory free that it had
             if (whole := task.places[0].whole) is not None:
@@ -159,7 +164,7 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
 
         def back() -> None:
             if before.device != device or task.weight.is_cast:
-                before.data = _wide(before.data, device, absent.dtype)
+                before.data = _wide(before.data, device, dtype)
             if places := _still_absent(task, absent):
                 _hand_over(absent, put(places, before))
 
@@ -180,6 +185,18 @@ def _wide(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tor
 
 
 def _hand_over(absent: torch.Tensor, restored: torch.Tensor) -> None:
-    """Give a weight that is back the gradient that its placeholder has received."""
-    if isinstance(restored, nn.Parameter) and absent.grad is not None:
-        restored.grad = absent.grad.to(restored.device)
+    """Give a weight that is back what its placeholder has received: a gradient, and whether it asks for one."""
+    if not isinstance(restored, nn.Parameter):
+        return
+    restored.requires_grad_(absent.requires_grad)
+    if absent.grad is not None:
+        restored.grad = absent.grad.to(restored.device, restored.dtype)
+
+
+def _move(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a parameter other memory, and its gradient the same device and dtype."""
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.data = values
+    if gradient is not None:
+        parameter.grad = gradient.to(values.device, values.dtype)

@@ -103,12 +103,13 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
             problems.append(
                 f"{name!r}: expected {task.weight.shape}, got {entry.shape} in {entry.where or 'the source'}"
             )
-        elif task.weight.is_cast and task.home in STORES and entry.dtype != task.weight.storage_dtype:
+        elif (dtype := _file_dtype(task)) is not None and entry.dtype != dtype:
+            field = "storage_dtype" if task.weight.is_cast else "dtype"
             raise ConfigError(
                 "a file holds a weight in another dtype than the map says",
-                expected=str(task.weight.storage_dtype),
+                expected=dtype,
                 got=f"{entry.dtype} in {entry.where or 'the source'}",
-                where=f"{name!r}, storage_dtype",
+                where=f"{name!r}, {field}",
                 fix="Save it in that dtype, or use the home 'cpu'.",
             )
         elif task.home == "mmap" and not isinstance(source, Mappable):
@@ -122,6 +123,13 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
             fix="Give source= all of them, or scratch=folder for values that the model has; or dispatch first, and add "
             "modules such as adapters after that.",
         )
+
+
+def _file_dtype(task: Task) -> str | None:
+    """Return the dtype that a weight's file must have; None where a read casts it."""
+    if task.way == "mapped":  # the host computes from the file in place
+        return task.weight.dtype
+    return task.weight.storage_dtype if task.weight.is_cast and task.home in STORES else None
 
 
 def _check_is_plain(task: Task) -> None:

@@ -119,16 +119,20 @@ class Swap:
 
     def _bring_in(self, model: nn.Module) -> None:
         self._present = model
-        with torch.no_grad():
-            for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
-                if tensor.device != self._device or self._device.type == "cpu":  # a copy on the host is a rehearsal
-                    host = tensor.data
-                    tensor.data = host.to(self._device, copy=True)
-                    self._away.append((tensor, host, tensor._version))
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # memory of inference mode could never train
+                for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
+                    if tensor.device != self._device or self._device.type == "cpu":  # a copy on the host is a rehearsal
+                        host = tensor.data
+                        tensor.data = host.to(self._device, copy=True)
+                        self._away.append((tensor, host, tensor._version))
+        except BaseException:  # such as a device without room: the next call finds no half of a model there
+            self._bring_back()
+            raise
 
     def _bring_back(self) -> None:
         """Give the present model its host memory again; values that changed meanwhile are copied to it."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for tensor, host, version in self._away:
                 if tensor._version != version:
                     host.copy_(tensor.data)

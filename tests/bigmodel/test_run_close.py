@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A closed model is what it was before: devices, dtypes, gradients, and whether its weights train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from streamed import DEVICE, Net, make_net, streamed_map, token_ids
+
+import accel
+
+
+def _wider_map(net: Net, home: str) -> accel.DeviceMap:
+    """A map by which the host computes in float64, from a home for what may move."""
+    skeleton = accel.describe(net, dtype=torch.float64)
+    homes = {each.name: home if each.movable else "cpu" for each in skeleton.segments}
+    return accel.DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, "cpu"))
+
+
+def _scratch(net: Net, folder: Path) -> accel.bigmodel.Dispatched[Net]:
+    return accel.dispatch_model(net, streamed_map(net, "disk"), scratch=folder)
+
+
+def _streamed(net: Net, folder: Path) -> accel.bigmodel.Dispatched[Net]:
+    return accel.dispatch_model(net, streamed_map(net, "cpu"))
+
+
+def _resident(net: Net, folder: Path) -> accel.bigmodel.Dispatched[Net]:
+    return accel.dispatch_model(net, _wider_map(net, "cpu"))
+
+
+WAYS = pytest.mark.parametrize("way", [_scratch, _streamed, _resident])
+Way = Callable[[Net, Path], "accel.bigmodel.Dispatched[Net]"]
+
+
+@WAYS
+def test_weights_train_after_a_close_in_inference_mode(way: Way, tmp_path: Path) -> None:
+    net = make_net()
+    run = way(net, tmp_path)
+    with torch.inference_mode():
+        run.model(token_ids())
+        run.close()
+    net(token_ids()).sum().backward()
+    assert not any(each.is_inference() for each in net.parameters())
+    assert all(each.grad is not None for each in net.parameters())
+
+
+@WAYS
+def test_dtypes_and_gradients_come_back(way: Way, tmp_path: Path) -> None:
+    net, twin = make_net(), make_net()
+    twin(token_ids()).square().mean().backward()
+    with way(net, tmp_path) as run:
+        run.model(token_ids()).square().mean().backward()
+    for here, there in zip(net.parameters(), twin.parameters(), strict=True):
+        assert here.dtype == torch.float32
+        assert here.grad is not None
+        assert here.grad.dtype == torch.float32
+        torch.testing.assert_close(here, there)
+        torch.testing.assert_close(here.grad, there.grad, rtol=1e-3, atol=1e-4)
+
+
+@WAYS
+def test_what_was_frozen_meanwhile_stays_frozen(way: Way, tmp_path: Path) -> None:
+    net = make_net()
+    with way(net, tmp_path) as run:
+        run.model.requires_grad_(False)
+    assert not any(each.requires_grad for each in net.parameters())
+
+
+def test_a_value_in_place_of_a_mapped_file_has_the_dtype_of_the_map(tmp_path: Path) -> None:
+    net, twin = make_net(), make_net().to(torch.float64)
+    save_file(twin.state_dict(), tmp_path / "net.safetensors")
+    with accel.dispatch_model(net, _wider_map(net, "mmap"), source=tmp_path), torch.no_grad():
+        torch.testing.assert_close(net(token_ids()), twin(token_ids()))
+    assert {each.dtype for each in net.parameters()} == {torch.float32}
+
+
+def test_a_mapped_file_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    save_file(make_net().state_dict(), tmp_path / "net.safetensors")
+    net = accel.init_empty_weights(make_net)
+    with pytest.raises(accel.ConfigError, match=r"another dtype.*expected F64, got F32") as caught:
+        accel.dispatch_model(net, _wider_map(net, "mmap"), source=tmp_path)
+    assert "home 'cpu'" in str(caught.value)
+
+
+def test_a_device_without_room_for_a_swapped_model_keeps_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make_net(0), make_net(1)
+    memory = [each.data_ptr() for each in first.parameters()]
+    room, to = 3, torch.Tensor.to
+
+    def limited(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise torch.OutOfMemoryError
+        return to(tensor, *args, **options)  # type: ignore[call-overload, no-any-return]
+
+    with torch.no_grad(), accel.swap_models(DEVICE, first, second):
+        expected = second(token_ids())
+        monkeypatch.setattr(torch.Tensor, "to", limited)
+        with pytest.raises(torch.OutOfMemoryError):
+            first(token_ids())
+        monkeypatch.undo()
+        assert [each.data_ptr() for each in first.parameters()] == memory
+        assert torch.equal(second(token_ids()), expected)
+        assert torch.isfinite(first(token_ids())).all()
+
+
+def test_a_model_that_an_inference_call_swapped_in_trains() -> None:
+    first, second = make_net(0), make_net(1)
+    with accel.swap_models(DEVICE, first, second):
+        with torch.inference_mode():
+            first(token_ids())
+        first(token_ids()).sum().backward()
+        assert all(each.grad is not None for each in first.parameters())

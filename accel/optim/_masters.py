@@ -46,14 +46,15 @@ def step_masters(optimizer: Optimizer) -> None:
         for parameter, master, state in pairs:
             if state:  # optimizers begin where there is none
                 optimizer.state[master] = state
+            _ = optimizer.state.pop(parameter, None)
             master.grad = parameter.grad
         _ = optimizer.step()
     finally:
         for group, params in own:
             group["params"] = params
-        for parameter, master, _ in pairs:
+        for parameter, master, state in pairs:
             master.grad = None
-            optimizer.state[parameter] = {**optimizer.state.pop(master, {}), MASTER: master}
+            optimizer.state[parameter] = {**optimizer.state.pop(master, state), MASTER: master}
     _round(pairs)
 
 
@@ -62,7 +63,7 @@ def _is_stepped(parameter: torch.Tensor) -> bool:
 
 
 def _pair(parameter: torch.Tensor, states: Any) -> _Pair:
-    state: dict[str, Any] = dict(states.pop(parameter, {}))
+    state: dict[str, Any] = dict(states.get(parameter, {}))
     master = state.pop(MASTER, None)
     values = parameter.detach()
     if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:

@@ -214,6 +214,31 @@ def test_a_failing_step_leaves_the_optimizer_as_it_was() -> None:
     torch.testing.assert_close(list(model.parameters()), weights, rtol=0, atol=0)
 
 
+def test_a_step_that_fails_over_a_copy_loses_no_state() -> None:
+    ctx, model, optimizer = prepared(momentum=0.9)
+    step(ctx, model, optimizer)
+    before = {id(each): dict(state) for each, state in optimizer.state.items()}
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(1.0)  # so that the next step compares each copy with its parameter
+
+    class Failing(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += "aten.where" in str(func)
+            if self.seen == 2:
+                raise MemoryError
+            return func(*args, **(kwargs or {}))
+
+    scaler = accel.loss_scale(ctx)
+    accel.backward(ctx, model(inputs(0, 0)).float(), scaler)
+    with pytest.raises(MemoryError), Failing():
+        accel.optimizer_step(ctx, optimizer, scaler)
+    after = {id(each): dict(state) for each, state in optimizer.state.items()}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
 def refusals() -> dict[str, tuple[Callable[[accel.DistContext], Any], type[AccelError], str]]:
     """Calls on two ranks, with the error and what it names."""
 

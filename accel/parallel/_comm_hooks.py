@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import msgspec
 import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage] - a documented name
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.errors import ConfigError, MissingExtraError, check_choice
-from accel.parallel._batched_power_sgd import BatchedPowerSgd
+from accel.errors import ConfigError, check_choice
+from accel.parallel._power_sgd import PowerSgdExchange
 from accel.parallel._spread import SpreadOptions
-
-_TINY, _TINY_FP16 = 1e-30, 1e-7  # added to lengths by which is divided, which are 0 for gradients of zero
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -29,12 +26,12 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
     """Send gradients as products of two thin matrices; what that loses is added to the next step's gradients.
 
     Its memory of what was lost is in no checkpoint: a resumed run sends whole gradients for `start_step` steps again.
-    It uses numpy, the extra `powersgd`, unless it is batched.
+    Messages are not sent while backward goes on. Gradients that are not finite make no memory: it stays as it was.
 
     Attributes:
         matrix_rank: columns of the thin matrices; more lose less.
         start_step: steps before which gradients travel whole, at least 2.
-        min_compression: parameters that would not shrink by this factor travel whole.
+        min_compression: parameters that would not shrink by this factor travel whole, as do those of one dimension.
         error_feedback: whether what was lost is added to the next step's gradients.
         warm_start: whether a step's matrices begin where those of the step before ended.
         wire: dtype that the matrices travel in, "fp16" or "bf16"; None for their own.
@@ -78,7 +75,7 @@ class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
     comm_hook: Any = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for options that contradict each other, `MissingExtraError` without what a hook needs."""
+        """Raise `ConfigError` for options that contradict each other."""
         if self.find_unused_parameters and self.static_graph:
             raise ConfigError(
                 "a static graph is searched for unused parameters once, at the first step",
@@ -89,12 +86,7 @@ class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
         if not 0 < self.bucket_cap_mb < float("inf"):
             raise ConfigError("no bucket has that size", expected="MiB above 0", got=repr(self.bucket_cap_mb))
         hook = self.comm_hook
-        if isinstance(hook, PowerSgd):
-            if not hook.batched and importlib.util.find_spec("numpy") is None:
-                raise MissingExtraError(
-                    "PowerSGD draws by numpy", where="comm_hook=", fix="pip install accel[powersgd]"
-                )
-        elif hook is not None and not callable(hook):
+        if hook is not None and not isinstance(hook, PowerSgd) and not callable(hook):
             check_choice(hook, get_args(Wire), "unknown communication hook", where="comm_hook=")
 
     def describe(self) -> str:
@@ -109,12 +101,8 @@ def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook |
     if hook is None:
         return
     state, function = group, cast(Any, hook)
-    if isinstance(hook, PowerSgd) and hook.batched:
-        state = _batched_power_sgd(group, hook)
-        function = BatchedPowerSgd.exchange
-    elif isinstance(hook, PowerSgd):
-        state = _power_sgd(group, hook)
-        function = _power_sgd_hook(hook)
+    if isinstance(hook, PowerSgd):
+        state, function = _power_sgd(group, hook), PowerSgdExchange.exchange
     elif isinstance(hook, str):
         function = default_hooks.fp16_compress_hook if hook == "fp16" else default_hooks.bf16_compress_hook
     cast(Any, replica).register_comm_hook(state, _anonymous(function))
@@ -125,20 +113,8 @@ def _anonymous(hook: Any) -> Any:
     return lambda state, bucket: hook(state, bucket)  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
 
 
-def _power_sgd(group: Any, hook: PowerSgd) -> Any:
-    return cast(Any, powerSGD_hook).PowerSGDState(
-        group,
-        matrix_approximation_rank=hook.matrix_rank,
-        start_powerSGD_iter=hook.start_step,
-        min_compression_rate=hook.min_compression,
-        use_error_feedback=hook.error_feedback,
-        warm_start=hook.warm_start,
-        orthogonalization_epsilon=_TINY_FP16 if hook.wire == "fp16" else _TINY,
-    )
-
-
-def _batched_power_sgd(group: Any, hook: PowerSgd) -> BatchedPowerSgd:
-    return BatchedPowerSgd(
+def _power_sgd(group: Any, hook: PowerSgd) -> PowerSgdExchange:
+    return PowerSgdExchange(
         group,
         matrix_rank=hook.matrix_rank,
         start_step=hook.start_step,
@@ -146,12 +122,5 @@ def _batched_power_sgd(group: Any, hook: PowerSgd) -> BatchedPowerSgd:
         error_feedback=hook.error_feedback,
         warm_start=hook.warm_start,
         wire=None if hook.wire is None else _DTYPES[hook.wire],
+        batched=hook.batched,
     )
-
-
-def _power_sgd_hook(hook: PowerSgd) -> Any:
-    run: Any = powerSGD_hook.powerSGD_hook
-    if hook.wire is None:
-        return run
-    wrap: Any = default_hooks.fp16_compress_wrapper if hook.wire == "fp16" else default_hooks.bf16_compress_wrapper
-    return wrap(run)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -102,12 +103,16 @@ def test_the_peak_of_a_run_is_what_the_map_says_and_a_chunk_a_reader(tmp_path: P
         state |= {f"blocks.{at}.bias": torch.zeros(width) for at in range(blocks)}
         save_file(state, tmp_path / f"{name}.safetensors")
     code = RUN.format(small=str(tmp_path / "small.safetensors"), large=str(tmp_path / "large.safetensors"))
-    ended = subprocess.run([sys.executable, "-c", code], timeout=patience(100), capture_output=True, text=True)
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}  # else glibc keeps some of what is given free
+    ended = subprocess.run(
+        [sys.executable, "-c", code], timeout=patience(100), capture_output=True, text=True, env=environ
+    )
     assert not ended.returncode, ended.stderr
     peak, used, moved = map(int, ended.stdout.split())
     assert moved > 2 * 10 * 16 * MIB
     assert used < 5 * 17 * MIB  # two blocks that stay, two slots
-    assert peak <= used + 4 * 8 * MIB + 16 * MIB + 17 * MIB, (peak, used)  # a weight that the backward pass fetches
+    fetched = 2 * 16 * MIB  # weights that the backward pass fetches: one in use, one to come
+    assert peak <= used + fetched + MIB, (peak, used)
 
 
 def test_loads_show_a_bar_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ class Held:
         digest: digest of its manifest on rank 0.
         is_newest: whether it was chosen from a run's folder, so that another may take its place.
         opened: its contents, or the reason why this rank cannot read it.
-        node: rank of the host whose folder this is; 0 if all hosts share it.
+        node: rank of the host whose manifest this is; 0 if all hosts share one.
     """
 
     place: Place
@@ -118,7 +118,8 @@ def hold_newest(
             yield None
             return
         chosen = path / pick.name if pick.name else path
-        yield Held(chosen, pick.digest, bool(pick.name), opened or _open_same(stack, chosen, pick.digest))
+        opened = opened or _open_same(stack, chosen, pick.digest)
+        yield Held(chosen, pick.digest, bool(pick.name), opened, _host_of(ctx, opened))
 
 
 def _hold_on_hosts(
@@ -212,6 +213,13 @@ def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved |
         got="another manifest than rank 0's",
         where=str(path),
     )
+
+
+def _host_of(ctx: DistContext, opened: Saved | CheckpointError) -> int:
+    """Return this rank's host if it reads a part, which one plain path may name on each host; 0 if all share it."""
+    if isinstance(opened, CheckpointError) or opened.manifest.host is msgspec.UNSET:
+        return 0
+    return ctx.node_rank
 
 
 def _all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:

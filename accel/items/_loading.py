@@ -155,7 +155,7 @@ class _Wish(msgspec.Struct, frozen=True):
         left: entries of `Part`s that this rank does not load.
         bases: sums of sharded frozen parameters, by name.
         damage: reason why this rank cannot read a replaceable checkpoint; "" for none.
-        node: rank of the host whose folder this rank reads; 0 if all share one.
+        node: rank of the host whose manifest this rank reads; 0 if all share one.
     """
 
     bytes_of_files: list[int] = []
@@ -228,7 +228,7 @@ class _Loading:
         beside = [rank for rank, wish in enumerate(self._wishes) if wish.node == self._held.node]
         if not self._ctx.comm.is_large:
             readers = main_readers([self._wishes[rank].bytes_of_files for rank in beside], beside)
-        elif self._held.place.per_host:  # each checks all that it reads
+        elif self._held.place.per_host or saved.manifest.host is not msgspec.UNSET:  # each checks all that it reads
             readers = [[self._ctx.rank] if nbytes else [] for nbytes in self._bytes_of_files]
         else:
             readers = agree_on_readers(self._ctx.comm, self._call("dividing"), self._bytes_of_files)

@@ -131,6 +131,23 @@ def test_ranks_on_other_hosts_than_those_that_saved_are_told_whose_part_is_missi
         _ = trainer.load(hosts=(1, 1, 0, 0))
 
 
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1)])
+def test_the_plain_path_of_a_hosts_checkpoint_loads_its_part(
+    ranks: Any, tmp_path: Path, hosts: tuple[int, ...], verify: bool
+) -> None:
+    """Whose manifests list other numbers of files."""
+
+    def body(bare: accel.DistContext) -> Any:
+        ctx = on_host(bare, hosts)
+        _ = accel.save_state(ctx, folder(tmp_path, ctx), {"a": torch.arange(3.0)}, step=1)
+        newest = accel.latest_checkpoint(folder(tmp_path, ctx))
+        assert newest is not None
+        return accel.load_state(ctx, newest, {"a": torch.zeros(3)}, verify=verify)["a"].tolist()
+
+    assert ranks.run(body, 4) == [[0.0, 1.0, 2.0]] * 4
+
+
 # the same step is replaced, or another follows
 @pytest.mark.parametrize(("committed", "newer"), [((0,), 0), ((1,), 0), ((1,), 1), ((0, 1), 0)])
 def test_a_kill_between_the_commits_leaves_the_newest_that_all_hosts_have(

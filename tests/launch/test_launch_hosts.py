@@ -29,6 +29,7 @@ pytestmark = pytest.mark.multiprocess
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 # Hosts that are one machine would each take all of its cores.
 ONE_CORE = ("--nproc-per-node", 1, "--threads-per-process", 1)
+LAST_CALL_S = 10  # for the second of two launchers that start together; the default is for machines of a cluster
 STEPPING = """
     import os, sys, time, torch, accel
     with accel.session(device="cpu", timeout_s=float(sys.argv[1])) as ctx:
@@ -160,7 +161,8 @@ def test_hosts_that_were_told_different_things_are_named_before_anything_starts(
 @pytest.mark.slow
 def test_a_late_host_that_does_not_fit_is_refused_and_the_others_go_on(workspace: Workspace) -> None:
     script, changed = workspace.write(STEPPING), workspace.write(STEPPING + "# changed\n", "changed.py")
-    flags = [*map(str, words("--nnodes", "1:2", "--max-restarts", 3, endpoint=here())[len(ACCEL) :])]
+    elastic = ("--nnodes", "1:2", "--rdzv-last-call-s", 2, "--max-restarts", 3)
+    flags = [*map(str, words(*elastic, endpoint=here())[len(ACCEL) :])]
     running = workspace.start(*flags, script, "60")
     wait_for(lambda: bool(list(workspace.folder.glob("ready-*-1"))), 120)
     for own, told in (
@@ -287,7 +289,7 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
 def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     hosts: Hosts, workspace: Workspace
 ) -> None:
-    flags = ("--nnodes", "1:2", *ONE_CORE, "--max-restarts", 3, "--timeout-s", 10)
+    flags = ("--nnodes", "1:2", "--rdzv-last-call-s", LAST_CALL_S, *ONE_CORE, "--max-restarts", 3, "--timeout-s", 10)
     command = words(*flags, DIGITS, "--epochs", 2, "--save-every", 5, "--out", "run")
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
     wait_for(lambda: len(list((workspace.folder / "run").glob("step-*"))) > 1, 90)
@@ -302,7 +304,8 @@ def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_host_that_comes_back_is_taken_in_again(hosts: Hosts, workspace: Workspace) -> None:
-    command = words("--nnodes", "1:2", "--max-restarts", 3, workspace.write(STEPPING), 10)
+    elastic = ("--nnodes", "1:2", "--rdzv-last-call-s", LAST_CALL_S, "--max-restarts", 3)
+    command = words(*elastic, workspace.write(STEPPING), 10)
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
     wait_for(lambda: (workspace.folder / "ready-h0-2").exists(), 60)
     launchers[1].kill()

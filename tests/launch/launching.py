@@ -13,10 +13,9 @@ from processes import patience, wait_for
 
 ACCEL = (sys.executable, "-m", "accel.cli")
 
-# Rank 1 does `leaves`, its second backward missing.
-MISSED_BACKWARD = """
+_MISSED_BACKWARD = """
 import os, sys, time, torch, accel
-with accel.session(device="cpu", timeout_s=4) as ctx:
+with accel.session(device="cpu", timeout_s={timeout_s}) as ctx:
     model = accel.prepare_model(ctx, torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     print("begins", flush=True)
@@ -24,6 +23,11 @@ with accel.session(device="cpu", timeout_s=4) as ctx:
         {leaves}
     model(torch.ones(1, 2)).sum().backward()
 """
+
+
+def missed_backward(leaves: str) -> str:
+    """A script whose rank 1 does `leaves`, its second backward missing; where it exits nothing waits for the limit."""
+    return _MISSED_BACKWARD.format(leaves=leaves, timeout_s=patience(30) if "exit" in leaves else 4)
 
 
 class Workspace:

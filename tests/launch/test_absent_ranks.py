@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import MISSED_BACKWARD, Workspace
+from launching import Workspace, missed_backward
 
 from accel.launching import FailureRecord
 from accel.launching._children import Children
@@ -107,7 +107,7 @@ def test_a_silence_is_reported_again_once_the_places_have_changed() -> None:
 def test_the_rank_that_a_backward_misses_stands_in_the_first_line(
     workspace: Workspace, leaves: str, named: str
 ) -> None:
-    script = workspace.write(MISSED_BACKWARD.format(leaves=leaves))
+    script = workspace.write(missed_backward(leaves))
     done = workspace.accel("launch", "--cpu", "--nproc-per-node", "2", script)
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("accel: ")]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launching import ACCEL, MISSED_BACKWARD, Workspace
+from launching import ACCEL, Workspace, missed_backward
 from processes import free_port, patience, wait_for
 from simulated_hosts import Hosts, require_hosts
 
@@ -217,7 +217,7 @@ def test_a_signal_while_hosts_are_awaited_ends_the_launch(workspace: Workspace) 
 def test_the_rank_that_a_backward_misses_is_named_first_on_all_hosts(
     workspace: Workspace, leaves: str, named: str
 ) -> None:
-    script = workspace.write(MISSED_BACKWARD.format(leaves=leaves))
+    script = workspace.write(missed_backward(leaves))
     flags = words("--nnodes", 2, endpoint=here())[len(ACCEL) :]
     launchers = [workspace.start(*map(str, flags), "--node-rank", str(at), script) for at in range(2)]
     for launcher in launchers:

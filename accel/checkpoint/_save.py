@@ -55,7 +55,7 @@ def save(
     """
     target = out / step_name(step)
     site = call_site()
-    detail = f"step {step}\nkeep {keep}\nmode sync"
+    detail = f"step {step}{' in a folder of each host' * target.per_host}\nkeep {keep}\nmode sync"
     stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
         call = Call("save_state: writing", site=site)

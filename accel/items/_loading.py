@@ -133,7 +133,7 @@ def load_newest(
         folder = as_place(path)
     except Exception as failure:
         error = failure
-    call = Call(verb, f"{folder.name}\nverify {verify}\nstrict {options.strict}", site)
+    call = Call(verb, f"{folder.name}{' per host' * folder.per_host}\nverify {verify}\nstrict {options.strict}", site)
     skipped = SkippedCheckpoints()
     while True:
         with hold_newest(ctx, folder, call, skipped, error) as held:

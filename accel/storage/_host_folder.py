@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from accel.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class HostFolder:
@@ -18,6 +20,9 @@ class HostFolder:
     Attributes:
         path: the folder.
 
+    Raises:
+        ConfigError: no path, or an empty one.
+
     Example:
         >>> path = accel.save_state(ctx, accel.HostFolder("runs/local"), {"model": model}, step=3)
         >>> accel.load_state(ctx, accel.HostFolder("runs/local"), {"model": model}).path == path
@@ -26,5 +31,13 @@ class HostFolder:
 
     path: str | os.PathLike[str]
 
+    def __post_init__(self) -> None:
+        if not _is_path(self.path):
+            raise ConfigError("no path", expected="the path of a folder", got=repr(self.path), where="HostFolder")
+
     def __fspath__(self) -> str:
         return os.fspath(self.path)
+
+
+def _is_path(given: object) -> bool:
+    return isinstance(given, os.PathLike) or (isinstance(given, str) and given != "")

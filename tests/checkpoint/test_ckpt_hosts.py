@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 import accel
 from accel.checkpoint._hosts import places_seen_from, plan_host_writes
 from accel.checkpoint._plan import Box
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, CollectiveMismatch, ConfigError
 from accel.testing import WriteFault
 
 FSDP: Layout = ("fsdp", (4,))
@@ -213,6 +213,24 @@ def test_what_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
     path = accel.save_state(CPU, place, {"a": 1}, step=0)
     assert accel.load_state(CPU, place, {"a": 0})["a"] == 1
     assert accel.latest_checkpoint(place) == path
+
+
+@pytest.mark.parametrize("path", [3, None, b"run", ""])
+def test_a_host_folder_needs_a_path(path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected the path of a folder, got .* - at HostFolder"):
+        accel.HostFolder(path)
+
+
+def test_ranks_that_mean_other_kinds_of_folders_are_told(ranks: Any, tmp_path: Path) -> None:
+    def body(bare: accel.DistContext) -> None:
+        ctx = on_host(bare, (0, 1))
+        place = tmp_path if ctx.rank else accel.HostFolder(tmp_path)
+        with pytest.raises(CollectiveMismatch, match=r"save_state at .*step 1 in a folder of each host"):
+            accel.save_state(ctx, place, {"a": 1}, step=1)
+        with pytest.raises(CollectiveMismatch, match=r"load_state at .* per host"):
+            accel.load_state(ctx, place, {"a": 1})
+
+    ranks.run(body, 2)
 
 
 def boxes(count: int) -> list[tuple[str, Box]]:

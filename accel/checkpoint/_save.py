@@ -55,7 +55,8 @@ def save(
     """
     target = out / step_name(step)
     site = call_site()
-    detail = f"step {step}{' in a folder of each host' * target.per_host}\nkeep {keep}\nmode sync"
+    where = f" in a folder {out.name!r} of each host" if target.per_host else ""
+    detail = f"step {step}{where}\nkeep {keep}\nmode sync"
     stage, snapshot = begin(ctx, target, content, step=step, metrics=metrics, call=Call("save_state", detail, site))
     try:
         call = Call("save_state: writing", site=site)

@@ -225,12 +225,22 @@ def test_ranks_that_mean_other_kinds_of_folders_are_told(ranks: Any, tmp_path: P
     def body(bare: accel.DistContext) -> None:
         ctx = on_host(bare, (0, 1))
         place = tmp_path if ctx.rank else accel.HostFolder(tmp_path)
-        with pytest.raises(CollectiveMismatch, match=r"save_state at .*step 1 in a folder of each host"):
+        with pytest.raises(CollectiveMismatch, match=r"save_state at .*step 1 in a folder '.+' of each host"):
             accel.save_state(ctx, place, {"a": 1}, step=1)
         with pytest.raises(CollectiveMismatch, match=r"load_state at .* per host"):
             accel.load_state(ctx, place, {"a": 1})
 
     ranks.run(body, 2)
+
+
+def test_ranks_that_name_other_folders_are_told_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
+    def body(bare: accel.DistContext) -> None:
+        ctx = on_host(bare, (0, 0))
+        with pytest.raises(CollectiveMismatch, match=r"(?s)in a folder 'run-0' of each host.*'run-1' of each host"):
+            accel.save_state(ctx, accel.HostFolder(tmp_path / f"run-{ctx.rank}"), {"a": 1}, step=1)
+
+    ranks.run(body, 2)
+    assert not list(tmp_path.iterdir())
 
 
 def boxes(count: int) -> list[tuple[str, Box]]:

@@ -35,7 +35,10 @@ def load_dataset() -> TensorDataset:
     return TensorDataset(inputs, inputs[:, :10].argmax(1))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.name == "notebooks.md"), id=page.name) for page in PAGES],
+)
 def test_docs_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "docs"}

@@ -82,6 +82,7 @@ def test_shown_outputs_are_what_is_printed():
     assert compared == PAGE.count("\nprints\n") > 2
 
 
+@pytest.mark.slow  # a suite of its own
 def test_the_page_s_tests_are_a_user_s_suite(suite):
     assert re.findall(r"^FAILED (\S+)", suite, flags=re.M) == ["test_page.py::test_forgetful"], suite
     passed = len(re.findall(r"^test_page.py::\w+ PASSED", suite, flags=re.M))
@@ -92,11 +93,13 @@ def test_the_page_s_tests_are_a_user_s_suite(suite):
     assert shown in suite
 
 
+@pytest.mark.slow  # a suite of its own
 def test_the_ten_lines_stand_alone(suite):
     assert len([line for line in TEN_LINES.splitlines() if line.strip()]) <= 10
     assert "test_ten_lines.py::test_gather_keeps_every_row PASSED" in suite
 
 
+@pytest.mark.slow  # a suite of its own
 def test_the_fixture_serves_a_module_and_ends_with_it(suite):
     for test in ("sharing.py::test_first", "sharing.py::test_second", "then.py::test_no_thread_is_left"):
         assert f"test_{test} PASSED" in suite

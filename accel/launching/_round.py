@@ -16,6 +16,7 @@ from accel.errors import LaunchError
 from accel.launching._background import until, within
 from accel.launching._failure_record import Failure, repeats
 from accel.launching._hang import Whereabouts
+from accel.launching._heartbeat import SILENT_S, Heartbeats
 from accel.launching._supervisor import Exchange, Peers
 
 T = TypeVar("T")
@@ -69,6 +70,8 @@ class Round(Peers):
         self._reports = 0
         self._hosts_done = 0
         self._lost: Exception | None = None
+        self._heartbeats = Heartbeats(store, node_rank, self._others)
+        self._silent: list[int] = []
         threading.Thread(target=self._look_out, name="accel-launch-lookout", daemon=True).start()
 
     def have_failed(self) -> bool:
@@ -86,6 +89,14 @@ class Round(Peers):
                 fix="See what the launcher there printed.",
             ) from self._lost
         if self._hosts_done < len(self.hosts):
+            if self._silent:
+                names = ", ".join(self.hosts[at] for at in self._silent)
+                raise LaunchError(
+                    "a host is lost after the ranks of this one have ended well",
+                    expected="the end of its ranks",
+                    got=f"nothing from {names} for {SILENT_S:g} s",
+                    fix="See what the launcher there printed; its ranks may not have ended.",
+                )
             return False
         self.noted_s = time.monotonic()
         return True
@@ -143,12 +154,14 @@ class Round(Peers):
         is_counted = False
         while not self._ended.wait(_LAST_LOOK_S if self._done else _LOOK_S):
             try:
+                self._heartbeats.beat()
                 self._waiting = self._count_waiting()
                 # After the look at who waits: a host whose rank failed reports that before it waits for a restart.
                 self._reports = self._store.add("reports", 0)
                 if self._done:
                     self._hosts_done = self._store.add("done", 0 if is_counted else 1)
                     is_counted = True
+                    self._silent = self._heartbeats.find_silent()
                 self._lost = None
             except (DistError, RendezvousError) as error:
                 self._lost = error

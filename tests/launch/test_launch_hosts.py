@@ -290,7 +290,7 @@ def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     hosts: Hosts, workspace: Workspace
 ) -> None:
     flags = ("--nnodes", "1:2", "--rdzv-last-call-s", LAST_CALL_S, *ONE_CORE, "--max-restarts", 3, "--timeout-s", 10)
-    command = words(*flags, DIGITS, "--epochs", 2, "--save-every", 5, "--out", "run")
+    command = words(*flags, DIGITS, "--epochs", 8, "--save-every", 5, "--out", "run")
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
     wait_for(lambda: len(list((workspace.folder / "run").glob("step-*"))) > 1, 90)
     hosts.cut_off(1)
@@ -298,16 +298,17 @@ def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     assert status == 0, err
     assert "accel: rank 0 on h0, restart 1 of 3" in err
     assert "going on from run/step-" in out
-    assert (workspace.folder / "run" / "step-00000046").exists()
+    assert (workspace.folder / "run" / "step-00000184").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_host_that_comes_back_is_taken_in_again(hosts: Hosts, workspace: Workspace) -> None:
-    elastic = ("--nnodes", "1:2", "--rdzv-last-call-s", LAST_CALL_S, "--max-restarts", 3)
+    elastic = ("--nnodes", "1:2", "--rdzv-last-call-s", 3, "--max-restarts", 3)  # a late host is taken in, too
     command = words(*elastic, workspace.write(STEPPING), 10)
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
     wait_for(lambda: (workspace.folder / "ready-h0-2").exists(), 60)
+    (workspace.folder / "ready-h0-1").unlink(missing_ok=True)
     launchers[1].kill()
     wait_for(lambda: (workspace.folder / "ready-h0-1").exists(), 90)
     (workspace.folder / "ready-h0-2").unlink()

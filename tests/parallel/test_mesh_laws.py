@@ -90,7 +90,7 @@ def test_training_on_any_mesh_is_training_on_one_process(ranks: Simulator, axes:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=7)
 @given(axes=meshes(8), **LAW)
 def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.Axes, **case: Any) -> None:
     _law(ranks, axes, **case)

@@ -145,6 +145,8 @@ def _step(found: Mapping[str, Strided], recipe: Recipe, where: str) -> tuple[set
 def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], where: str) -> dict[str, Strided]:
     """Carry out one step on its sources."""
     first = tensors[0]
+    if recipe.operation == "rename":  # also of a number, which has no dimension
+        return {_named(recipe.targets[0], fields): first}
     dim = recipe.dim
     rank = len(first.shape)
     if not 0 <= dim < rank + (recipe.operation == "stack") or not 0 <= recipe.other < max(rank, 2):
@@ -154,8 +156,6 @@ def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], wh
     if len(alike) > 1 or len(shapes) > 1:
         raise _refusal(recipe, f"sources differ: {', '.join(str(list(each.shape)) for each in tensors[:5])}", where)
     match recipe.operation:
-        case "rename":
-            results = [first]
         case "concat":
             results = [concat(tensors, dim)]
         case "stack":

@@ -250,6 +250,18 @@ def test_recipes_lead_from_the_file_to_the_model(ctx: accel.DistContext, tmp_pat
     assert torch.equal(target, expected)
 
 
+def test_numbers_are_renamed_too_in_both_directions(ctx: accel.DistContext, tmp_path: Path) -> None:
+    trained = nn.BatchNorm1d(4)  # it counts batches, in a tensor without dimensions
+    trained(torch.randn(3, 4))
+    recipes = [Recipe("rename", "module.{name...}", "{name...}")]
+    accel.save_model(ctx, trained, tmp_path, rename=recipes)
+    with open_weights(tmp_path) as source:
+        assert "module.num_batches_tracked" in source.entries
+    model = accel.init_empty_weights(lambda: nn.BatchNorm1d(4))
+    load_checkpoint_in_model(ctx, model, tmp_path, rename=recipes)
+    assert model.num_batches_tracked == 1
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,6 +222,15 @@ def test_copies_are_refused_with_the_way_out(dispatch: Dispatch, copied: str) ->
     run = dispatch()
     with pytest.raises(accel.StreamError, match=r"blocks\.0.*(save_model|dispatch_model)"):
         copy.deepcopy(run.model) if copied == "deepcopy" else torch.save(run.model.state_dict(), io.BytesIO())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, lambda net: torch.save(net, io.BytesIO())])
+def test_copies_of_blocks_without_weights_of_their_own_are_refused_too(copied: Callable[[nn.Module], object]) -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))  # hooks are copied before weights
+    wanted = pytest.raises(accel.StreamError, match=r"at 0\. .*(save_model|dispatch_model)")
+    with accel.cpu_offload(net, "cpu:0") as run, wanted:
+        copied(run.model)
+    assert torch.equal(copy.deepcopy(net)[0][0].weight, net[0][0].weight)
 
 
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}], ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel import tree as trees
 from accel.bigmodel.run._absent import AbsentTensor
+from accel.bigmodel.run._no_memory import refuse_copy, refuse_pickle
 from accel.bigmodel.run._slots import Block
 from accel.bigmodel.run._stream import Stream
 from accel.errors import TreeError
@@ -21,27 +22,40 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Hooks:
+    """The hooks of a block. A model is copied and pickled with its hooks, before its weights."""
+
+    def __init__(self, stream: Stream, block: Block) -> None:
+        self._stream = stream
+        self._block = block
+        self._begin = untraced(stream.enter)
+        self._end = untraced(self._leave)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._begin(self._block)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._end(output)
+
+    def _leave(self, output: Any) -> Any:
+        try:
+            return own_output(output, self._block)
+        finally:
+            self._stream.leave(self._block)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        refuse_copy(self._block.name)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_pickle(self._block.name)
+
+
 def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
     """Register the hooks of a block; return what removes them."""
-
-    def leave(output: Any) -> Any:
-        try:
-            return own_output(output, block)
-        finally:
-            stream.leave(block)
-
-    begin = untraced(stream.enter)
-    end = untraced(leave)
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        begin(block)
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return end(output)
-
+    hooks = _Hooks(stream, block)
     return [
-        block.module.register_forward_pre_hook(before, prepend=True),
-        block.module.register_forward_hook(after, always_call=True),
+        block.module.register_forward_pre_hook(hooks.before, prepend=True),
+        block.module.register_forward_hook(hooks.after, always_call=True),
     ]
 
 

@@ -44,18 +44,10 @@ class NoMemory:
         self._refuse()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StreamError(
-            "a weight that is not in memory cannot be copied with its model",
-            where=self.origin.name,
-            fix="Copy the model before dispatch_model or after run.close(); weight.clone() copies one weight.",
-        )
+        refuse_copy(self.origin.name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise StreamError(
-            "a weight that is not in memory cannot be pickled",
-            where=self.origin.name,
-            fix="Save with accel.save_model(ctx, run.model, folder), or the tensors of run.tensors() one by one.",
-        )
+        refuse_pickle(self.origin.name)
 
     def _refuse(self) -> NoReturn:
         raise StreamError(
@@ -64,3 +56,32 @@ class NoMemory:
             fix="Save with accel.save_model(ctx, model, folder) and model.config.save_pretrained(folder), which "
             "from_pretrained reads; weight.clone() has memory.",
         )
+
+
+def refuse_copy(name: str) -> NoReturn:
+    """Refuse to copy a model.
+
+    Args:
+        name: a weight or a block of it whose values are elsewhere.
+
+    Raises:
+        StreamError: always.
+    """
+    raise StreamError(
+        "a weight that is not in memory cannot be copied with its model",
+        where=name,
+        fix="Copy the model before dispatch_model or after run.close(); weight.clone() copies one weight.",
+    )
+
+
+def refuse_pickle(name: str) -> NoReturn:
+    """Refuse to pickle a model, as `refuse_copy`.
+
+    Raises:
+        StreamError: always.
+    """
+    raise StreamError(
+        "a weight that is not in memory cannot be pickled",
+        where=name,
+        fix="Save with accel.save_model(ctx, run.model, folder), or the tensors of run.tensors() one by one.",
+    )

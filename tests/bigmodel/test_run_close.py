@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from streamed import DEVICE, Net, make_net, streamed_map, token_ids
+from torch import nn
 
 import accel
 
@@ -47,6 +48,31 @@ def test_weights_train_after_a_close_in_inference_mode(way: Way, tmp_path: Path)
     net(token_ids()).sum().backward()
     assert not any(each.is_inference() for each in net.parameters())
     assert all(each.grad is not None for each in net.parameters())
+
+
+@torch.inference_mode()
+@WAYS
+def test_a_model_built_in_inference_mode_comes_back(way: Way, tmp_path: Path) -> None:
+    net = make_net()
+    expected = net(token_ids())
+    with way(net, tmp_path) as run:
+        torch.testing.assert_close(run.model(token_ids()).to(torch.float32), expected)
+    assert torch.equal(net(token_ids()), expected)
+    assert all(each.is_inference() for each in net.parameters())
+
+
+@torch.inference_mode()
+def test_models_built_in_inference_mode_are_swapped() -> None:
+    first, second, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 4)
+    expected = [first(x), second(x)]
+    with accel.swap_models(DEVICE, first, second) as swap:
+        for _ in range(2):
+            assert torch.equal(first(x), expected[0])
+            assert torch.equal(second(x), expected[1])
+        with swap.use(first):
+            first.bias.add_(1)
+    torch.testing.assert_close(first(x), expected[0] + 1)
+    assert all(each.is_inference() for each in (*first.parameters(), *second.parameters()))
 
 
 @WAYS

@@ -15,7 +15,7 @@ from accel.bigmodel.plan import STORES
 from accel.bigmodel.run._absent import absent_parameter
 from accel.bigmodel.run._hooks import hook_block
 from accel.bigmodel.run._origins import BlockOrigin, Fetches, TableOrigin
-from accel.bigmodel.run._places import Place, has_values, kind_of, put
+from accel.bigmodel.run._places import Place, has_values, kind_of, put, set_memory
 from accel.bigmodel.run._scratch import ScratchSource
 from accel.bigmodel.run._slots import Block, Holder, Slot, StreamedWeight
 from accel.bigmodel.run._stream import Stream
@@ -139,12 +139,12 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
     dtype = absent.dtype if before.dtype == at_home else before.dtype  # a load may have left it in its home's dtype
     absent = put(task.places, absent)
     if isinstance(supply.source, ScratchSource) and supply.name in supply.source.written:
-        before.data = before.data.new_empty(0)  # gives the memory free that it had
+        set_memory(before, before.data.new_empty(0))  # gives the memory free that it had
 
         def back() -> None:
             values = torch.empty(supply.shape, dtype=dtype)
             fill([(supply, values)])
-            before.data = _wide(values, device, dtype)
+            set_memory(before, _wide(values, device, dtype))
             if places := _still_absent(task, absent):
                 _hand_over(absent, put(places, before))
     elif not has_values(before) or task.home == "disk":
@@ -158,13 +158,13 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
                 _hand_over(absent, put(places, _wide(found, found.device, absent.dtype)))
     else:
         if supply.tensor is not None and (device.type != "cpu" or task.weight.is_cast):
-            before.data = supply.tensor  # gives the memory free that it had
+            set_memory(before, supply.tensor)  # gives the memory free that it had
             if (whole := task.places[0].whole) is not None:
                 whole.release()
 
         def back() -> None:
             if before.device != device or task.weight.is_cast:
-                before.data = _wide(before.data, device, dtype)
+                set_memory(before, _wide(before.data, device, dtype))
             if places := _still_absent(task, absent):
                 _hand_over(absent, put(places, before))
 
@@ -188,7 +188,8 @@ def _hand_over(absent: torch.Tensor, restored: torch.Tensor) -> None:
     """Give a weight that is back what its placeholder has received: a gradient, and whether it asks for one."""
     if not isinstance(restored, nn.Parameter):
         return
-    restored.requires_grad_(absent.requires_grad)
+    if restored.requires_grad != absent.requires_grad:  # torch refuses to set one that was made in inference mode
+        restored.requires_grad_(absent.requires_grad)
     if absent.grad is not None:
         restored.grad = absent.grad.to(restored.device, restored.dtype)
 
@@ -197,6 +198,6 @@ def _move(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a parameter other memory, and its gradient the same device and dtype."""
     gradient = parameter.grad
     parameter.grad = None
-    parameter.data = values
+    set_memory(parameter, values)
     if gradient is not None:
         parameter.grad = gradient.to(values.device, values.dtype)

@@ -121,6 +121,15 @@ def put(places: tuple[Place, ...], tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor the memory of another, and its dtype. One that was made in inference mode stays of that kind."""
+    if tensor.is_inference() != values.is_inference():  # torch would leave a tensor that no operator takes
+        with torch.inference_mode(tensor.is_inference()):
+            alike = torch.empty(0, dtype=values.dtype, device=values.device)
+            values = alike.set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())
+    tensor.data = values
+
+
 def kind_of(weight: Weight, places: tuple[Place, ...]) -> torch.Tensor:
     """Return a meta tensor that is like a weight in the model: its class, shape and whether it asks for a gradient.
 

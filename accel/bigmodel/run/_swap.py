@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.bigmodel._devices import device_of
 from accel.bigmodel.run._calls import running_modules
-from accel.bigmodel.run._places import has_values
+from accel.bigmodel.run._places import has_values, set_memory
 from accel.errors import ConfigError, StreamError
 
 M = TypeVar("M", bound=nn.Module)
@@ -26,7 +26,7 @@ class Swap:
         self._device = device
         self._models = models
         self._present: nn.Module | None = None
-        self._away: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # tensor, its memory on the host, its version
+        self._away: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []  # tensor, its host memory, its version
         self._uses: list[tuple[nn.Module, bool]] = []  # of one thread: the model, and whether in a `with` block
         self._user: int | None = None
         self._turn = threading.Condition()
@@ -124,8 +124,8 @@ class Swap:
                 for tensor in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
                     if tensor.device != self._device or self._device.type == "cpu":  # a copy on the host is a rehearsal
                         host = tensor.data
-                        tensor.data = host.to(self._device, copy=True)
-                        self._away.append((tensor, host, tensor._version))
+                        set_memory(tensor, host.to(self._device, copy=True))
+                        self._away.append((tensor, host, _version(tensor)))
         except BaseException:  # such as a device without room: the next call finds no half of a model there
             self._bring_back()
             raise
@@ -134,11 +134,17 @@ class Swap:
         """Give the present model its host memory again; values that changed meanwhile are copied to it."""
         with torch.inference_mode(False), torch.no_grad():
             for tensor, host, version in self._away:
-                if tensor._version != version:
-                    host.copy_(tensor.data)
-                tensor.data = host
+                if version is None or tensor._version != version:
+                    with torch.inference_mode(host.is_inference()):
+                        host.copy_(tensor.data)
+                set_memory(tensor, host)
         self._away.clear()
         self._present = None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return the number of changes that torch has counted; of a tensor made in inference mode it counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def swap_models(device: int | str | torch.device, *models: nn.Module) -> Swap:

@@ -256,6 +256,17 @@ def test_changes_in_place_are_refused(dispatch: Dispatch) -> None:
         run.model.blocks[0].scale.add_(1)
 
 
+def test_other_data_is_refused_and_the_same_is_not(dispatch: Dispatch) -> None:
+    run = dispatch()
+    weight = run.model.blocks[0].up.weight
+    for values in (torch.zeros(weight.shape), weight.data * 2, run.model.blocks[1].up.weight):
+        with pytest.raises(accel.StreamError, match=r"in place.*got an assignment to \.data.*blocks\.0\.up"):
+            weight.data = values
+    weight.data = weight.data
+    with torch.no_grad():
+        assert torch.equal(run.model.cpu().float()(token_ids()), expected())
+
+
 def test_a_block_that_changes_its_weights_is_an_error_once(dispatch: Dispatch) -> None:
     run = dispatch()
     block = run.model.blocks[0]

@@ -85,6 +85,17 @@ class AbsentTensor(NoMemory, torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"AbsentTensor({self.origin.name!r}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The same tensor, unknown to autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Refuse other values, which torch would drop without a word; `module.to()` to the same device gives these."""
+        if not isinstance(values, AbsentTensor) or (values.origin, values.steps) != (self.origin, self.steps):
+            _refuse_write("an assignment to .data", self)
+
     def present(self) -> torch.Tensor:
         """Return the values; the memory may last no longer than the block that now runs."""
         return _apply(self.steps, self.origin.values())

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accel.bigmodel._call_order import call_order
 from accel.bigmodel._dtypes import check_dtype, dtypes, name_of
+from accel.bigmodel._model import check_model
 from accel.bigmodel.plan import Segment, Skeleton, Weight
 from accel.errors import ConfigError, did_you_mean
 from accel.parallel import Select, named_modules, repeated, selected
@@ -88,9 +89,10 @@ def describe(
         storage_skip: names of further weights that keep their dtype, or patterns such as "*.router.*".
 
     Raises:
-        ConfigError: `blocks` chooses nothing, a weight has no shape yet, a dtype that cannot be stored, or a pattern of
-            `storage_skip` that matches nothing, or means nothing without a storage dtype.
+        ConfigError: no model, `blocks` chooses nothing, a weight has no shape yet, a dtype that cannot be stored, or a
+            pattern of `storage_skip` that matches nothing, or means nothing without a storage dtype.
     """
+    check_model(model, where="describe")
     check_dtype(dtype, where="describe(dtype=)")
     parts = _parts(model, _blocks(model, blocks))
     found = [each for part in parts for each in _found_in(part)]

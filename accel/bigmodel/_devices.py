@@ -19,13 +19,16 @@ def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
         where: the function, for errors.
 
     Raises:
-        DeviceError: there is no such device.
+        DeviceError: there is no such device, or it holds no values, as "meta".
     """
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         fix = str(error).partition("\n")[0]
         raise DeviceError("no such device", got=repr(device), where=where, fix=f"torch: {fix}") from error
+    if found.type == "meta":
+        raise DeviceError("a device without memory", expected="one that holds values", got=repr(device), where=where)
+    return found
 
 
 def check_map(device_map: object, *, where: str) -> None:

@@ -33,11 +33,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_dtype(dtype: object, *, where: str) -> None:
-    """Refuse texts and other things in the place of a dtype.
+    """Refuse texts, integers' dtypes and other things in the place of one that floating-point weights may have.
 
     Raises:
-        ConfigError: not a dtype of torch.
+        ConfigError: not a dtype of torch, or none of floating-point numbers.
     """
+    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        raise ConfigError(
+            "not a dtype of floating-point weights",
+            expected="one such as torch.bfloat16",
+            got=str(dtype),
+            where=where,
+            fix="accel.load_quantized loads weights as integers, with their scales.",
+        )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         fix = f"Pass torch.{dtype}." if isinstance(getattr(torch, str(dtype), None), torch.dtype) else ""
         raise ConfigError("not a dtype", expected="one of torch's", got=repr(dtype), where=where, fix=fix)

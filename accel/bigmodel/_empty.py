@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.errors import ConfigError
+from accel.bigmodel._model import check_model
+from accel.errors import ConfigError, DeviceError
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -36,12 +37,13 @@ def init_empty_weights(make: Callable[[], M]) -> M:
         The model that `make` returns.
 
     Raises:
-        ConfigError: a value that is needed depends on that of a parameter, or `make` is a model.
+        ConfigError: a value that is needed depends on that of a parameter, or `make` is a model or returns none.
     """
     _check_function(make, "init_empty_weights")
     tape = _Tape()
     with tape:
         model = make()
+    check_model(model, where="init_empty_weights, what make() returns")
     found: dict[int, torch.Tensor] = {}  # what is one tensor stays one
     for module, name, tensor in list(_without_weights(model)):
         if tensor.is_meta and tape.knows(tensor):
@@ -62,11 +64,19 @@ def init_on_device(make: Callable[[], M], device: str | torch.device) -> M:
         The model that `make` returns.
 
     Raises:
-        ConfigError: `make` is a model.
+        ConfigError: `make` is a model, or returns none.
+        DeviceError: torch knows no such device.
     """
     _check_function(make, "init_on_device")
-    with torch.device(device):
-        return make()
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        fix = f"torch: {str(error).partition(chr(10))[0]}"
+        raise DeviceError("no such device", got=repr(device), where="init_on_device", fix=fix) from error
+    with place:
+        model = make()
+    check_model(model, where="init_on_device, what make() returns")
+    return model
 
 
 def _check_function(make: object, where: str) -> None:

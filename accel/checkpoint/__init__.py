@@ -33,7 +33,12 @@ from accel.checkpoint._plan import (
     plan_writes as plan_writes,
     whole as whole,
 )
-from accel.checkpoint._recipes import Recipe as Recipe, apply_recipes as apply_recipes, inverse as inverse
+from accel.checkpoint._recipes import (
+    Recipe as Recipe,
+    apply_recipes as apply_recipes,
+    check_recipes as check_recipes,
+    inverse as inverse,
+)
 from accel.checkpoint._retention import Keep as Keep, check_keep as check_keep, check_metrics as check_metrics
 from accel.checkpoint._strided import (
     Strided as Strided,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -79,6 +79,25 @@ class Recipe(msgspec.Struct, frozen=True):
     def targets(self) -> tuple[str, ...]:
         """The names after the step, as a tuple."""
         return (self.target,) if isinstance(self.target, str) else self.target
+
+
+def check_recipes(rename: object, expected: str) -> None:
+    """Refuse other things than a sequence of recipes, such as a dict of names or one recipe alone.
+
+    Args:
+        rename: the argument as given.
+        expected: text on the values that the caller takes.
+
+    Raises:
+        ConfigError: something else.
+    """
+    listed = cast("Sequence[object]", rename) if isinstance(rename, Sequence) else [rename]
+    if listed is rename and all(isinstance(each, Recipe) for each in listed):
+        return
+    fix = 'Write Recipe("rename", old, new) for each name, or for a pattern of names.'
+    if isinstance(rename, Recipe):
+        fix = "Pass a list of it: rename=[recipe]."
+    raise ConfigError("not recipes", expected=expected, got=repr(cast(object, rename)), where="rename=", fix=fix)
 
 
 def inverse(recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:

@@ -83,7 +83,7 @@ def save_model(
         CheckpointError: a tensor cannot be stored, a recipe does not fit, another process is saving there, or the disk
             failed; the same on every rank.
         CollectiveMismatch: ranks hold different models, or passed different sizes.
-        ConfigError: `max_shard_size` is no size.
+        ConfigError: `max_shard_size` is no size, or `rename` is no sequence of recipes.
 
     Reference: the layout is that of transformers' `save_pretrained`.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from accel.checkpoint import Recipe, Strided, apply_recipes, in_file, inverse
+from accel.checkpoint import Recipe, Strided, apply_recipes, check_recipes, in_file, inverse
 from accel.storage import stored_dtype, torch_dtypes
 
 _WHERE = "save_model, rename="
@@ -32,7 +32,9 @@ class StoredTensors:
 
         Raises:
             CheckpointError: a recipe does not fit the model.
+            ConfigError: `rename` is no sequence of recipes.
         """
+        check_recipes(rename, "a sequence of accel.Recipe, which lead in both directions")
         model: dict[str, Strided] = {}
         for name, tensor in tensors.items():
             dtype = stored_dtype(tensor.dtype)

@@ -78,7 +78,8 @@ def load_checkpoint_in_model(
     Raises:
         CheckpointError: weights that are missing, unexpected, or of other shapes or dtypes, all in one error; a file
             that is missing, damaged, or changes meanwhile. The model is unchanged. The same on every rank.
-        ConfigError: no weights at the path, a map of another model, or a dtype that tensors with values do not have.
+        ConfigError: no model, no weights at the path, a map of another model, a dtype that tensors with values do not
+            have, or an argument that is not what it is to be.
         DeviceError: the device is not there.
         StreamError: the model's weights are elsewhere, by `dispatch_model`.
     """

@@ -6,9 +6,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, ConfigError
 
 _MOST_LINES = 20  # of each kind in an error
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -55,7 +55,11 @@ def match(model: Sequence[Facts], stored: Mapping[str, Facts], allow_missing: Pa
         model: its tensors.
         stored: weights by name.
         allow_missing: patterns of names of the model that may be missing, as of `fnmatch`.
+
+    Raises:
+        ConfigError: no patterns.
     """
+    may_miss = _patterns(allow_missing, "allow_missing=")
     found: list[tuple[str, ...]] = []
     problems: list[str] = []
     missing: list[str] = []
@@ -63,7 +67,7 @@ def match(model: Sequence[Facts], stored: Mapping[str, Facts], allow_missing: Pa
     for facts in model:
         names = tuple(name for name in facts.names if name in stored)
         used |= set(names)
-        if not names and not all(_allowed(name, allow_missing) for name in facts.names):
+        if not names and not all(_allowed(name, may_miss) for name in facts.names):
             missing.append(facts.names[0])
         fitting: list[str] = []
         for name in names:
@@ -88,8 +92,12 @@ def refusal(
         stored: weights by name.
         allow_unexpected: patterns of stored names that nothing has to take.
         where: place of the weights.
+
+    Raises:
+        ConfigError: no patterns.
     """
-    odd = [name for name in unused if not _allowed(name, allow_unexpected)]
+    allowed = _patterns(allow_unexpected, "allow_unexpected=")
+    odd = [name for name in unused if not _allowed(name, allowed)]
     lines = [f"unexpected {name!r} {list(stored[name].shape)} in {stored[name].where}" for name in odd[:_MOST_LINES]]
     lines = matched.problems + _shortened(lines, len(odd), "unexpected")
     if not lines:
@@ -123,5 +131,26 @@ def _cut(lines: list[str]) -> list[str]:
     return _shortened(lines[:_MOST_LINES], len(lines), "that differ")
 
 
-def _allowed(name: str, patterns: Patterns) -> bool:
-    return any(fnmatchcase(name, each) for each in ((patterns,) if isinstance(patterns, str) else patterns))
+def _allowed(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, each) for each in patterns)
+
+
+def _patterns(given: object, where: str) -> tuple[str, ...]:
+    """Return names and patterns as a tuple.
+
+    Raises:
+        ConfigError: neither a text nor several.
+    """
+    listed: tuple[object, ...] = (given,)
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        listed = tuple(cast("Iterable[object]", given))
+    names = tuple(each for each in listed if isinstance(each, str))
+    if len(names) < len(listed):
+        raise ConfigError(
+            "not names",
+            expected="a name or pattern, or several",
+            got=", ".join(map(repr, listed)),
+            where=where,
+            fix='"*" allows all.',
+        )
+    return names

@@ -10,7 +10,7 @@ from pathlib import Path
 from accel.bigmodel.load._files import WeightFiles, find_files
 from accel.bigmodel.load._headers import checkpoint_tensors, merged, pickled_in, safetensors_in
 from accel.bigmodel.load._weights import FileWeights
-from accel.checkpoint import Manifest, Recipe, Strided, apply_recipes, manifest_of
+from accel.checkpoint import Manifest, Recipe, Strided, apply_recipes, check_recipes, manifest_of
 from accel.errors import ConfigError
 from accel.storage import ByteRanges, LocalRanges, RemotePath, RemoteRanges
 
@@ -34,8 +34,9 @@ def open_weights(
 
     Raises:
         CheckpointError: a file is missing or damaged, a recipe does not fit, or two tensors have the same name.
-        ConfigError: nothing at the path is known as weights.
+        ConfigError: nothing at the path is known as weights, `rename` is neither a function nor recipes, or no reader.
     """
+    _check_readers(readers)
     files = find_files(path)
     where = str(files.folder.path)
     manifest = manifest_of(files.folder) if files.kind == "checkpoint" else None
@@ -47,6 +48,11 @@ def open_weights(
     except BaseException:
         ranges.close()
         raise
+
+
+def _check_readers(readers: object) -> None:
+    if type(readers) is not int or readers < 1:
+        raise ConfigError("not a number of readers", expected="1 or more", got=repr(readers), where="readers=")
 
 
 def _open(files: WeightFiles, names: Sequence[str], readers: int, direct: bool) -> ByteRanges:
@@ -76,6 +82,7 @@ def _tensors(
 
 def _renamed(found: Mapping[str, Strided], rename: Rename, where: str) -> dict[str, Strided]:
     if not callable(rename):
+        check_recipes(rename, "a function of a stored name, or a sequence of accel.Recipe")
         return apply_recipes(found, rename, where)
     named: dict[str, Strided] = {}
     former: dict[str, str] = {}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel.bigmodel._dtypes import check_dtype
+from accel.bigmodel._model import check_model
 from accel.bigmodel.load._destinations import Destination, DeviceChoice, find_destinations
 from accel.checkpoint import Box, held_box, whole
 from accel.errors import ConfigError, StreamError
@@ -73,10 +74,11 @@ def find_targets(
         default: the context's device.
 
     Raises:
-        ConfigError: a dtype that a tensor with values does not have, or a map of another model.
+        ConfigError: no model, a dtype that a tensor with values does not have, or a map of another model.
         DeviceError: the device is not there.
         StreamError: the model is dispatched.
     """
+    check_model(model, where="load_checkpoint_in_model")
     check_dtype(dtype, where="dtype=")
     destination_of = find_destinations(device_map, default)
     reshard(model)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.bigmodel._devices import check_map, device_of
+from accel.bigmodel._model import check_model
 from accel.bigmodel._source import WeightSource
 from accel.bigmodel.load import open_weights
 from accel.bigmodel.plan import DeviceMap
@@ -63,11 +64,12 @@ def dispatch_model(
     Raises:
         CheckpointError: the source lacks weights or cannot be read, or the disk of `scratch` is full; the model is as
             before.
-        ConfigError: the map is of another model, weights have no values and no source, or a weight cannot be stored in
-            the map's storage dtype: its values are too large, or the files that are its home have another.
+        ConfigError: no model, a map of another model, weights without values and a source, or a weight cannot be stored
+            in the map's storage dtype: its values are too large, or the files that are its home have another.
         DeviceError: the computing device is not there.
         StreamError: the model is dispatched already.
     """
+    check_model(model, where="dispatch_model")
     check_map(device_map, where="dispatch_model")
     check_undispatched(model)
     with ExitStack() as opened, torch.inference_mode(False):

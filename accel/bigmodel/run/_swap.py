@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.bigmodel._devices import device_of
+from accel.bigmodel._model import check_model
 from accel.bigmodel.run._calls import running_modules
 from accel.bigmodel.run._places import has_values, set_memory
 from accel.errors import ConfigError, StreamError
@@ -161,12 +162,13 @@ def swap_models(device: int | str | torch.device, *models: nn.Module) -> Swap:
         The handle; close it, or use it in a `with` block.
 
     Raises:
-        ConfigError: fewer than two models, or one without values.
+        ConfigError: fewer than two models, what is no model, or one without values.
         DeviceError: the device is not there.
     """
     if len(models) < 2:
         raise ConfigError("models take turns", expected="two or more", got=str(len(models)), where="swap_models")
     for model in models:
+        check_model(model, where="swap_models")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if not has_values(tensor):
                 raise ConfigError(

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slips of a first script with a big model: typed errors that say what to write, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.errors import AccelError
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return accel.save_model(accel.single("cpu"), make(), tmp_path_factory.mktemp("weights"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device_map": "meta"}, r"a device without memory.*got 'meta'"),
+        ({"dtype": torch.int8}, r"not a dtype of floating-point weights.*got torch\.int8 - at dtype=.*load_quantized"),
+        ({"readers": 0}, r"not a number of readers: expected 1 or more, got 0"),
+        ({"rename": {"old": "new"}}, r"not recipes: expected a function.*Recipe\(\"rename\", old, new\)"),
+        ({"rename": accel.Recipe("rename", "old", "new")}, r"not recipes.*rename=\[recipe\]"),
+        ({"allow_missing": True}, r"not names.*got True - at allow_missing=.*\"\*\" allows all"),
+        ({"allow_unexpected": [3]}, r"not names.*got 3 - at allow_unexpected="),
+    ],
+)
+def test_arguments_of_a_load(folder: Path, options: dict[str, Any], text: str) -> None:
+    model = accel.init_empty_weights(make)
+    with pytest.raises(AccelError, match=text):
+        accel.load_checkpoint_in_model(accel.single("cpu"), model, folder, **options)
+    assert all(each.is_meta for each in model.parameters())
+
+
+def test_names_that_an_iterator_gives_count_for_each_weight(folder: Path) -> None:
+    model = accel.init_empty_weights(lambda: nn.Sequential(*make(), nn.Linear(4, 4)))
+    names = iter(["2.weight", "2.bias"])
+    accel.load_checkpoint_in_model(accel.single("cpu"), model, folder, allow_missing=names)
+    assert model[2].bias.is_meta
+
+
+def test_recipes_alone_lead_back(tmp_path: Path) -> None:
+    with pytest.raises(accel.ConfigError, match=r"not recipes: expected a sequence of accel\.Recipe, which lead"):
+        accel.save_model(accel.single("cpu"), make(), tmp_path, rename=str.upper)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: accel.describe(make),
+        lambda folder: accel.load_checkpoint_in_model(accel.single("cpu"), make, folder),
+        lambda folder: accel.dispatch_model(make, accel.infer_device_map(accel.describe(make()), {"cpu": "1MB"})),
+        lambda folder: accel.swap_models("cpu:0", make, make),
+    ],
+)
+def test_a_function_in_place_of_its_model(call: Callable[[Path], object], folder: Path) -> None:
+    with pytest.raises(accel.ConfigError, match=r"not a model: expected a torch\.nn\.Module, got make - .*init_empty"):
+        call(folder)
+
+
+def test_builders_that_return_no_model_or_name_no_device() -> None:
+    with pytest.raises(accel.ConfigError, match=r"got NoneType - at init_empty_weights, what make\(\) returns"):
+        accel.init_empty_weights(lambda: None)  # type: ignore[type-var, arg-type, return-value]
+    with pytest.raises(accel.DeviceError, match=r"no such device: got 'gpu' - at init_on_device"):
+        accel.init_on_device(make, "gpu")
+
+
+def test_models_take_no_turns_on_a_device_without_memory() -> None:
+    with pytest.raises(accel.DeviceError, match="a device without memory"):
+        accel.swap_models("meta", make(), make())

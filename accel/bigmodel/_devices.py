@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices and device maps as callers name them, checked before anything moves."""
+"""Devices as callers name them, checked before anything moves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from accel.bigmodel.plan import DeviceMap
-from accel.errors import ConfigError, DeviceError
+from accel.errors import DeviceError
 
 
 def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
@@ -29,18 +26,3 @@ def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
     if found.type == "meta":
         raise DeviceError("a device without memory", expected="one that holds values", got=repr(device), where=where)
     return found
-
-
-def check_map(device_map: object, *, where: str) -> None:
-    """Refuse what is no device map, such as "auto" or a dict of places.
-
-    Raises:
-        ConfigError: the argument is none; with the call that makes one of it.
-    """
-    if isinstance(device_map, DeviceMap):
-        return
-    got = repr(device_map)
-    make = "accel.infer_device_map(accel.describe(model), max_memory)"
-    if isinstance(device_map, Mapping):
-        make = "accel.check_device_map(accel.describe(model), places)"
-    raise ConfigError("not a device map", expected="an accel.DeviceMap", got=got, where=where, fix=f"Pass {make}.")

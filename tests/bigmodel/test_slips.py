@@ -79,3 +79,33 @@ def test_builders_that_return_no_model_or_name_no_device() -> None:
 def test_models_take_no_turns_on_a_device_without_memory() -> None:
     with pytest.raises(accel.DeviceError, match="a device without memory"):
         accel.swap_models("meta", make(), make())
+
+
+SKELETON = accel.describe(nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(3))))
+MAP = accel.check_device_map(SKELETON, {"": 0, "1": "cpu"})
+PLACES = {"": 0, "1": "cpu", "2": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: accel.explain(SKELETON), r"not a device map.*got Skeleton - at explain.*infer_device_map\("),
+        (lambda: accel.explain(MAP, compute=0.01), r"seconds are given by segment.*home, 0\.01\)"),
+        (lambda: accel.explain(MAP, compute={"4": 1.0}), r"no such segment: got '4'"),
+        (lambda: accel.explain(MAP, bandwidth="25GB"), r"no bandwidth: expected bytes a second.*got '25GB'"),
+        (lambda: accel.pass_seconds(SKELETON, {}, 1e9), "not a device map"),
+        (lambda: accel.check_device_map(SKELETON, "auto"), r"places are given by path.*got 'auto'.*infer_device_map"),
+        (lambda: accel.check_device_map(SKELETON, {0: "cpu"}), r"places are given by path.*got \{0: 'cpu'\}"),
+        (
+            lambda: accel.check_device_map(SKELETON, PLACES, max_memory={0: "1MB", "cpu": "1MB"}),
+            r"a place without a limit.*got 'cuda:1' - at max_memory.*Name it there",
+        ),
+        (lambda: accel.infer_device_map(SKELETON, {"gpu": "1MB"}), r"not a place.*got 'gpu'.*A GPU is its number"),
+        (lambda: accel.infer_device_map(SKELETON, {"dsk": None}), r"not a place.*Did you mean `disk`\?"),
+        (lambda: accel.infer_device_map(SKELETON, {"cuda": "1MB"}), r"not a place.*Name its number too: 'cuda:0'"),
+        (lambda: accel.infer_device_map(SKELETON, {}), r"no device.*available_memory\(device, reserve='2GB'\)"),
+    ],
+)
+def test_arguments_of_a_plan(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(accel.ConfigError, match=text):
+        call()

@@ -9,12 +9,12 @@ from typing import NamedTuple, cast
 
 import torch
 
-from accel.bigmodel._devices import check_map, device_of
+from accel.bigmodel._devices import device_of
 from accel.bigmodel._dtypes import dtype_of
-from accel.bigmodel.plan import STORES, DeviceMap
+from accel.bigmodel.plan import STORES, DeviceMap, check_map
 from accel.errors import ConfigError
 
-DeviceChoice = DeviceMap | str | torch.device | None
+DeviceChoice = DeviceMap | int | str | torch.device | None
 
 _WHERE = "load_checkpoint_in_model(device_map=)"
 
@@ -78,10 +78,10 @@ def _of_map(device_map: DeviceMap) -> dict[str, Destination]:
 
 
 def _one_device(choice: object) -> torch.device:
-    is_name = isinstance(choice, torch.device)
+    is_name = isinstance(choice, torch.device) or type(choice) is int
     if isinstance(choice, str):
         with contextlib.suppress(RuntimeError):
             is_name = bool(torch.device(choice))
     if not is_name:
         check_map(choice, where=_WHERE)
-    return device_of(cast("str | torch.device", choice), where=_WHERE)
+    return device_of(cast("int | str | torch.device", choice), where=_WHERE)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Homes and computing devices of a model's segments, planned from plain values. Free of torch."""
 
-from accel.bigmodel.plan._device_map import STORES as STORES, DeviceMap as DeviceMap
+from accel.bigmodel.plan._device_map import STORES as STORES, DeviceMap as DeviceMap, check_map as check_map
 from accel.bigmodel.plan._dtype_names import format_name as format_name, torch_name as torch_name
 from accel.bigmodel.plan._explain import explain as explain
 from accel.bigmodel.plan._headers import guess_skeleton as guess_skeleton

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import msgspec
 
@@ -139,6 +140,22 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
 def is_accelerator(place: str) -> bool:
     """Return whether a computing device has memory of its own, as "cpu:0" has not."""
     return place.partition(":")[0] != HOST
+
+
+def check_map(device_map: object, *, where: str) -> None:
+    """Refuse other things than device maps, such as "auto", a dict of places or a skeleton.
+
+    Raises:
+        ConfigError: no map; with the call that makes one of it.
+    """
+    if isinstance(device_map, DeviceMap):
+        return
+    make = "accel.infer_device_map(accel.describe(model), max_memory)"
+    if isinstance(device_map, Mapping):
+        make = "accel.check_device_map(accel.describe(model), places)"
+    is_short = isinstance(device_map, str | int | Mapping)
+    got = repr(cast(object, device_map)) if is_short else type(device_map).__name__
+    raise ConfigError("not a device map", expected="an accel.DeviceMap", got=got, where=where, fix=f"Pass {make}.")
 
 
 def _check_names(found: DeviceMap) -> None:

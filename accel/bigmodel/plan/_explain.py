@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from accel.bigmodel.plan._device_map import DeviceMap
-from accel.bigmodel.plan._seconds import Bandwidth, pass_limit, pass_seconds, travel_seconds
+from accel.bigmodel.plan._device_map import DeviceMap, check_map
+from accel.bigmodel.plan._seconds import Bandwidth, check_compute, pass_limit, pass_seconds, travel_seconds
 from accel.terminal import show_size, show_table
 
 _WIDTH = 96  # characters of a picture
@@ -53,8 +53,10 @@ def explain(
         picture: whether to draw the segments of each device, a character for one or several.
 
     Raises:
-        ConfigError: as `pass_seconds`.
+        ConfigError: no map, or as `pass_seconds`.
     """
+    check_map(device_map, where="explain")
+    check_compute(device_map, compute or {})
     parts = [_segments(device_map, compute, bandwidth), _places(device_map)]
     if bandwidth is not None:
         parts.append(_seconds(device_map, compute, bandwidth))

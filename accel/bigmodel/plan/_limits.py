@@ -9,10 +9,12 @@ from collections.abc import Mapping
 import msgspec
 
 from accel.bigmodel.plan._device_map import HOST, STORES
-from accel.errors import ConfigError
+from accel.errors import ConfigError, did_you_mean
 from accel.storage import parse_size
 
 _DEVICE = re.compile(r"[a-z_]+:[0-9]+|mps")
+
+_KINDS = ("cuda", "hpu", "mtia", "npu", "xla", "xpu")  # of devices that torch numbers
 
 _EXAMPLE = "a limit for each device, such as {0: '20GB', 'cpu': '60GB', 'disk': None}"
 
@@ -59,7 +61,7 @@ def read_limits(max_memory: Limits, *, where: str) -> Places:
             expected=_EXAMPLE,
             got=repr(dict(max_memory)),
             where=where,
-            fix="accel.available_memory(device) asks a device for what is free.",
+            fix="accel.available_memory(device, reserve='2GB') asks a device for what is free.",
         )
     homes = {name: limits[name] for name in (HOST, *(key for key in limits if key in STORES)) if name in limits}
     return Places(devices=devices, homes=homes)
@@ -75,13 +77,17 @@ def place_name(key: int | str, *, where: str) -> str:
         return f"cuda:{key}"
     if key in (HOST, *STORES) or (isinstance(key, str) and _DEVICE.fullmatch(key)):
         return str(key)
-    bare = isinstance(key, str) and re.fullmatch("[a-z_]+", key)
+    fix = "A GPU is its number, such as 0."
+    if key in _KINDS:
+        fix = f"Name its number too: '{key}:0'."
+    elif isinstance(key, str) and key not in ("auto", "gpu"):
+        fix = did_you_mean(key, (HOST, *STORES), fix)
     raise ConfigError(
         "not a place",
         expected="a GPU's number, torch's name of a device such as 'xpu:0', 'cpu', 'mmap' or 'disk'",
         got=repr(key),
         where=where,
-        fix=f"Name its number too: '{key}:0'." if bare else "",
+        fix=fix,
     )
 
 

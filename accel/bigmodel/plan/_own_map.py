@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from accel.bigmodel.plan._device_map import HOST, STORES, DeviceMap
 from accel.bigmodel.plan._limits import Limits, place_name, read_limits
@@ -33,10 +34,11 @@ def check_device_map(
         The map, with the limits.
 
     Raises:
-        ConfigError: a path that the model does not have or that divides a segment, a segment without a place, a place
-            that is none, or tied segments on two devices.
+        ConfigError: no mapping, a path that the model does not have or that divides a segment, a segment without a
+            place, a place that is none or that `max_memory` lacks, or tied segments on two devices.
         PlacementError: more bytes in a place than its limit.
     """
+    _check_places(places)
     named = {path: place_name(place, where=f"{_WHERE}[{path!r}]") for path, place in places.items()}
     _check_paths(skeleton, named)
     chosen = {segment.name: _place_of(segment, named) for segment in skeleton.segments}
@@ -52,7 +54,28 @@ def check_device_map(
         runs[segment.name] = runs.get(leader, device) if place not in devices else device
         home[segment.name] = place if segment.moving else runs[segment.name]
     limits = {} if max_memory is None else read_limits(max_memory, where="max_memory").limits
+    unlimited = {place for place in (*home.values(), *runs.values()) if place not in (*limits, *STORES)}
+    if max_memory is not None and unlimited:
+        raise ConfigError(
+            "a place without a limit",
+            expected="a limit for each device that is used, and for 'cpu'",
+            got=repr(min(unlimited)),
+            where="max_memory",
+            fix="Name it there, or leave max_memory= out to check nothing.",
+        )
     return DeviceMap(skeleton=skeleton, home=home, runs=runs, slots=slots, limits=limits)
+
+
+def _check_places(places: object) -> None:
+    given = cast("Mapping[object, object]", places) if isinstance(places, Mapping) else [places, None]
+    if given is not places or not all(isinstance(path, str) for path in given):
+        raise ConfigError(
+            "places are given by path",
+            expected='a mapping such as {"": 0, "model.layers.7": "cpu"}',
+            got=repr(cast(object, places)),
+            where=_WHERE,
+            fix="accel.infer_device_map(skeleton, max_memory) finds places.",
+        )
 
 
 def _check_paths(skeleton: Skeleton, named: Mapping[str, str]) -> None:

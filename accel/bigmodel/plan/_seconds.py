@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
-from accel.bigmodel.plan._device_map import DeviceMap
+from accel.bigmodel.plan._device_map import DeviceMap, check_map
 from accel.bigmodel.plan._skeleton import Segment
 from accel.errors import ConfigError
 
@@ -31,7 +32,7 @@ def pass_seconds(
     Raises:
         ConfigError: a segment that the map does not have, or a home without a bandwidth above 0.
     """
-    _check(device_map, compute)
+    check_compute(device_map, compute)
     segments = device_map.skeleton.segments
     travel = {segment.name: travel_seconds(device_map, segment, bandwidth) for segment in segments}
     streamed = frozenset(device_map.order)
@@ -58,7 +59,7 @@ def pass_seconds(
 
 def pass_limit(device_map: DeviceMap, compute: Mapping[str, float], bandwidth: Bandwidth) -> float:
     """Return the seconds that no schedule of the map's transfers beats: all compute, or all bytes of a link."""
-    _check(device_map, compute)
+    check_compute(device_map, compute)
     streamed = frozenset(device_map.order)
     busy = dict.fromkeys(device_map.devices, 0.0)
     working = 0.0
@@ -82,7 +83,7 @@ def travel_seconds(device_map: DeviceMap, segment: Segment, bandwidth: Bandwidth
     if home == device_map.runs[segment.name] or segment.rows or not segment.home_memory:
         return 0.0
     speed = bandwidth.get(home, 0.0) if isinstance(bandwidth, Mapping) else bandwidth
-    if not speed > 0:
+    if type(speed) not in (int, float) or not speed > 0:
         raise ConfigError(
             "no bandwidth",
             expected="bytes a second above 0",
@@ -92,7 +93,22 @@ def travel_seconds(device_map: DeviceMap, segment: Segment, bandwidth: Bandwidth
     return segment.home_memory / speed
 
 
-def _check(device_map: DeviceMap, compute: Mapping[str, float]) -> None:
-    unknown = sorted(set(compute) - set(device_map.home))
+def check_compute(device_map: object, compute: object) -> None:
+    """Refuse other things than a map and seconds by its segments.
+
+    Raises:
+        ConfigError: no map, no mapping, or a segment that the map does not have.
+    """
+    check_map(device_map, where="pass_seconds")
+    assert isinstance(device_map, DeviceMap)
+    if not isinstance(compute, Mapping):
+        raise ConfigError(
+            "seconds are given by segment",
+            expected="a mapping from a name to seconds",
+            got=repr(compute),
+            where="compute=",
+            fix=f"Write dict.fromkeys(device_map.home, {compute!r})." if isinstance(compute, int | float) else "",
+        )
+    unknown = sorted(set(cast("Mapping[str, float]", compute)) - set(device_map.home))
     if unknown:
         raise ConfigError("no such segment", got=", ".join(map(repr, unknown[:5])), where="compute=")

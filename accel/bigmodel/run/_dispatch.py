@@ -11,11 +11,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accel.bigmodel._devices import check_map, device_of
+from accel.bigmodel._devices import device_of
 from accel.bigmodel._model import check_model
 from accel.bigmodel._source import WeightSource
 from accel.bigmodel.load import open_weights
-from accel.bigmodel.plan import DeviceMap
+from accel.bigmodel.plan import DeviceMap, check_map
 from accel.bigmodel.run._absent import refuse_load
 from accel.bigmodel.run._crossings import move_inputs
 from accel.bigmodel.run._dispatched import Dispatched

@@ -10,10 +10,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from accel.bigmodel._devices import check_map
 from accel.bigmodel._dtypes import dtype_of
 from accel.bigmodel.load import Patterns, Rename, load_checkpoint_in_model, open_weights
-from accel.bigmodel.plan import STORES, DeviceMap
+from accel.bigmodel.plan import STORES, DeviceMap, check_map
 from accel.bigmodel.run._dispatch import dispatch_model
 from accel.bigmodel.run._dispatched import Dispatched
 from accel.comm import Call, agreed, call_site

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 _MOST_ASKED = 1 << 20  # bytes of a tensor that a constructor copies to the CPU to look at, as `tolist` does
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+_MASKS = (torch.bool, torch.uint8)
+_FACTS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device))  # most arguments; none holds a tensor
 
 
@@ -246,10 +249,20 @@ def _run(step: _Step, values: dict[int, torch.Tensor]) -> None:
 def _asks(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Return whether an operation needs values at once."""
     aten = torch.ops.aten
-    if func in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default):
-        return True
-    copies = func is aten._to_copy.default and torch.device(options.get("device") or _META).type == "cpu"
-    return copies and args[0].is_meta and args[0].nbytes <= _MOST_ASKED
+    if func is aten.index.Tensor:  # a mask chooses as many as it likes; numbers do not
+        return any(mask.dtype in _MASKS for mask in _found(args[1], torch.Tensor))
+    if func is aten._to_copy.default:
+        copies = torch.device(options.get("device") or _META).type == "cpu"
+        return copies and args[0].is_meta and args[0].nbytes <= _MOST_ASKED
+    return _gives_facts(func)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gives_facts(func: Any) -> bool:
+    """Return whether an operator's result is a number of Python's, or has a shape that depends on values."""
+    aten = torch.ops.aten
+    no_shape = (aten.bincount.default, aten.repeat_interleave.Tensor)
+    return func in no_shape or not _FACTS.isdisjoint(func.tags)
 
 
 def _mapped(value: Any, kind: type[T], change: Callable[[T], object]) -> Any:

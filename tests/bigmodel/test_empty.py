@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -96,3 +97,34 @@ def test_ties_stay_and_models_are_built_where_asked() -> None:
 def test_a_model_in_place_of_its_function_is_refused(build) -> None:
     with pytest.raises(ConfigError, match=r"the model exists already: .*\(lambda: Linear\(\.\.\.\)\)"):
         build(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x[x > 2],
+        lambda x: x.masked_select(x > 2),
+        lambda x: x.unique(),
+        lambda x: torch.unique_consecutive(x // 2),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: torch.bincount(x.long()),
+        lambda x: torch.argwhere(x > 2) + 1,
+        lambda x: x if torch.allclose(x, x) else x + 1,
+        lambda x: x[torch.tensor([3, 1])] + 1,
+    ],
+)
+def test_constructors_choose_by_values(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("chosen", make(torch.arange(6.0)), persistent=False)
+            self.linear = nn.Linear(*self.chosen.shape[:1], 2)
+
+    model = accel.init_empty_weights(Chosen)
+    assert torch.equal(model.chosen, Chosen().chosen)
+    assert model.linear.weight.is_meta
+
+
+def test_a_choice_by_the_values_of_a_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="depends on a parameter"):
+        accel.init_empty_weights(lambda: torch.nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)))

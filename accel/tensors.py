@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
@@ -273,3 +274,17 @@ def _named_parts(weights: Mapping[str, Packed]) -> dict[str, dict[str, torch.Ten
         tensors = {**weight.parts, **weight.constants()}
         found[path] = {root + dot + name: tensor for name, tensor in tensors.items()}
     return found
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give a tensor the memory, device and dtype of another, which is lost; it stays the object that others know.
+
+    Args:
+        tensor: keeps its attributes. Weak references to it, as RNNs have, stay those to it.
+        other: of the same class.
+    """
+    vars(other).update(vars(tensor))
+    if weakref.getweakrefs(tensor) and type(tensor) is type(other) and not is_dtensor(tensor):
+        cast(Any, torch)._C._swap_tensor_impl(tensor, other)  # swap_tensors refuses weak references
+    else:
+        cast(Any, torch.utils).swap_tensors(tensor, other)

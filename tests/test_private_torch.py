@@ -34,7 +34,7 @@ ELSEWHERE = {
     "torch.ops.aten": ("_to_copy", "_unsafe_view", "_local_scalar_dense"),
     "torch._ops.OpOverload": ("_schema",),
     "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-    "torch._C": ("_disabled_torch_function_impl",),
+    "torch._C": ("_disabled_torch_function_impl", "_swap_tensor_impl"),
     "torch.nn.Module": ("_apply", "_call_impl"),
     "torch.UntypedStorage": ("_cdata", "_checkpoint_offset"),  # the latter: first byte in the file of a lazy torch.load
     "torch.nn.MultiheadAttention": ("_reset_parameters",),

@@ -14,7 +14,7 @@ from accel.errors import PrepareError
 from accel.parallel._labels import replace_parameter
 from accel.parallel._paths import named_modules
 from accel.parallel._unwrap import stage_modules
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import become, is_dtensor, local_part
 
 _WHERE = "prepare_model"
 
@@ -63,8 +63,7 @@ def make_room(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             if isinstance(each, nn.Parameter):
                 there = nn.Parameter(there, each.requires_grad)
                 there.grad_dtype = each.grad_dtype
-            vars(there).update(vars(each))
-            cast(Any, torch.utils).swap_tensors(each, there)
+            become(each, there)
 
 
 def values_or_room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import nn
+
+from accel.tensors import become
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
@@ -28,8 +28,7 @@ def move_model(model: nn.Module, device: torch.device) -> None:
         if isinstance(tensor, nn.Parameter):
             there = nn.Parameter(there, tensor.requires_grad)
             there.grad_dtype = tensor.grad_dtype
-        vars(there).update(vars(tensor))
-        cast(Any, torch.utils).swap_tensors(tensor, there)
+        become(tensor, there)
 
 
 def _keeps_parameters(device: torch.device) -> bool:

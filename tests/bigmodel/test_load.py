@@ -250,6 +250,23 @@ def test_recipes_lead_from_the_file_to_the_model(ctx: accel.DistContext, tmp_pat
     assert torch.equal(target, expected)
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_recurrent_modules_built_empty(ctx: accel.DistContext, tmp_path: Path, prepared: bool) -> None:
+    x = torch.randn(2, 3, 4)
+    trained = nn.LSTM(4, 4, num_layers=2)  # it holds weak references to its weights
+    accel.save_model(ctx, trained, tmp_path)
+    model = accel.init_empty_weights(lambda: nn.LSTM(4, 4, num_layers=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = accel.prepare_model(ctx, model) if prepared else model
+    load_checkpoint_in_model(ctx, model, tmp_path)
+    assert torch.equal(model(x)[0], trained(x)[0])
+    for each in (model, trained):
+        each(x)[0].sum().backward()
+    optimizer.step()
+    torch.optim.SGD(trained.parameters(), lr=1.0).step()
+    assert torch.equal(model(x)[0], trained(x)[0])
+
+
 def test_numbers_are_renamed_too_in_both_directions(ctx: accel.DistContext, tmp_path: Path) -> None:
     trained = nn.BatchNorm1d(4)  # it counts batches, in a tensor without dimensions
     trained(torch.randn(3, 4))

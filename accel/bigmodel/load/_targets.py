@@ -17,7 +17,7 @@ from accel.errors import ConfigError, StreamError
 from accel.items import clean_name, reshard
 from accel.parallel import is_pipelined, is_unknown, unwrap_model
 from accel.parallel.pipeline import pipeline_of
-from accel.tensors import is_absent, is_dtensor, local_part, packed_weights, split_dims
+from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,7 @@ def fill(target: Target, made: torch.Tensor) -> None:
         )
     if isinstance(live, nn.Parameter):
         there = nn.Parameter(there, live.requires_grad)
-    vars(there).update(vars(live))
-    cast(Any, torch.utils).swap_tensors(live, there)
+    become(live, there)
 
 
 def _target(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from streamed import make_net, streamed_map, token_ids
+from torch import nn
 
 import accel
 from accel.bigmodel import StoredTensor, cpu_offload, dispatch_model, open_weights
+from accel.tensors import is_absent
 
 PATIENCE_S = 60
 
@@ -129,3 +132,34 @@ def test_each_call_that_ran_beside_a_change_of_its_weights_is_told() -> None:
         assert [type(each[0]) for each in (wrote, stayed)] == [accel.StreamError] * 2
         with torch.no_grad():
             assert torch.equal(block(x), expected)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_autograd_keeps_no_casts_of_autocast(frozen: bool) -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3))).requires_grad_(not frozen)
+    twin, x = copy.deepcopy(net), torch.randn(2, 32)
+    kept: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with accel.cpu_offload(net, "cpu:0") as run, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for model in (twin, run.model):
+            kept.clear()
+            given = x.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(given)
+            casts = [each for each in kept if each.shape == (32, 32)]
+            assert casts
+            assert all(is_absent(each) == (model is net) for each in casts)
+            out.float().sum().backward()
+            found += [out, given.grad]
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert not is_absent(net[0][0].weight.to(torch.bfloat16))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    for here, there in zip(net.parameters(), twin.parameters(), strict=True):
+        assert (here.grad is None) == frozen
+        assert frozen or torch.equal(here.grad, there.grad)

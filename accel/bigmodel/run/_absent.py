@@ -122,6 +122,8 @@ class AbsentTensor(NoMemory, torch.Tensor):
                 return rows
         elif func in (torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default):
             _refuse_apply(args[0])
+            if _is_cast_by_autocast(func, args, kwargs):
+                return _view(func, args[0], (), kwargs)
         # a result that shares the slot's memory would change with it
         fetch = _own if kind == "alias" else AbsentTensor.present
         found_args, found_kwargs = cast(Any, tree_map_only)(AbsentTensor, fetch, (args, kwargs))
@@ -266,6 +268,16 @@ def _refuse_apply(absent: object) -> None:
         if frame.f_back is None:
             return
         frame = frame.f_back
+
+
+def _is_cast_by_autocast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether autograd or the cache of autocast would keep a cast, and so one of each weight of the model."""
+    alone = isinstance(args[0], AbsentTensor) and [*kwargs] == ["dtype"] and func is torch.ops.aten._to_copy.default
+    if not alone or not torch.is_grad_enabled():
+        return False
+    depth = cast(int, cast(Any, torch).autocast_increment_nesting())  # no other way to ask below autocast
+    cast(Any, torch).autocast_decrement_nesting()
+    return depth > 1
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -31,6 +31,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     page_offset: int | None = None
 
 
+@runtime_checkable
 class WeightSource(Protocol):
     """Weights by name. Its owner closes it.
 

@@ -109,3 +109,25 @@ PLACES = {"": 0, "1": "cpu", "2": 1}
 def test_arguments_of_a_plan(call: Callable[[], object], text: str) -> None:
     with pytest.raises(accel.ConfigError, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (lambda: [1, 2], "not a source of weights.*got list - at dispatch_model, source="),
+        (lambda: make(), "not a source of weights: expected a path, a mapping.*got Sequential"),
+        (lambda: {"0.weight": torch.ones(4, 4).numpy()}, r"a source without values.*ndarray - at source\['0.weight'\]"),
+        (lambda: make().to("meta").state_dict(), "a source without values.*got one on the meta device"),
+        (
+            lambda: {name: tensor.long() for name, tensor in make().state_dict().items()},
+            "4 weights.*'0.weight': expected F32, got I64 in the source",
+        ),
+    ],
+)
+def test_sources_of_a_run(source: Callable[[], Any], text: str) -> None:
+    model = accel.init_empty_weights(make)
+    device_map = accel.infer_device_map(accel.describe(model), {"cpu": "1MB"})
+    with pytest.raises(AccelError, match=text):
+        accel.dispatch_model(model, device_map, source=source())
+    with accel.dispatch_model(model, device_map, source=make().double().state_dict()) as run:
+        assert run.model(torch.ones(1, 4)).dtype == torch.float32

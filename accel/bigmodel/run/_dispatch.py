@@ -27,6 +27,7 @@ from accel.bigmodel.run._scratch import with_scratch
 from accel.bigmodel.run._slots import Block, make_slots
 from accel.bigmodel.run._supplies import Task, Way, check_tasks, list_tasks, make_supplies, read_residents
 from accel.bigmodel.run._supply import TensorSource
+from accel.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,8 +65,8 @@ def dispatch_model(
     Raises:
         CheckpointError: the source lacks weights or cannot be read, or the disk of `scratch` is full; the model is as
             before.
-        ConfigError: no model, a map of another model, weights without values and a source, or a weight cannot be stored
-            in the map's storage dtype: its values are too large, or the files that are its home have another.
+        ConfigError: no model, no source, a map of another model, weights without values and a source, or a weight
+            cannot be stored in the map's storage dtype: its values are too large, or its files have another.
         DeviceError: the computing device is not there.
         StreamError: the model is dispatched already.
     """
@@ -78,6 +79,13 @@ def dispatch_model(
             opened.callback(source.close)
         elif isinstance(source, Mapping):
             source = TensorSource(source)
+        elif source is not None and not isinstance(cast(object, source), WeightSource):
+            raise ConfigError(
+                "not a source of weights",
+                expected="a path, a mapping of tensors, or what accel.open_weights returns",
+                got=type(source).__name__,
+                where="dispatch_model, source=",
+            )
         devices = {name: device_of(name, where="dispatch_model") for name in device_map.devices}
         tasks = list_tasks(device_map, devices, find_places(model, device_map.skeleton))
         source = with_parts(tasks, source)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.bigmodel._dtypes import copy_in_range, dtype_of
-from accel.bigmodel._source import WeightSource
+from accel.bigmodel._source import StoredTensor, WeightSource
 from accel.bigmodel.plan import STORES, DeviceMap, Segment, Weight
 from accel.bigmodel.run._absent import AbsentTensor
 from accel.bigmodel.run._places import Place, has_values, held
@@ -75,7 +75,7 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
     """Refuse weights that neither the model nor the source has.
 
     Raises:
-        CheckpointError: the source has no such weight, or another shape; all of them are listed.
+        CheckpointError: the source has no such weight, or another shape or kind of dtype; all of them are listed.
         ConfigError: weights without values and no source, mapped ones of a source that maps nothing, files of
             another dtype than the map's storage dtype, or quantized weights away from their device.
     """
@@ -96,13 +96,12 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
     for task in wanted:
         assert source is not None
         name = stored_name(task.weight, source)
-        if name is None:
+        entry = source.entries[name] if name is not None else None
+        if name is None or entry is None:
             hint = did_you_mean(task.weight.name, source.entries)
             problems.append(f"missing {task.weight.name!r}" + (f" ({hint})" if hint else ""))
-        elif (entry := source.entries[name]).shape != task.weight.shape:
-            problems.append(
-                f"{name!r}: expected {task.weight.shape}, got {entry.shape} in {entry.where or 'the source'}"
-            )
+        elif difference := _difference(task.weight, entry):
+            problems.append(f"{name!r}: {difference} in {entry.where or 'the source'}")
         elif (dtype := _file_dtype(task)) is not None and entry.dtype != dtype:
             field = "storage_dtype" if task.weight.is_cast else "dtype"
             raise ConfigError(
@@ -123,6 +122,14 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
             fix="Give source= all of them, or scratch=folder for values that the model has; or dispatch first, and add "
             "modules such as adapters after that.",
         )
+
+
+def _difference(weight: Weight, entry: StoredTensor) -> str:
+    """Return what keeps a stored tensor from being a weight's values; floating-point numbers are cast, others never."""
+    if entry.shape != weight.shape:
+        return f"expected {weight.shape}, got {entry.shape}"
+    floats = dtype_of(entry.dtype).is_floating_point and dtype_of(weight.dtype).is_floating_point
+    return "" if floats or entry.dtype == weight.dtype else f"expected {weight.dtype}, got {entry.dtype}"
 
 
 def _file_dtype(task: Task) -> str | None:

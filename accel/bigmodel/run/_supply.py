@@ -27,10 +27,24 @@ class Mappable(Protocol):
         ...
 
 
+def _check_has_values(name: str, tensor: object) -> None:
+    if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+        return
+    got = "one on the meta device" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    raise ConfigError("a source without values", expected="a tensor for each name", got=got, where=f"source[{name!r}]")
+
+
 class TensorSource:
     """A mapping of tensors as a `WeightSource`; each tensor is looked up when it is read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Look at shapes and dtypes.
+
+        Raises:
+            ConfigError: a value that is no tensor, or that has no memory.
+        """
+        for name, tensor in tensors.items():
+            _check_has_values(name, tensor)
         self._tensors = tensors
         self._entries = {
             name: StoredTensor(shape=tuple(tensor.shape), dtype=name_of(tensor.dtype), nbytes=tensor.nbytes)

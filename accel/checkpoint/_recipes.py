@@ -39,7 +39,8 @@ class Recipe(msgspec.Struct, frozen=True):
         target: names after it.
         dim: the dimension, from 0.
         other: the second dimension of a transpose.
-        sizes: sizes along `dim` of a split, or of the parts of a concat; none for equal parts.
+        sizes: sizes along `dim` of a split, or of the parts of a concat, which the way back divides; none for equal
+            parts.
 
     Raises:
         ConfigError: patterns that do not fit the operation.
@@ -176,6 +177,7 @@ def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], wh
         raise _refusal(recipe, f"sources differ: {', '.join(str(list(each.shape)) for each in tensors[:5])}", where)
     match recipe.operation:
         case "concat":
+            _check_parts(recipe, tuple(each.shape[dim] for each in tensors), where)
             results = [concat(tensors, dim)]
         case "stack":
             results = [stack(tensors, dim)]
@@ -188,6 +190,16 @@ def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], wh
             counted = next(iter(_fields(recipe.targets) - _fields(recipe.sources)))
             return {_named(recipe.targets[0], fields | {counted: str(at)}): each for at, each in enumerate(results)}
     return {_named(name, fields): each for name, each in zip(recipe.targets, results, strict=True)}
+
+
+def _check_parts(recipe: Recipe, parts: tuple[int, ...], where: str) -> None:
+    """Refuse parts that the way back would divide otherwise.
+
+    Raises:
+        CheckpointError: parts of other sizes than the recipe's, or of unequal ones where it has none.
+    """
+    if parts != (recipe.sizes or parts[:1] * len(parts)):
+        raise _refusal(recipe, f"sources of sizes {list(parts)} along {recipe.dim} want sizes={parts}", where)
 
 
 def _sizes(recipe: Recipe, length: int, where: str) -> tuple[int, ...]:

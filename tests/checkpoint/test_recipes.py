@@ -106,3 +106,16 @@ def test_recipes_that_do_not_fit_are_refused(recipe: Recipe, problem: str) -> No
 def test_recipes_must_make_sense(arguments: tuple[str, str, str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Recipe(*arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_unequal_parts_of_a_concat_must_be_told_as_the_way_back_divides_them() -> None:
+    tensors = {name: torch.arange(rows * 2).reshape(rows, 2) for name, rows in (("q", 4), ("k", 2), ("v", 2))}
+    parts = ("q", "k", "v")
+    for sizes in ((), (2, 4, 2)):
+        with pytest.raises(CheckpointError, match=r"sources of sizes \[4, 2, 2\] along 0 want sizes=\(4, 2, 2\)"):
+            apply_recipes(stored(tensors), [Recipe("concat", parts, "qkv", sizes=sizes)], "here")
+    recipes = [Recipe("concat", parts, "qkv", sizes=(4, 2, 2))]
+    made = apply_recipes(stored(tensors), recipes, "here")
+    back = apply_recipes({"qkv": made["qkv"]}, inverse(recipes), "there")
+    for name, tensor in tensors.items():
+        assert torch.equal(read(back[name], tensors), tensor)

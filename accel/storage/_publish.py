@@ -91,7 +91,7 @@ def _make_way(stage: Path, index: Index | None, names: Set[str]) -> set[str]:
         return set()
     folder, mark = stage.parent, secrets.token_hex(4)
     moved = {name: aside_name(name, mark) for name in sorted(names)}
-    led = Index(index.metadata, {key: moved.get(file, file) for key, file in index.weight_map.items()})
+    led = Index({key: moved.get(file, file) for key, file in index.weight_map.items()}, index.metadata or {})
     write_file(stage, "old.json", [msgspec.json.encode(led)])
     for name, other in moved.items():
         try:

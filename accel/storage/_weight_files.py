@@ -29,12 +29,12 @@ class Index(msgspec.Struct, frozen=True):
     """The contents of an index.
 
     Attributes:
-        metadata: `total_size` in bytes, and other entries of the writer.
         weight_map: the file of each tensor.
+        metadata: `total_size` in bytes, and other entries of the writer; some write none.
     """
 
-    metadata: dict[str, msgspec.Raw]
     weight_map: dict[str, str]
+    metadata: dict[str, msgspec.Raw] | None = None
 
     @property
     def files(self) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,26 @@ def test_sources_of_a_run(source: Callable[[], Any], text: str) -> None:
         accel.dispatch_model(model, device_map, source=source())
     with accel.dispatch_model(model, device_map, source=make().double().state_dict()) as run:
         assert run.model(torch.ones(1, 4)).dtype == torch.float32
+
+
+def test_an_index_without_metadata(tmp_path: Path) -> None:
+    ctx = accel.single("cpu")
+    trained = make()
+    accel.save_model(ctx, trained, tmp_path, max_shard_size="100B")
+    index = tmp_path / "model.safetensors.index.json"
+    text = json.loads(index.read_text())
+    for kept in ({"weight_map": text["weight_map"]}, {"metadata": None, "weight_map": text["weight_map"]}):
+        index.write_text(json.dumps(kept))
+        model = accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)
+        assert torch.equal(model[1].weight, trained[1].weight)
+    accel.save_model(ctx, trained, tmp_path, max_shard_size="100B")
+    assert json.loads(index.read_text()) == text
+    index.write_text("{}")
+    with pytest.raises(accel.CheckpointError, match=r'expected JSON with "weight_map", the file of each tensor'):
+        accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)
+
+
+def test_a_state_dict_inside_of_a_file_of_torch(tmp_path: Path) -> None:
+    torch.save({"state_dict": make().state_dict(), "epoch": 3}, tmp_path / "last.pt")
+    with pytest.raises(accel.CheckpointError, match=r"under 'state_dict'.*weights_only=True\)\[name\]"):
+        accel.load_checkpoint_in_model(accel.single("cpu"), accel.init_empty_weights(make), tmp_path / "last.pt")

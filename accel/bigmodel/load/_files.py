@@ -98,7 +98,8 @@ def _indexed(folder: Place, name: str) -> WeightFiles:
     where = f"{folder.path}/{name}"
     index = decode_index(data) if data is not None else None
     if index is None or not index.files:
-        raise CheckpointError("the index cannot be read", expected="an index of files of weights", where=where)
+        expected = 'JSON with "weight_map", the file of each tensor by name, in the same folder'
+        raise CheckpointError("the index cannot be read", expected=expected, where=where)
     held = set(folder.names())
     if missing := [file for file in index.files if file not in held]:
         raise CheckpointError(

@@ -53,7 +53,9 @@ def pickled_in(path: Path) -> dict[str, Strided]:
     for name, tensor in cast("Mapping[Any, Any]", loaded).items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             got = f"{type(tensor).__name__} under {name!r}"
-            raise CheckpointError("not weights by name", expected="a state dict", got=got, where=str(path))
+            fix = "Save the state dict in it alone: torch.save(torch.load(path, weights_only=True)[name], path)."
+            fix = fix if isinstance(tensor, Mapping) else "Save its tensors alone, by name."
+            raise CheckpointError("not weights by name", expected="a state dict", got=got, where=str(path), fix=fix)
         found[name] = _in_storage(name, tensor, path)
     return found
 

@@ -6,6 +6,8 @@ Without GPUs, "meta" is a device that tensors can go to, and "cpu:0" is the host
 
 from __future__ import annotations
 
+import copy
+import pickle
 from contextlib import ExitStack
 from typing import Any
 
@@ -118,3 +120,17 @@ def test_models_generate_the_same_tokens_on_several_devices(kind: str, streamed:
     assert bool(device_map.order) == streamed
     with accel.dispatch_model(model, device_map) as run:
         assert torch.equal(run.model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_model_on_several_devices_is_not_pickled(streamed: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(4)))
+    x = torch.randn(2, 4)
+    expected = model(x)
+    with accel.dispatch_model(model, on_devices(model, "cpu:0", "cpu:1", streamed=streamed)):
+        with pytest.raises(accel.StreamError, match=r"cannot be pickled - at .*accel\.save_model"):
+            pickle.dumps(model)
+        if not streamed:
+            assert torch.equal(copy.deepcopy(model)(x), expected)
+        assert torch.equal(model(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)

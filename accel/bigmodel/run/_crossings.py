@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,8 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel import tree as trees
 from accel.bigmodel.plan import DeviceMap
 from accel.bigmodel.run._hooks import untraced
-
-Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+from accel.bigmodel.run._no_memory import refuse_pickle
 
 
 class Arrivals:
@@ -28,18 +26,18 @@ class Arrivals:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._arrived: Any = WeakIdKeyDictionary()  # tensor -> its version, and the copy
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device: itself if it is there."""
-        if tensor.device == self._device:
+        if tensor.device == self.device:
             return tensor
         if tensor.is_inference() or (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor.to(self._device, non_blocking=True)  # versions are unknown, or autograd records the way
+            return tensor.to(self.device, non_blocking=True)  # versions are unknown, or autograd records the way
         version, copy = self._arrived.get(tensor, (None, None))
         if version != tensor._version:
-            copy = tensor.to(self._device, non_blocking=True)
+            copy = tensor.to(self.device, non_blocking=True)
             self._arrived[tensor] = (tensor._version, copy)
         return copy
 
@@ -60,22 +58,36 @@ def move_inputs(model: nn.Module, device_map: DeviceMap, opened: ExitStack) -> N
     """
     if len(device_map.devices) < 2:
         return
-    arrivals = {device: Arrivals(torch.device(device)) for device in device_map.devices}
+    crossings = {device: _Crossing(Arrivals(torch.device(device))) for device in device_map.devices}
     for segment in device_map.skeleton.segments:
         module = model.get_submodule(segment.name)
-        taking = arrivals[device_map.runs[segment.name]]
-        _ = opened.callback(module.register_forward_pre_hook(_moving(taking), with_kwargs=True, prepend=True).remove)
-    _ = opened.callback(model.register_forward_hook(untraced(_bring_back), with_kwargs=True).remove)
+        taking = crossings[device_map.runs[segment.name]]
+        _ = opened.callback(module.register_forward_pre_hook(taking.before, with_kwargs=True, prepend=True).remove)
+    after = crossings[device_map.devices[0]].after
+    _ = opened.callback(model.register_forward_hook(after, with_kwargs=True).remove)
 
 
-def _moving(arrivals: Arrivals) -> Hook:
-    """Return the hook that brings a module's inputs to a device."""
-    move = untraced(arrivals.inputs)
+class _Crossing:
+    """The hooks of one device. Copies of the model share them."""
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return move((args, kwargs))
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._device = arrivals.device
+        self._move = untraced(arrivals.inputs)
+        self._bring_back = untraced(_bring_back)
 
-    return before
+    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Bring a module's inputs to the device."""
+        return self._move((args, kwargs))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Bring a model's output to the device of its inputs."""
+        return self._bring_back(module, args, kwargs, output)
+
+    def __deepcopy__(self, memo: object) -> _Crossing:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_pickle(str(self._device), "a model that computes on several devices")
 
 
 def _bring_back(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -74,14 +74,18 @@ def refuse_copy(name: str) -> NoReturn:
     )
 
 
-def refuse_pickle(name: str) -> NoReturn:
-    """Refuse to pickle a model, as `refuse_copy`.
+def refuse_pickle(name: str, what: str = "a weight that is not in memory") -> NoReturn:
+    """Refuse to pickle a model.
+
+    Args:
+        name: a weight, a block or a device of it.
+        what: the part of the model that is met first.
 
     Raises:
         StreamError: always.
     """
     raise StreamError(
-        "a weight that is not in memory cannot be pickled",
+        f"{what} cannot be pickled",
         where=name,
         fix="Save with accel.save_model(ctx, run.model, folder), or the tensors of run.tensors() one by one.",
     )

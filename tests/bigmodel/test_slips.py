@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +157,13 @@ def test_a_state_dict_inside_of_a_file_of_torch(tmp_path: Path) -> None:
     torch.save({"state_dict": make().state_dict(), "epoch": 3}, tmp_path / "last.pt")
     with pytest.raises(accel.CheckpointError, match=r"under 'state_dict'.*weights_only=True\)\[name\]"):
         accel.load_checkpoint_in_model(accel.single("cpu"), accel.init_empty_weights(make), tmp_path / "last.pt")
+
+
+def test_a_model_that_takes_turns_is_not_pickled() -> None:
+    first, x = make(), torch.randn(2, 4)
+    expected = first(x)
+    with accel.swap_models("cpu:0", first, make()):
+        with pytest.raises(accel.StreamError, match=r"takes turns cannot be pickled - at Sequential\. .*swap\.close"):
+            pickle.dumps(first)
+        assert torch.equal(copy.deepcopy(first)(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(first))(x), expected)

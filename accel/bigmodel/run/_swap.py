@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,33 @@ from accel.bigmodel.run._places import has_values, set_memory
 from accel.errors import ConfigError, StreamError
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class _Turn:
+    """The hooks of a model that takes turns. Copies of the model share them."""
+
+    def __init__(
+        self, model: nn.Module, begin: Callable[[nn.Module], object], end: Callable[[nn.Module], object]
+    ) -> None:
+        self._model = model
+        self._begin = begin
+        self._end = end
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._begin(self._model)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._end(self._model)
+
+    def __deepcopy__(self, memo: object) -> _Turn:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StreamError(
+            "a model that takes turns cannot be pickled",
+            where=type(self._model).__name__,
+            fix="Save with accel.save_model(ctx, model, folder), or after swap.close().",
+        )
 
 
 class Swap:
@@ -65,17 +93,15 @@ class Swap:
         self.close()
 
     def _hook(self, model: nn.Module) -> list[Any]:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._begin(model, scoped=False)
-
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if self._user == threading.get_ident() and self._uses[-1][0] is model:  # else `before` has raised
-                self._end(model)
-
+        turn = _Turn(model, functools.partial(self._begin, scoped=False), self._end_call)
         return [
-            model.register_forward_pre_hook(before, prepend=True),
-            model.register_forward_hook(after, always_call=True),
+            model.register_forward_pre_hook(turn.before, prepend=True),
+            model.register_forward_hook(turn.after, always_call=True),
         ]
+
+    def _end_call(self, model: nn.Module) -> None:
+        if self._user == threading.get_ident() and self._uses[-1][0] is model:  # else `_begin` has raised
+            self._end(model)
 
     def _begin(self, model: nn.Module, *, scoped: bool) -> None:
         if not any(model is each for each in self._models):

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,3 +165,39 @@ def test_autograd_keeps_no_casts_of_autocast(frozen: bool) -> None:
     for here, there in zip(net.parameters(), twin.parameters(), strict=True):
         assert (here.grad is None) == frozen
         assert frozen or torch.equal(here.grad, there.grad)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_is_told_to_dispatch_anew() -> None:
+    def stop(*_: object) -> None:
+        raise RuntimeError  # before anything computes: torch's threads are not in the child either
+
+    net = make_net()
+    with cpu_offload(net, "cpu:0"), torch.no_grad():
+        expected = net(token_ids())
+        handles = [block.register_forward_pre_hook(stop) for block in net.blocks]
+        time.sleep(0.05)  # the feeder, done with what it fetches ahead, holds no lock
+        child = os.fork()
+        if not child:
+            for block in net.blocks:  # some of them lie on slots
+                try:
+                    block(token_ids())
+                except accel.StreamError as error:
+                    os._exit(7 if "Dispatch the model after the fork" in str(error) else 8)
+                except RuntimeError:
+                    continue
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(_waited(child)) == 7
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(net(token_ids()), expected)
+
+
+def _waited(child: int) -> int:
+    """Return the status of a process, which is killed if it takes too long."""
+    until = time.monotonic() + PATIENCE_S
+    while (found := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+    return found[1]

@@ -19,6 +19,19 @@ def closed_model(where: str) -> StreamError:
     )
 
 
+def forked_model(where: str) -> StreamError:
+    """Return the error of a use in a process that was forked from the model's, and that lacks its threads.
+
+    Args:
+        where: name of the block.
+    """
+    return StreamError(
+        "the thread that fetches blocks is not in this process",
+        where=where,
+        fix="Dispatch the model after the fork, in each process that calls it.",
+    )
+
+
 def changed_block(name: str) -> StreamError:
     """Return the error of a block that has written to its slot, or has put other tensors in the place of its own."""
     return StreamError(

@@ -32,6 +32,11 @@ class Feeder:
         self._stop = weakref.finalize(owner, _stop, self._wakes, self._thread)
         self.wake = self._wakes.put
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. A process that another one forks has none of its threads."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread, after the read that it is in."""
         self._stop()

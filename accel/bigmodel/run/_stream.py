@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from accel.bigmodel.run._calls import Call, drop_abandoned
-from accel.bigmodel.run._errors import changed_block, closed_model, failed_fill
+from accel.bigmodel.run._errors import changed_block, closed_model, failed_fill, forked_model
 from accel.bigmodel.run._feeder import Feeder
 from accel.bigmodel.run._order import ObservedOrder, choose_fill
 from accel.bigmodel.run._slots import Block, Slot, put_in
@@ -157,7 +157,7 @@ class Stream:
 
         Raises:
             AccelError: the error of the fill.
-            StreamError: the stream was closed meanwhile.
+            StreamError: the stream was closed meanwhile, or lies in another process.
         """
         began = time.perf_counter()
         block.waits += 1
@@ -168,6 +168,8 @@ class Stream:
                     self._demanded.append(block.index)
                     self._wake(True)
                 claimed = self._claim() if self._feeder is None else None
+                if claimed is None and self._feeder is not None and not self._feeder.is_alive:
+                    raise closed_model(block.name) if self._closed else forked_model(block.name)
                 if claimed is None:
                     self._filled.wait()
                 else:

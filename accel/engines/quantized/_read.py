@@ -73,11 +73,14 @@ def made_layer(layer: Layer, found: Found, source: WeightSource, config: Quantiz
     name = f"{layer.name}.weight"
     if layer.name in found.templates:
         return _read_quantized(layer, found, source, places)
-    if name not in source.entries:  # it may be missing
+    if name in source.entries:
+        entry = source.entries[name]
+        weight = torch.empty(entry.shape, dtype=weight_dtype(entry.dtype))
+        source.read([(name, weight)])
+    elif layer.module.weight.is_meta:  # it may be missing
         return layer.template.make(layer.template.parts)
-    entry = source.entries[name]
-    weight = torch.empty(entry.shape, dtype=weight_dtype(entry.dtype))
-    source.read([(name, weight)])
+    else:
+        weight = layer.module.weight.detach()
     weight = weight.to(places.runs(f"{layer.name}.{layer.template.first}"), layer.dtype)
     packed = quantize(weight, config)
     del weight

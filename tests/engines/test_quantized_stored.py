@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +34,32 @@ def test_a_missing_weight_of_a_model_with_values_is_quantized(tmp_path: Path, co
         .get_parameter(name)
         .is_meta
     )
+
+
+def test_weights_of_another_format_are_refused() -> None:
+    _ = pytest.importorskip("bitsandbytes")
+    ctx, net = accel.single("cpu"), make_net()
+
+    def stored(config: Config) -> dict[str, torch.Tensor]:
+        source = TensorSource(net.state_dict())
+        model = accel.load_quantized(ctx, accel.init_empty_weights(Net), source, config=config)
+        return accel.get_state_dict(ctx, model, dst=None)
+
+    def refused(problem: str, tensors: Mapping[str, torch.Tensor], config: Config) -> None:
+        with pytest.raises(accel.CheckpointError, match=problem):
+            accel.load_quantized(ctx, accel.init_empty_weights(Net), TensorSource(tensors), config=config)
+
+    eight = accel.Bitsandbytes(bits=8, skip="head")
+    turing = {"blocks.0.up.weight_format": torch.tensor(2, dtype=torch.uint8)}
+    refused(r"blocks\.0\.up\.weight is not stored by rows", {**stored(eight), **turing}, eight)
+    four = accel.Bitsandbytes(double=True, skip="head")
+    packed, key = stored(four), "blocks.0.up.weight.quant_state.bitsandbytes__nf4"
+    facts = json.loads(bytes(packed[key].tolist()))
+
+    def told(**changes: Any) -> dict[str, torch.Tensor]:
+        text = json.dumps(facts | changes).encode()
+        return {**packed, key: torch.tensor(list(text), dtype=torch.uint8)}
+
+    refused(r"up\.weight: expected shape \[128, 64\], got \[64, 128\]", told(shape=[64, 128]), four)
+    refused(r"quantized otherwise.*nested_blocksize=128", told(nested_blocksize=128), four)
+    refused(r"not a format of bitsandbytes.*'int8'.*blocks\.0\.up", told(dtype="int8"), four)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import nn
 
@@ -20,6 +21,22 @@ _BLOCK, _NESTED_BLOCK = 64, 256  # weights, and scales, that share a scale
 _LAYERS = "accel.engines.quantized._layers"  # which imports the package
 _OFFSET = "weight.nested_offset"
 _ROOM = 48  # characters for the offset
+
+
+class StoredFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that a checkpoint states of a weight of 4 bits, by the package's own names."""
+
+    quant_type: str
+    blocksize: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    shape: tuple[int, ...]
+    nested_blocksize: int = 0
+    nested_offset: float | None = None
+
+    def agrees(self, config: Bitsandbytes) -> bool:
+        """Return whether a record makes weights of this format."""
+        nested = _NESTED_BLOCK if config.double else 0
+        return (self.quant_type, self.blocksize, self.nested_blocksize) == (config.kind, _BLOCK, nested)
 
 
 def empty_layer(old: nn.Linear, config: Bitsandbytes) -> nn.Linear:
@@ -77,8 +94,8 @@ def take_apart(module: nn.Module, tensor: Any) -> Packed | None:
     return None
 
 
-def stored_format(constants: Mapping[str, torch.Tensor], where: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the kind of 4 bits and the facts that a checkpoint states of a weight; None where it states none.
+def stored_format(constants: Mapping[str, torch.Tensor], where: str) -> StoredFormat | None:
+    """Return the facts that a checkpoint states of a weight of 4 bits; None where it states none.
 
     Raises:
         CheckpointError: no facts.
@@ -86,7 +103,7 @@ def stored_format(constants: Mapping[str, torch.Tensor], where: str) -> tuple[st
     for name, tensor in constants.items():
         if name.startswith("weight.quant_state.bitsandbytes__"):
             try:
-                return name.rpartition("__")[2], json.loads(bytes(integers(tensor)))
+                return msgspec.convert(json.loads(bytes(integers(tensor))), StoredFormat)
             except ValueError as error:
                 raise CheckpointError(
                     "not a format of bitsandbytes", got=str(error), where=f"{where}, {name}"
@@ -94,12 +111,11 @@ def stored_format(constants: Mapping[str, torch.Tensor], where: str) -> tuple[st
     return None
 
 
-def with_facts(template: Packed, facts: Mapping[str, Any]) -> tuple[Packed, dict[str, torch.Tensor]]:
+def with_facts(template: Packed, facts: StoredFormat) -> tuple[Packed, dict[str, torch.Tensor]]:
     """Return a template for a weight by the facts of a checkpoint, and the parts that these hold."""
-    dtype = getattr(torch, str(facts["dtype"]))
     made: Any = template.make(template.parts)
-    made.quant_state.dtype = dtype
-    known = {_OFFSET: torch.tensor(float(facts["nested_offset"]))} if "nested_offset" in facts else {}
+    made.quant_state.dtype = getattr(torch, facts.dtype)
+    known = {} if facts.nested_offset is None else {_OFFSET: torch.tensor(facts.nested_offset)}
     return _four(made.data, made.quant_state), known
 
 

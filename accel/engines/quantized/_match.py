@@ -117,13 +117,16 @@ def _template(
         same = all(torch.equal(expected[name], given.get(name, torch.empty(0))) for name in expected)
         return layer.template, {}, "" if same else f"{root}weight is quantized otherwise than {config!r}"
     if config.bits == 8:
-        return layer.template, {}, ""
-    told = _bitsandbytes.stored_format(given, layer.name)
-    if told is None:
+        by_rows = "weight_format" not in given or not given["weight_format"].any()
+        return layer.template, {}, "" if by_rows else f"{root}weight is not stored by rows"
+    facts = _bitsandbytes.stored_format(given, layer.name)
+    if facts is None:
         return layer.template, {}, f"{root}weight has no format of 4 bits"
-    kind, facts = told
-    if (kind, "nested_blocksize" in facts, facts.get("blocksize")) != (config.kind, config.double, 64):
-        return layer.template, {}, f"{root}weight is quantized otherwise than {config!r}: {kind}, {facts}"
+    if not facts.agrees(config):
+        return layer.template, {}, f"{root}weight is quantized otherwise than {config!r}: {facts}"
+    shape = tuple(layer.module.weight.shape)
+    if facts.shape != shape:  # a transposed matrix has as many packed elements
+        return layer.template, {}, f"{root}weight: expected shape {list(shape)}, got {list(facts.shape)}"
     template, known = _bitsandbytes.with_facts(layer.template, facts)
     return template, known, ""
 

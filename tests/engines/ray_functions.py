@@ -57,3 +57,9 @@ def stop_when_asked(ctx: accel.DistContext, note: str) -> None:
                 Path(note, f"stopped-{ctx.rank}").write_text(str(step))
                 raise stop
             time.sleep(0.02)
+
+
+def own_folder(ctx: accel.DistContext) -> str:
+    """Return the folder of the rank's files, which its command names."""
+    words = Path("/proc/self/cmdline").read_text().split("\0")
+    return next(word for word in words if Path(word).is_dir())

@@ -112,6 +112,14 @@ def test_the_example_trains_and_tries_again(cluster: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.filterwarnings("default")
+@tried_again
+def test_no_files_of_a_rank_are_left(cluster: Any) -> None:
+    (folder,) = on_ray.launch(ray_functions.own_folder, nproc=1, config=CONFIG)
+    assert "accel-rank-" in folder
+    assert not Path(folder).exists()
+
+
+@pytest.mark.filterwarnings("default")
 def test_too_few_resources_are_an_error(cluster: Any) -> None:
     with pytest.raises(accel.LaunchError, match=r"no room for 3 ranks within 1 s: .*3 times 1 CPU.* of 2 CPU free"):
         on_ray.launch(ray_functions.train, (1,), nproc=3, timeout_s=1.0, config=CONFIG)
@@ -120,3 +128,5 @@ def test_too_few_resources_are_an_error(cluster: Any) -> None:
 def test_arguments_outside_their_range_are_one_error() -> None:
     with pytest.raises(accel.ConfigError, match=r"nproc=0.*gpus=2.*timeout_s=0"):
         on_ray.launch(ray_functions.train, (1,), nproc=0, gpus=2, timeout_s=0)
+    with pytest.raises(accel.ConfigError, match=r"timeout_s=nan.*CPU in resources, expected cpus=.*\{'x': -1\}"):
+        on_ray.launch(ray_functions.train, nproc=1, timeout_s=float("nan"), resources={"CPU": 1, "x": -1})

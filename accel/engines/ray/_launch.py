@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ T = TypeVar("T")
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 _STEP_S = 0.25
+_END_S = 10.0
 _NONE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -66,7 +68,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C; the ranks have had their time to leave.
     """
     ray = _require()
-    _check(nproc, cpus, gpus, timeout_s)
+    _check(nproc, cpus, gpus, timeout_s, resources)
     check_choice(placement, get_args(Placement), "unknown placement", where="placement=")
     if not ray.is_initialized():
         raise LaunchError(
@@ -90,11 +92,19 @@ def launch(
             children.open(_positions(ray, actors, [host for _, host in seats]), settings, call)
             yield children
         finally:
-            for actor in actors:
-                ray.kill(actor)
+            _end(ray, actors)
             ray.util.remove_placement_group(group)
 
     return launch_placed(fn, args, nproc=nproc, config=config, place=place)
+
+
+def _end(ray: Any, actors: Sequence[Any]) -> None:
+    """Let actors end their ranks and remove the files of these, as far as they still can, and kill them."""
+    closing = [actor.close.remote() for actor in actors]
+    if closing:
+        _ = ray.wait(closing, num_returns=len(closing), timeout=_END_S)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _require() -> Any:
@@ -111,15 +121,19 @@ def _require() -> Any:
     return ray
 
 
-def _check(nproc: int, cpus: float, gpus: float, timeout_s: float) -> None:
+def _check(nproc: int, cpus: float, gpus: float, timeout_s: float, resources: Mapping[str, float]) -> None:
+    twice = [name for name in ("CPU", "GPU") if name in resources]
+    odd = {name: amount for name, amount in resources.items() if not 0 <= amount < math.inf}
     problems = [
         text
         for wrong, text in (
             (nproc < 1, f"nproc={nproc}, expected at least 1"),
-            (cpus < 0, f"cpus={cpus}, expected 0 or above"),
+            (not 0 <= cpus < math.inf, f"cpus={cpus}, expected 0 or above"),
             (gpus not in (0, 1), f"gpus={gpus}, expected 0 or 1"),
             (cpus == 0 and gpus == 0, "cpus=0 and gpus=0, expected some of either"),
-            (timeout_s <= 0, f"timeout_s={timeout_s}, expected above 0"),
+            (not timeout_s > 0, f"timeout_s={timeout_s}, expected above 0"),
+            (bool(twice), f"{', '.join(twice)} in resources, expected cpus= and gpus="),
+            (bool(odd), f"resources={odd}, expected 0 or above"),
         )
         if wrong
     ]

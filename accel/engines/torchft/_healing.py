@@ -107,9 +107,20 @@ def _copy(live: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) ->
             got=", ".join(sorted(live.keys() - mine.keys())),
             where="begin_step, items",
         )
+    if odd := [key for key, tensor in live.items() if _facts(tensor) != _facts(mine[key])]:
+        raise ConfigError(
+            "replica groups differ in their models",
+            expected=", ".join(f"{key} {_facts(mine[key])}" for key in odd),
+            got=", ".join(f"{key} {_facts(live[key])}" for key in odd),
+            where="begin_step, items",
+        )
     with torch.no_grad():
         for key, tensor in live.items():
             _ = tensor.copy_(mine[key])
+
+
+def _facts(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"
 
 
 def _belongs(key: str, name: str) -> bool:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 from torch import nn
@@ -25,3 +27,25 @@ def test_a_model_of_another_shape_is_refused_and_stays() -> None:
     assert torch.equal(wide.bias, before)
     with pytest.raises(accel.ConfigError, match=r"got .*model\.bias \[1\] torch\.float64"):
         restore({"model": narrow}, taken)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://[::1"])
+def test_an_address_without_a_port_is_refused(address: str) -> None:
+    _ = pytest.importorskip("torchft")
+    with (
+        accel.session({}, device="cpu") as ctx,
+        pytest.raises(accel.ConfigError, match=r"expected http://host:port"),
+        torchft.replica(ctx, lighthouse=address, name="a"),
+    ):
+        pass
+
+
+def test_a_host_without_an_address_is_told_at_once() -> None:
+    _ = pytest.importorskip("torchft")
+    with socket.create_server(("127.0.0.1", 0)) as listener, accel.session({}, device="cpu") as ctx:
+        lighthouse = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            pytest.raises(accel.LaunchError, match=r"has no address.*'no-such-host\.invalid'.*Pass hostname="),
+            torchft.replica(ctx, lighthouse=lighthouse, name="a", hostname="no-such-host.invalid"),
+        ):
+            pass

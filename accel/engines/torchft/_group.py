@@ -11,10 +11,9 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 
-from accel.collectives import broadcast
+from accel.collectives import broadcast_object_list
 from accel.context import DistContext, context_first
 from accel.engines.torchft._transport import StateServer
 from accel.errors import ConfigError, LaunchError, MissingExtraError
@@ -108,7 +107,7 @@ def replica(
         A context manager that gives the group, and leaves the job at its end.
 
     Raises:
-        LaunchError: nothing listens at the lighthouse's address.
+        LaunchError: nothing listens at the lighthouse's address, or the host's name has no address.
         ConfigError: an argument outside its range.
         MissingExtraError: torchft is not installed.
     """
@@ -116,12 +115,13 @@ def replica(
     _check(lighthouse, name, min_replicas, timeout_s, quorum_timeout_s)
     _reach(lighthouse)
     hostname = socket.gethostname() if hostname is None else hostname
+    _resolve(hostname)
     group = ReplicaGroup(ctx)
     store = (
         cast(Any, dist).TCPStore(hostname, 0, is_master=True, wait_for_workers=False) if ctx.is_main_process else None
     )
-    port = torch.tensor([store.port if store is not None else 0], device=ctx.device)
-    port = int(broadcast(ctx, port).item())
+    place = [hostname, store.port] if store is not None else ["", 0]
+    store_host, port = broadcast_object_list(ctx, place)  # ranks on other hosts have other names
     limit = timedelta(seconds=timeout_s)
     kind = torchft.ProcessGroupNCCL if ctx.device.type == "cuda" else torchft.ProcessGroupGloo
     exchange = kind(timeout=limit)
@@ -136,7 +136,7 @@ def replica(
         connect_timeout=limit,
         rank=ctx.rank,
         world_size=ctx.world_size,
-        store_addr=hostname,
+        store_addr=store_host,
         store_port=port,
         lighthouse_addr=lighthouse,
         replica_id=name,
@@ -164,11 +164,10 @@ def _require(module: str) -> Any:
 
 
 def _check(lighthouse: str, name: str, min_replicas: int, timeout_s: float, quorum_timeout_s: float) -> None:
-    parts = urlsplit(lighthouse)
     problems = [
         text
         for wrong, text in (
-            (parts.scheme != "http" or not parts.hostname, f"lighthouse={lighthouse!r}, expected http://host:port"),
+            (not _is_address(lighthouse), f"lighthouse={lighthouse!r}, expected http://host:port"),
             (not name or ":" in name, f"name={name!r}, expected a text without a colon"),
             (min_replicas < 1, f"min_replicas={min_replicas}, expected at least 1"),
             (timeout_s <= 0, f"timeout_s={timeout_s}, expected above 0"),
@@ -178,6 +177,27 @@ def _check(lighthouse: str, name: str, min_replicas: int, timeout_s: float, quor
     ]
     if problems:
         raise ConfigError("arguments outside their range", got="; ".join(problems), where="torchft.replica")
+
+
+def _is_address(lighthouse: str) -> bool:
+    try:
+        parts = urlsplit(lighthouse)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # not a port
+        return False
+
+
+def _resolve(hostname: str) -> None:
+    """Raise unless a host's name has an address; torch would look for one for minutes."""
+    try:
+        _ = socket.getaddrinfo(hostname, None)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            "the name of this host has no address",
+            got=f"{hostname!r}: {error}",
+            where="torchft.replica",
+            fix="Pass hostname=, under which this host and those of the other groups reach it.",
+        ) from error
 
 
 def _reach(lighthouse: str) -> None:

@@ -49,3 +49,15 @@ def test_a_host_without_an_address_is_told_at_once() -> None:
             torchft.replica(ctx, lighthouse=lighthouse, name="a", hostname="no-such-host.invalid"),
         ):
             pass
+
+
+def test_fewer_groups_than_a_group_asks_for_make_no_step() -> None:
+    _ = pytest.importorskip("torchft")
+    model = nn.Linear(2, 1)
+    with (
+        accel.session({}, device="cpu") as ctx,
+        torchft.lighthouse(min_replicas=1, join_timeout_s=1) as lighthouse,
+        torchft.replica(ctx, lighthouse=lighthouse, name="a", min_replicas=2, quorum_timeout_s=0.6) as group,
+        pytest.raises(accel.PeerError, match=r"expected min_replicas=2 groups, got 1"),
+    ):
+        torchft.begin_step(group, accel.train_state(ctx), {"model": model})

@@ -26,14 +26,18 @@ class ReplicaGroup:
 
     Attributes:
         ctx: context of the group's own ranks.
+        min_replicas: fewest groups that make a step.
+        quorum_timeout_s: seconds to wait for them.
         manager: torchft's `Manager`.
         offer: returns the state that a joining group would take; None before the first step.
         taken: state of another group that this one has to take up; None if there is none.
         begun: whether a step has begun.
     """
 
-    def __init__(self, ctx: DistContext) -> None:
+    def __init__(self, ctx: DistContext, min_replicas: int, quorum_timeout_s: float) -> None:
         self.ctx = ctx
+        self.min_replicas = min_replicas
+        self.quorum_timeout_s = quorum_timeout_s
         self.manager: Any = None
         self.offer: Callable[[], Mapping[str, Any]] | None = None
         self.taken: Mapping[str, Any] | None = None
@@ -116,7 +120,7 @@ def replica(
     _reach(lighthouse)
     hostname = socket.gethostname() if hostname is None else hostname
     _resolve(hostname)
-    group = ReplicaGroup(ctx)
+    group = ReplicaGroup(ctx, min_replicas, quorum_timeout_s)
     store = (
         cast(Any, dist).TCPStore(hostname, 0, is_master=True, wait_for_workers=False) if ctx.is_main_process else None
     )

@@ -20,6 +20,8 @@ from accel.errors import AccelError, PeerError, StepError
 from accel.optim import parameters_of
 from accel.training import TrainState, optimizer_step as step_of_group
 
+_AGAIN_S = 0.25
+
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One step as this group begins it.
@@ -95,27 +97,44 @@ def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, objec
         manager.load_state_dict({"step": state.updates + state.accum.skipped, "batches_committed": 0})
         group.begun = True
     group.offer = lambda: capture(items, state)
-    try:
-        manager.start_quorum()
-    except AccelError:
-        raise
-    except (RuntimeError, TimeoutError) as error:
-        raise PeerError(
-            "the replica groups did not come together for a step",
-            expected="a lighthouse that answers, and enough groups before quorum_timeout_s",
-            got=str(error),
-            where=f"begin_step, step {manager.current_step()}",
-        ) from error
-    taken, group.taken = group.taken, None
-    if taken is not None:
-        state = restore(items, taken)
+    healed = False
+    while True:
+        _meet(group)
+        taken, group.taken = group.taken, None
+        if taken is not None:
+            state, healed = restore(items, taken), True
+        if manager.num_participants() >= group.min_replicas:
+            break
+        if time.perf_counter() - began > group.quorum_timeout_s:  # the lighthouse itself lets fewer pass
+            raise _apart(group, f"min_replicas={group.min_replicas} groups", f"{manager.num_participants()}")
+        time.sleep(_AGAIN_S)
     return Turn(
         step=manager.current_step(),
         groups=manager.num_participants(),
         index=manager.participating_rank() or 0,
-        healed=taken is not None,
+        healed=healed,
         state=state,
         begun_s=began,
+    )
+
+
+def _meet(group: ReplicaGroup) -> None:
+    """Agree with the groups that are alive."""
+    try:
+        group.manager.start_quorum()
+    except AccelError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        expected = "a lighthouse that answers, and enough groups before quorum_timeout_s"
+        raise _apart(group, expected, str(error)) from error
+
+
+def _apart(group: ReplicaGroup, expected: str, got: str) -> PeerError:
+    return PeerError(
+        "the replica groups did not come together for a step",
+        expected=expected,
+        got=got,
+        where=f"begin_step, step {group.manager.current_step()}",
     )
 
 

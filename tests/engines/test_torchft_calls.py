@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accel
+from accel.testing import simulate
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 torchft = pytest.importorskip("accel.engines.torchft")
@@ -61,3 +62,13 @@ def test_fewer_groups_than_a_group_asks_for_make_no_step() -> None:
         pytest.raises(accel.PeerError, match=r"expected min_replicas=2 groups, got 1"),
     ):
         torchft.begin_step(group, accel.train_state(ctx), {"model": model})
+
+
+def test_a_sharded_model_is_refused_at_the_first_step() -> None:
+    def begin(ctx: accel.DistContext) -> None:
+        model = accel.prepare(accel.replace(ctx, strategy="fsdp"), nn.Linear(2, 2))
+        group = torchft.ReplicaGroup(ctx, 1, 1.0)
+        with pytest.raises(accel.ConfigError, match=r"shard their model.*2 sharded tensors, the first model"):
+            torchft.begin_step(group, accel.train_state(ctx), {"model": model})
+
+    _ = simulate(begin, 2, default_group=True)

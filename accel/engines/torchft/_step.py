@@ -93,7 +93,9 @@ def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, objec
     check_items(items)
     state.check_saveable()
     manager = group.manager
-    if not group.begun:  # a run that resumes is ahead of groups that begin
+    if not group.begun:
+        _ = capture(items, state)  # torchft would log what this raises, and give up every step
+        # a run that resumes is ahead of groups that begin
         manager.load_state_dict({"step": state.updates + state.accum.skipped, "batches_committed": 0})
         group.begun = True
     group.offer = lambda: capture(items, state)

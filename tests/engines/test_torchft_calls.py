@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -50,6 +51,19 @@ def test_a_host_without_an_address_is_told_at_once() -> None:
             torchft.replica(ctx, lighthouse=lighthouse, name="a", hostname="no-such-host.invalid"),
         ):
             pass
+
+
+def test_a_state_that_did_not_take_up_the_turn_is_refused() -> None:
+    ctx = accel.single("cpu")
+    loader = accel.prepare_loader(ctx, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2))))
+    state, optimizer = accel.train_state(ctx), torch.optim.SGD(nn.Linear(2, 1).parameters())
+    ahead = msgspec.structs.replace(state, accum=msgspec.structs.replace(state.accum, updates=20))
+    turn = torchft.Turn(step=20, groups=2, index=1, healed=True, state=ahead, begun_s=0.0)
+    group = torchft.ReplicaGroup(ctx, 1, 1.0)
+    with pytest.raises(accel.StepError, match=r"after 20 steps.*got 0 steps.*next_batch.*state = turn\.state"):
+        torchft.next_batch(group, loader, turn, state)
+    with pytest.raises(accel.StepError, match=r"after 20 steps.*torchft\.optimizer_step"):
+        torchft.optimizer_step(group, turn, optimizer, state)
 
 
 def test_fewer_groups_than_a_group_asks_for_make_no_step() -> None:

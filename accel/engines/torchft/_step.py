@@ -155,7 +155,9 @@ def next_batch(group: ReplicaGroup, loader: Loader, turn: Turn, state: TrainStat
 
     Raises:
         DataError: as `accel.batches`.
+        StepError: a state of another step.
     """
+    _check_turn(turn, state, "torchft.next_batch")
     cursor = state.cursor
     left = loader.steps(cursor)
     at = skip_first_batches(cursor, min(turn.index, left - 1), loader)
@@ -165,6 +167,19 @@ def next_batch(group: ReplicaGroup, loader: Loader, turn: Turn, state: TrainStat
     after = skip_first_batches(cursor, min(turn.groups, left), loader)
     valid = batch.valid if turn.index < left else SampleCount(0, 0, batch.valid.copies)
     return msgspec.structs.replace(batch, start=cursor, next=after, is_last=turn.groups >= left, valid=valid)
+
+
+def _check_turn(turn: Turn, state: TrainState, where: str) -> None:
+    """Raise `StepError` unless a state goes on from that of a turn: a group that heals has taken up another."""
+    own, agreed = (each.updates + each.accum.skipped for each in (state, turn.state))
+    if own != agreed or state.cursor.epoch < turn.state.cursor.epoch:
+        raise StepError(
+            "the state is not that of the turn",
+            expected=f"a state after {agreed} steps, at epoch {turn.state.cursor.epoch}",
+            got=f"{own} steps, at epoch {state.cursor.epoch}",
+            where=where,
+            fix="Go on with what the turn gives: turn = begin_step(group, state, items), then state = turn.state.",
+        )
 
 
 def optimizer_step(
@@ -195,9 +210,10 @@ def optimizer_step(
         The next state, and the report of the step.
 
     Raises:
-        StepError: the window has not ended; or as `accel.optimizer_step`.
+        StepError: the window has not ended, or a state of another step; or as `accel.optimizer_step`.
         NonFiniteError: by the policy, on every rank of every group.
     """
+    _check_turn(turn, state, "torchft.optimizer_step")
     if not state.sync:
         raise StepError(
             "the window has not ended",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from accel.checkpoint import ItemKind, Kept, is_record
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.items._folder import Folder
-from accel.parallel import is_divided, unwrap_model
+from accel.parallel import ENGINES, engine_items, is_divided, unwrap_model
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -166,6 +166,20 @@ def without_parts(items: Mapping[str, object]) -> dict[str, object]:
             raise ConfigError("not a module", got=got, where=f"item {name}, TrainableOnly")
         found[name] = held
     return found
+
+
+def with_engine_state(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, object]:
+    """Return items with each object of the context's engine replaced by one that gives its state, a `TrainableOnly`'s
+    model included. A collective where the strategy is an engine's.
+    """
+    if ctx.settings.strategy not in ENGINES:
+        return items
+    held = {name: item.model if isinstance(item, TrainableOnly) else item for name, item in items.items()}
+    made = engine_items(ctx, held)
+    return {
+        name: TrainableOnly(cast(nn.Module, made[name])) if isinstance(item, TrainableOnly) else made[name]
+        for name, item in items.items()
+    }
 
 
 def without_wrappers(items: Mapping[str, object]) -> dict[str, object]:

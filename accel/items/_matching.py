@@ -24,6 +24,7 @@ from accel.items._kinds import (
     is_staged,
     kind_of,
     type_name,
+    with_engine_state,
     without_parts,
     without_wrappers,
 )
@@ -36,7 +37,7 @@ from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
 from accel.metrics import Metrics, StepStatistics
 from accel.optim import Accumulation, parameters_of
-from accel.parallel import ENGINES, LocalSgd, clear_gradients, clear_parameters, engine_items, engine_loaded
+from accel.parallel import ENGINES, LocalSgd, clear_gradients, clear_parameters, engine_loaded
 from accel.precision import LossScale
 from accel.random import Key, RngState
 from accel.tensors import local_part
@@ -154,7 +155,8 @@ def match_items(ctx: DistContext, saved: Saved, items: Mapping[str, object], opt
     passed, stored = without_parts(items), saved.manifest.items
     whole: Mapping[str, object] = {}
     if ctx.settings.strategy in ENGINES:
-        items = whole = engine_items(ctx, items)
+        items = with_engine_state(ctx, items)
+        whole = without_parts(items)
     live = without_wrappers(without_parts(items))
     modules = module_states(live)
     source = CheckpointSource(

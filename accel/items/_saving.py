@@ -38,6 +38,7 @@ from accel.items._kinds import (
     check_records,
     divided_names,
     kind_of,
+    with_engine_state,
     without_parts,
     without_wrappers,
 )
@@ -48,7 +49,6 @@ from accel.items._rng import capture_row
 from accel.items._stateful import capture_stateful
 from accel.items._transforms import SaveTransform
 from accel.items._value import capture_value
-from accel.parallel import ENGINES, engine_items
 from accel.storage import RemotePath, as_place
 from accel.tensors import local_part
 
@@ -174,8 +174,7 @@ def save_state(
         rule = check_keep(keep)
         rated = check_metrics(metrics, rule)
         check_items(items, "save_state")
-        if ctx.settings.strategy in ENGINES:
-            items = engine_items(ctx, items)
+        items = with_engine_state(ctx, items)
         content = capture(ctx, items, transform)
         if mode == "sync" and not allow_non_finite:
             check_finite(content)

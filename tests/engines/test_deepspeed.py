@@ -123,6 +123,16 @@ def test_what_is_used_beside_documented_calls_is_there() -> None:
         assert not [each for each in names if each not in source]
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_trainable_part_alone_goes_on_at_every_stage(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    distances = launch(2, "trainable", tmp_path, status=0)
+    assert len(distances) == 7
+    assert max(distances.values()) < CLOSE, distances
+
+
 def test_one_process_gets_the_group_that_deepspeed_communicates_by() -> None:
     with accel.session({}, device="cpu", strategy="deepspeed") as ctx:
         assert ctx.world_size == 1

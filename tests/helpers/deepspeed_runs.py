@@ -223,6 +223,24 @@ def resumed(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
     return found
 
 
+def trainable(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
+    """Save the parameters that train alone, and go on from them."""
+    straight, kinds = train(ctx, objects(ctx), 2)["weights"], ("ddp", *STAGES)
+    for kind in kinds:
+        under = accel.replace(ctx, **settings_of(kind, "fp32"))
+        items = train(under, objects(under), 1)["items"]
+        accel.save_state(under, out / kind, items | {"model": accel.TrainableOnly(items["model"])}, step=1)
+    found: dict[str, Any] = {}
+    for source, kind in [*zip(kinds, kinds, strict=True), ("ddp", "zero3"), ("zero3", "zero2"), ("zero2", "ddp")]:
+        under = accel.replace(ctx, **settings_of(kind, "fp32"))
+        parts = objects(under)
+        items = {name: each for name, each in parts.items() if name != "loader"}
+        loaded = accel.load_state(under, out / source, items | {"model": accel.TrainableOnly(items["model"])})
+        run = train(under, parts | {"state": loaded["state"]}, 2)
+        found[f"{source} to {kind}"] = distance(straight, run["weights"])
+    return found
+
+
 def main(part: str, out: Path) -> None:
     """Run a part, and print a line of JSON on rank 0."""
     import deepspeed
@@ -230,7 +248,7 @@ def main(part: str, out: Path) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
     with accel.session(device="cpu", strategy="deepspeed") as opened:
         ctx = accel.replace(opened, strategy="ddp")
-        found = {"killed": killed, "resumed": resumed}[part](ctx, out)
+        found = {"killed": killed, "resumed": resumed, "trainable": trainable}[part](ctx, out)
         accel.print(ctx, "found:", json.dumps(found), flush=True)
         if part == "killed":
             accel.wait_for_everyone(ctx)

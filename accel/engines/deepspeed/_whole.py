@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +16,7 @@ from accel.context import DistContext
 from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
 from accel.engines.deepspeed._package import flat_parameters, link_state, package
 from accel.parallel import WRAPS
+from accel.tensors import packed_weights, part_names
 
 _MASTER = torch.float32
 
@@ -65,6 +66,8 @@ def loaded(ctx: DistContext, items: Mapping[str, object], made: Mapping[str, obj
 def _whole(engine: Any, handle: ZeroOptimizer | None) -> Whole:
     live = _tensors(engine.module)
     root = nn.Module()
+    for path in packed_weights(engine.module):  # quantized weights are frozen and whole: the live ones
+        _put_layer(root, path.rpartition(".")[0], engine.module)
     of: dict[int, Any] = {}
     for name, tensor in live.items():
         if id(tensor) not in of:
@@ -76,23 +79,40 @@ def _whole(engine: Any, handle: ZeroOptimizer | None) -> Whole:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state, with their live objects."""
-    return {name: each for name, each in module.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+    """Return the tensors of a module's state, with their live objects, but for those of quantized weights."""
+    apart = packed_weights(module).keys() | part_names(module)
+    state = module.state_dict(keep_vars=True)
+    return {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and name not in apart}
+
+
+def _put_layer(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a layer with a quantized weight into a tree of plain modules, with that weight alone."""
+    layer = module.get_submodule(path)
+    made = copy.copy(layer)
+    vars(made)["_parameters"] = {"weight": layer.weight}
+    *above, last = path.split(".")
+    _place(root, above).add_module(last, made)
 
 
 def _put(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put a tensor into a tree of plain modules at its path."""
     *path, last = name.split(".")
+    root = _place(root, path)
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(last, tensor)
+    else:
+        root.register_buffer(last, tensor)
+
+
+def _place(root: nn.Module, path: Sequence[str]) -> nn.Module:
+    """Return the module at a path in a tree, made where it is missing."""
     for step in path:
         inner = getattr(root, step, None)
         if inner is None:
             inner = nn.Module()
             root.add_module(step, inner)
         root = inner
-    if isinstance(tensor, nn.Parameter):
-        root.register_parameter(last, tensor)
-    else:
-        root.register_buffer(last, tensor)
+    return root
 
 
 def _value(engine: Any, tensor: torch.Tensor) -> torch.Tensor:

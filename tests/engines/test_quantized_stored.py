@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from quantized_nets import Net, TensorSource, make_net, token_ids
+from torch.distributed.device_mesh import init_device_mesh
 
 import accel
+from accel.testing import simulate
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 Config = accel.Bitsandbytes | accel.Torchao
@@ -63,3 +65,20 @@ def test_weights_of_another_format_are_refused() -> None:
     refused(r"up\.weight: expected shape \[128, 64\], got \[64, 128\]", told(shape=[64, 128]), four)
     refused(r"quantized otherwise.*nested_blocksize=128", told(nested_blocksize=128), four)
     refused(r"not a format of bitsandbytes.*'int8'.*blocks\.0\.up", told(dtype="int8"), four)
+
+
+@pytest.mark.parametrize("config", [accel.Bitsandbytes(skip="head"), accel.Torchao(skip="head")], ids=str)
+def test_quantized_weights_are_not_divided(config: Config) -> None:
+    _ = pytest.importorskip("torchao" if isinstance(config, accel.Torchao) else "bitsandbytes")
+    source = TensorSource(make_net().state_dict())
+
+    def divide(ctx: accel.DistContext) -> None:
+        model = accel.load_quantized(accel.single("cpu"), accel.init_empty_weights(Net), source, config=config)
+        with pytest.raises(accel.PrepareError, match=r"6 quantized: blocks\.0\.\w+\.weight.*ddp"):
+            accel.prepare(accel.replace(ctx, strategy="fsdp"), model)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = accel.Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+        with pytest.raises(accel.PrepareError, match=r"6 quantized.*plan\.tensor"):
+            accel.prepare(accel.replace(ctx, mesh=mesh), model, plan=plan)
+
+    _ = simulate(divide, 2, default_group=True)

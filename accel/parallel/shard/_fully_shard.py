@@ -20,6 +20,7 @@ from accel.parallel._ddp import replica_of
 from accel.parallel._empty import allocate_empty, make_room
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._move import move_model
+from accel.parallel._quantized import check_quantized
 from accel.parallel._refusals import check_all
 from accel.parallel._replicas import stage_comm
 from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
@@ -53,6 +54,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
     inner = unwrap_model(model)
     checks = (
         lambda: _check_device(ctx),
+        lambda: check_quantized(inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
         lambda: check_formats(options.gather_dtype, ctx.precision),
         lambda: ignored_parameters(inner, options.ignored),
         lambda: plan_units(

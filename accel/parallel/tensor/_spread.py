@@ -18,6 +18,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
+from accel.parallel._quantized import check_quantized
 from accel.parallel._replicas import stage_comm
 from accel.parallel._spread import Spread, SpreadOptions, compare_models
 from accel.parallel._unwrap import unwrap_model
@@ -71,6 +72,7 @@ def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
 
 def _check(ctx: DistContext, model: nn.Module, options: TensorOptions) -> None:
     inner = unwrap_model(model)
+    check_quantized(inner, _WHERE)
     _ = rules_of(inner, _styles(inner, options), _size(ctx))
     for name, parameter in inner.named_parameters():
         if heir_of(parameter) is not None:

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals of quantized weights that would be divided."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from accel.errors import PrepareError
+from accel.tensors import packed_weights
+
+_SHOWN = 3
+
+
+def check_quantized(model: nn.Module, where: str, *, left_out: Collection[int] = ()) -> None:
+    """Refuse a model whose quantized weights would be divided among ranks: scales and elements do not lie alike.
+
+    Args:
+        model: the model, without wrappers.
+        where: place of the error.
+        left_out: `id` of each parameter that stays whole.
+
+    Raises:
+        PrepareError: such a model; the first weights are named.
+    """
+    names = [name for name in packed_weights(model) if id(model.get_parameter(name)) not in left_out]
+    if names:
+        raise PrepareError(
+            "quantized weights cannot be divided among ranks",
+            expected="a model of plain weights",
+            got=f"{len(names)} quantized: {', '.join(names[:_SHOWN])}",
+            where=where,
+            fix='Take strategy="ddp", where each rank has all of them.',
+        )

@@ -51,6 +51,14 @@ def die_in_last_step(ctx: accel.DistContext, example: ModuleType) -> None:
     example.forward = forward
 
 
+def run_sgd(ctx: accel.DistContext, example: ModuleType, folder: Path) -> None:
+    """Train with momentum, at once and in two runs."""
+    adam = example.OptimizerConfig
+    example.OptimizerConfig = lambda **given: adam(**{**given, "optimizer": "sgd"})
+    for out, steps in (("sgd-whole", STEPS), ("sgd", 1), ("sgd", STEPS)):
+        run(ctx, example, "--out", str(folder / out), "--steps", str(steps))
+
+
 def main(part: str, folder: Path) -> None:
     example = load_example()
     torch.use_deterministic_algorithms(True)
@@ -62,7 +70,9 @@ def main(part: str, folder: Path) -> None:
             for name, layout in LAYOUTS.items():
                 run(ctx, example, *layout, "--out", str(folder / name), "--steps", str(STEPS))
                 run(ctx, example, *layout, "--out", str(folder / f"{name}-whole"), "--steps", str(STEPS))
-        names = ["pp", "dp"] if part == "resumed" else ["one"]
+        if part == "sgd":
+            run_sgd(ctx, example, folder)
+        names = {"resumed": ["pp", "dp"], "sgd": []}.get(part, ["one"])
         for name in names:
             relay(ctx, example, folder, name)
 

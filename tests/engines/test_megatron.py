@@ -77,6 +77,16 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been_killed(runs: Path, layout: s
         assert torch.equal(tensor, other[name]), name
 
 
+def test_momentum_goes_on(tmp_path: Path) -> None:
+    done = launch("sgd", tmp_path, 1)
+    assert done.returncode == 0, done.stderr
+    one, other = saved(tmp_path / "sgd")[0], saved(tmp_path / "sgd-whole")[0]
+    assert any("momentum_buffer" in name for name in one)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
 @pytest.mark.parametrize("at", ["pp", "dp", "one"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_and_optimizer_state_load_at_another_layout(runs: Path, layout: str, at: str) -> None:

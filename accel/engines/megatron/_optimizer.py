@@ -63,6 +63,8 @@ class MegatronOptimizer:
         return iter([nested] if len(self._each()) == 1 else [nested[at] for at in range(len(self._each()))])
 
     def _sharded(self, *, is_loading: bool) -> Any:
+        # Megatron then begins the state itself, for which it has no function for SGD; `_begin` has done so
+        is_loading = is_loading and all(each.init_state_fn is not None for each in self._each())
         return self._optimizer.sharded_state_dict(self._model(), is_loading, metadata=_FORM)
 
     def _model(self) -> dict[str, Any]:
@@ -83,6 +85,11 @@ def _begin(optimizer: Any) -> None:
     """Give an optimizer the state of step 0, unless it has one. Mutates it."""
     inner = optimizer.optimizer
     if inner is None or inner.state:
+        return
+    if isinstance(inner, torch.optim.SGD):  # Megatron's has no dampening, so that a buffer of 0 is as none
+        for group in inner.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
         return
     if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         if optimizer.init_state_fn is not None:

@@ -17,7 +17,7 @@ from accel.errors import ConfigError, PrepareError, check_choice
 from accel.items import clean_name, reshard
 from accel.parallel import emptied_by, follow_stages, is_pipelined, unwrap_model
 from accel.parallel.pipeline import pipeline_of
-from accel.tensors import mesh_of, placements_of
+from accel.tensors import FORMATS, mesh_of, placements_of
 
 _torch = cast(Any, torch)  # the operations on lists have no public names
 
@@ -34,8 +34,8 @@ class Stepped(Protocol):
 class Ema(nn.Module):
     """The average of a model's weights over its steps, in a module of its own: an item of a checkpoint.
 
-    Sharded parameters have sharded averages. Floating-point averages are at least fp32: in bf16 a decay of 0.999 would
-    leave them unchanged.
+    Sharded parameters have sharded averages; quantized weights, which do not train, have none. Floating-point averages
+    are at least fp32: in bf16 a decay of 0.999 would leave them unchanged.
 
     Args:
         model: model from `prepare`, so that the average is on the same devices. Its parameters are copied.
@@ -125,7 +125,8 @@ class Ema(nn.Module):
         if is_pipelined(unwrap_model(model)):
             return [each for _, each in _named(model, buffers=self.averages_buffers)]
         reshard(model)
-        return [*model.parameters(), *(model.buffers() if self.averages_buffers else ())]
+        trained = (each for each in model.parameters() if not _is_quantized(each))
+        return [*trained, *(model.buffers() if self.averages_buffers else ())]
 
     def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair averages with the model's tensors, in the model's order."""
@@ -175,7 +176,8 @@ def _refuse_emptied(model: nn.Module) -> None:
 def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
     """Return the model's tensors by name, without wrappers; of a tied one the first name in the whole model."""
     reshard(model)
-    named: list[tuple[str, torch.Tensor]] = _renamed(model, model.named_parameters())
+    trained = ((name, each) for name, each in model.named_parameters() if not _is_quantized(each))
+    named: list[tuple[str, torch.Tensor]] = _renamed(model, trained)
     if buffers:
         named += _renamed(model, model.named_buffers())
     return named
@@ -214,6 +216,11 @@ def _child(root: nn.Module, name: str) -> nn.Module:
             setattr(root, part, child)
         root = child
     return root
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter is a quantizer's, which has no arithmetic; one that trains has."""
+    return type(tensor).__module__.partition(".")[0] in FORMATS and not tensor.requires_grad
 
 
 def _averaged(tensor: torch.Tensor) -> bool:

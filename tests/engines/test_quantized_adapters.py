@@ -101,6 +101,29 @@ def test_adapters_train_resume_and_are_saved(tmp_path: Path, peft: Any, config: 
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: repr(config)[:24])
+def test_an_average_of_adapters_leaves_the_base_out(tmp_path: Path, peft: Any, config: Any) -> None:
+    ctx = accel.single("cpu")
+    accel.save_model(ctx, make_net(), tmp_path / "full")
+    model = adapted(peft, ctx, tmp_path / "full", config)
+    ema = accel.Ema(model, decay=0.5, warmup=False)
+    names = {name for name, each in model.named_parameters() if type(each) is nn.Parameter}
+    assert {name.removeprefix("weights.") for name, _ in ema.named_parameters()} == names
+    _ = train(model, ctx, tmp_path / "out", 2)
+    ema.update_(model)
+    accel.save_state(ctx, tmp_path / "state", {"ema": ema}, step=1)
+    other = adapted(peft, ctx, tmp_path / "full", config)
+    loaded = accel.Ema(other, decay=0.5, warmup=False)
+    accel.load_state(ctx, tmp_path / "state", {"ema": loaded})
+    with torch.no_grad():
+        own = model(token_ids())
+        with ema.applied_to(model), loaded.applied_to(other):
+            average = model(token_ids())
+            assert torch.equal(other(token_ids()), average)
+        assert not torch.equal(average, own)
+        assert torch.equal(model(token_ids()), own)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: repr(config)[:24])
 def test_adapters_train_while_the_base_streams(tmp_path: Path, peft: Any, config: Any) -> None:
     ctx = accel.single("cpu")
     accel.save_model(ctx, make_net(), tmp_path / "full")

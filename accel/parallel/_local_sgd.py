@@ -26,11 +26,11 @@ from accel.parallel._local_mark import APART, is_local, mark_local
 from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
 from accel.parallel._prepare_model import check_devices, own_options
-from accel.parallel._replicas import average_along_, begin_with_rank_0_
+from accel.parallel._replicas import average_along_, begin_with_rank_0_, replicated_tensors
 from accel.parallel._sharded import is_sharded
 from accel.parallel._unwrap import is_pipelined, unwrap_model
 from accel.parallel.shard import SHARD
-from accel.tensors import local_part
+from accel.tensors import local_part, packed_weights
 from accel.topology import Dimension, Plan, dimension_of
 
 _WITHIN: tuple[Dimension, ...] = ("pipeline", "tensor", "context")  # spread a replica
@@ -99,7 +99,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
         move_model(model, ctx.device)
         label_parameters(model)
         if ctx.world_size > 1:
-            begin_with_rank_0_(ctx, [*model.parameters(), *model.buffers()])
+            begin_with_rank_0_(ctx, replicated_tensors(model))
         mark_local(model)
         compile_as_set(ctx, model)
         return model
@@ -158,7 +158,8 @@ def local_sgd_step(
 
 def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
     plain = unwrap_model(model)
-    found = [*plain.parameters(), *plain.buffers()]
+    frozen = packed_weights(plain)  # quantized, and alike since the begin
+    found = [each for name, each in plain.named_parameters() if name not in frozen] + list(plain.buffers())
     if optimizer is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -155,6 +155,25 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, peft: Any, config: 
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: repr(config)[:24])
+def test_local_steps_on_a_quantized_base_end_alike(tmp_path: Path, peft: Any, config: Any) -> None:
+    ctx = accel.single("cpu")
+    folders = [accel.save_model(ctx, make_net(seed), tmp_path / f"full{seed}") for seed in range(2)]
+
+    def run(ctx: accel.DistContext) -> torch.Tensor:
+        model = adapted(peft, accel.single("cpu"), folders[ctx.rank], config)
+        model = accel.prepare_local_model(ctx, model)
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        model(token_ids() + ctx.rank).square().mean().backward()
+        optimizer.step()
+        _ = accel.local_sgd_step(ctx, model, accel.LocalSgd(every=1))
+        with torch.no_grad():
+            return model(token_ids())
+
+    first, second = simulate(run, 2, default_group=True)
+    assert torch.equal(first, second)
+
+
 def test_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: Any) -> None:
     del peft
     monkeypatch.chdir(tmp_path)

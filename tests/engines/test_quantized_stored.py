@@ -81,4 +81,10 @@ def test_quantized_weights_are_not_divided(config: Config) -> None:
         with pytest.raises(accel.PrepareError, match=r"6 quantized.*plan\.tensor"):
             accel.prepare(accel.replace(ctx, mesh=mesh), model, plan=plan)
 
+        record = accel.DeepSpeed(stage=3 if isinstance(config, accel.Bitsandbytes) else 2)
+        under = accel.replace(ctx, strategy="deepspeed", deepspeed=record)
+        optimizer = torch.optim.AdamW(model.head.parameters())
+        with pytest.raises(accel.PrepareError, match=r"stage \d, 6 weights such as blocks\.0.*ddp"):
+            accel.prepare(under, model, optimizer)
+
     _ = simulate(divide, 2, default_group=True)

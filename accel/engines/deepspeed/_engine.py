@@ -24,6 +24,7 @@ from accel.engines.deepspeed._shards import mark_emptied
 from accel.engines.deepspeed._whole import loaded, whole_items
 from accel.errors import ConfigError, PrepareError
 from accel.parallel import HELD, WRAPS, Engine, StepOutcome, StepRequest
+from accel.tensors import packed_weights
 
 
 def make(ctx: DistContext) -> Engine:
@@ -122,13 +123,14 @@ def _settled(ctx: DistContext, objects: Sequence[Any]) -> Resolved:
 
 
 def _trained(ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved: Resolved) -> tuple[Any, Optimizer]:
-    _check_values(model)
+    stage = resolved.settings["zero_optimization"]["stage"]
+    _check_values(model, stage)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     engine, _, _, _ = initialized(model, optimizer=optimizer, config=_settings(ctx, resolved))
     handle = ZeroOptimizer(engine, optimizer, groups, resolved)
     vars(engine)[WRAPS] = "module"
     vars(engine)[HELD] = handle.gradients
-    if resolved.settings["zero_optimization"]["stage"] == 3:
+    if stage == 3:
         mark_emptied(engine)
     return engine, handle
 
@@ -137,14 +139,14 @@ def _frozen(ctx: DistContext, model: nn.Module, resolved: Resolved) -> nn.Module
     """Return a model without an optimizer: sharded at stage 3, else whole on the device."""
     if resolved.settings["zero_optimization"]["stage"] < 3:
         return model.to(ctx.device)
-    _check_values(model)
+    _check_values(model, 3)
     engine, _, _, _ = initialized(model, config=_settings(ctx, resolved))
     vars(engine)[WRAPS] = "module"
     mark_emptied(engine)
     return engine
 
 
-def _check_values(model: nn.Module) -> None:
+def _check_values(model: nn.Module, stage: int) -> None:
     empty = next((name for name, each in model.named_parameters() if each.is_meta), None)
     if empty is not None:
         raise PrepareError(
@@ -153,6 +155,16 @@ def _check_values(model: nn.Module) -> None:
             got=f"{empty} on meta",
             where="prepare",
             fix="Build it by accel.engines.deepspeed.build_sharded(ctx, make).",
+        )
+    kinds = {name: type(model.get_parameter(name)) for name in packed_weights(model)}
+    wrong = [name for name, kind in kinds.items() if stage == 3 or kind.__module__.startswith("torchao.")]
+    if wrong:
+        raise PrepareError(
+            "DeepSpeed neither divides quantized weights nor moves those of torchao",
+            expected="plain weights, or those of bitsandbytes at stage 1 or 2",
+            got=f"stage {stage}, {len(wrong)} weights such as {wrong[0]}",
+            where="prepare",
+            fix="Take strategy='ddp', where each rank has all of them.",
         )
 
 

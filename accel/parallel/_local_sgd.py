@@ -17,6 +17,7 @@ from accel.collectives import reduce
 from accel.comm import Call, adopt, call_site, exchange
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.parallel._bare import check_devices
 from accel.parallel._comm_hooks import ReplicateOptions
 from accel.parallel._compile import compile_as_set
 from accel.parallel._composition import check_axes, composition
@@ -25,7 +26,7 @@ from accel.parallel._labels import label_parameters
 from accel.parallel._local_mark import APART, is_local, mark_local
 from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
-from accel.parallel._prepare_model import check_devices, own_options
+from accel.parallel._prepare_model import own_options
 from accel.parallel._replicas import average_along_, begin_with_rank_0_, replicated_tensors
 from accel.parallel._sharded import is_sharded
 from accel.parallel._unwrap import is_pipelined, unwrap_model

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel._absent import check_absent, check_unallocated
 from accel.parallel._autocast_seen import watch_autocast
+from accel.parallel._bare import check_bare, check_devices
 from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._compile import compile_as_set
 from accel.parallel._composition import check_axes, composition, unspread
@@ -24,7 +25,7 @@ from accel.parallel._labels import label_parameters, name_of
 from accel.parallel._masters import check_masters, refuse_foreign
 from accel.parallel._micro_batches import note_micro_batches
 from accel.parallel._move import move_model
-from accel.parallel._paths import named_modules
+from accel.parallel._quantized import check_frozen
 from accel.parallel._refusals import check_all
 from accel.parallel._replicas import stage_comm
 from accel.parallel._sharded import check_sharded
@@ -32,11 +33,6 @@ from accel.parallel._spread import Spread, SpreadOptions
 from accel.parallel._unwrap import unwrap_model
 from accel.parallel.shard import SHARD
 from accel.topology import Plan
-
-# by name: of torch, Apex, FairScale, DeepSpeed and others, which are not imported for it
-_WRAPPERS = frozenset(
-    {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "ShardedDataParallel", "DeepSpeedEngine"}
-)
 
 
 @context_first
@@ -167,7 +163,8 @@ def check_model(
     """
     if replica_of(model) is not None:
         return
-    _check_bare(model)
+    check_bare(model)
+    check_frozen(model)
     check_absent(ctx, model)
     check_devices(ctx, model)
     waiting = unspread(ctx, model)
@@ -182,37 +179,6 @@ def _check_spread(
     spread: Spread, ctx: DistContext, model: nn.Module, plan: Plan | None, keywords: ReplicateOptions | None
 ) -> None:
     spread.check(ctx, model, own_options(spread, plan, keywords))
-
-
-def _check_bare(model: nn.Module) -> None:
-    """Raise for a model with a module inside whose gradients another wrapper exchanges already."""
-    for name, module in named_modules(model):
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if kinds & _WRAPPERS:
-            raise PrepareError(
-                "the model holds a module that is wrapped already, so gradients would be exchanged twice",
-                expected="a model without a wrapper inside",
-                got=f"{type(module).__module__}.{type(module).__name__}",
-                where=f"prepare_model, {name or 'the model'}",
-                fix="Pass the module that was wrapped, before it is wrapped; or leave the model out of prepare.",
-            )
-
-
-def check_devices(ctx: DistContext, model: nn.Module) -> None:
-    """Raise `DeviceError` for a model with a tensor that is neither on the CPU nor on the context's device.
-
-    An empty model may have any tensor on the meta device.
-    """
-    is_empty = any(each.is_meta for each in model.parameters())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu" and tensor.device != ctx.device and not (tensor.is_meta and is_empty):
-            raise DeviceError(
-                "the model is on a device that is not this rank's",
-                expected=" or ".join(dict.fromkeys(("cpu", str(ctx.device)))),
-                got=str(tensor.device),
-                where=f"prepare_model, {name}",
-                fix="Build it on the CPU, or on ctx.device.",
-            )
 
 
 def replaces_parameters(ctx: DistContext, model: nn.Module) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of quantized weights that would be divided."""
+"""Refusals of quantized weights that would be divided, or trained."""
 
 from __future__ import annotations
 
@@ -32,4 +32,21 @@ def check_quantized(model: nn.Module, where: str, *, left_out: Collection[int] =
             got=f"{len(names)} quantized: {', '.join(names[:_SHOWN])}",
             where=where,
             fix='Take strategy="ddp", where each rank has all of them.',
+        )
+
+
+def check_frozen(model: nn.Module) -> None:
+    """Refuse quantized weights that ask for gradients: autograd gives them none, and no error.
+
+    Raises:
+        PrepareError: such a model; the first weights are named.
+    """
+    names = [name for name in packed_weights(model) if model.get_parameter(name).requires_grad]
+    if names:
+        raise PrepareError(
+            "quantized weights cannot be trained",
+            expected="frozen ones, beside adapters that train",
+            got=f"{len(names)} with requires_grad: {', '.join(names[:_SHOWN])}",
+            where="prepare_model",
+            fix="Freeze them, by model.get_parameter(name).requires_grad_(False).",
         )

@@ -174,6 +174,15 @@ def test_local_steps_on_a_quantized_base_end_alike(tmp_path: Path, peft: Any, co
     assert torch.equal(first, second)
 
 
+def test_quantized_weights_that_ask_for_gradients_are_refused(tmp_path: Path, peft: Any) -> None:
+    accel.save_model(accel.single("cpu"), make_net(), tmp_path)
+    ctx = accel.single("cpu")
+    model = accel.load_quantized(ctx, accel.init_empty_weights(Net), tmp_path, config=accel.Torchao())
+    model.requires_grad_(True)
+    with pytest.raises(accel.PrepareError, match=r"quantized weights cannot be trained.*with requires_grad: .*Freeze"):
+        accel.prepare_model(ctx, model)
+
+
 def test_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: Any) -> None:
     del peft
     monkeypatch.chdir(tmp_path)

@@ -8,6 +8,7 @@ page cache its contents; where a file system refuses that, through the page cach
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,7 +52,9 @@ class LocalRanges:
         self._mapped: dict[str, memoryview] = {}
         self._mapping = threading.Lock()
         self._memory = threading.local()
-        self._pool = ThreadPoolExecutor(readers, "accel-read")
+        self._make_pool = partial(ThreadPoolExecutor, readers, "accel-read")
+        self._pool = self._make_pool()
+        self._process = os.getpid()
         try:
             for name, path in paths.items():
                 self._files[name] = OpenFile(path, direct=direct)
@@ -84,6 +87,8 @@ class LocalRanges:
             CheckpointError: a file is too short or has changed, or the disk failed; memory is then partly filled.
         """
         used: set[str] = set()
+        if self._process != os.getpid():  # a process that another one forks has none of its threads
+            self._pool, self._process = self._make_pool(), os.getpid()
         carry_out(self._pool, self._tasks(jobs, used), advance)
         for name in used:
             self._files[name].check()

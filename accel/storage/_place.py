@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from accel.errors import ConfigError
 from accel.storage._files import Bytes, FileEntry
@@ -168,6 +168,8 @@ def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
     """
     if isinstance(where, RemotePath):
         return RemotePlace(where)
+    if not isinstance(cast(object, where), str | os.PathLike):
+        raise ConfigError("no path", expected="a path or URL", got=repr(where))
     if isinstance(where, HostFolder) and "://" in os.fspath(where):
         expected = "a path; all hosts share a store"
         raise ConfigError("a URL as a folder of each host", expected=expected, got=os.fspath(where), where="HostFolder")

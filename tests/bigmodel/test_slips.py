@@ -46,6 +46,12 @@ def test_arguments_of_a_load(folder: Path, options: dict[str, Any], text: str) -
     assert all(each.is_meta for each in model.parameters())
 
 
+@pytest.mark.parametrize("path", [None, 3, b"weights"])
+def test_a_path_that_is_none(path: Any) -> None:
+    with pytest.raises(accel.ConfigError, match=r"no path: expected a path or URL, got "):
+        accel.load_checkpoint_in_model(accel.single("cpu"), accel.init_empty_weights(make), path)
+
+
 def test_names_that_an_iterator_gives_count_for_each_weight(folder: Path) -> None:
     model = accel.init_empty_weights(lambda: nn.Sequential(*make(), nn.Linear(4, 4)))
     names = iter(["2.weight", "2.bias"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -144,3 +145,18 @@ def test_what_is_no_weights_says_so(tmp_path: Path, folder: Path) -> None:
         save_file({"same": torch.zeros(2)}, other / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match=r"two files hold 'same'.*one\.safetensors and two\.safetensors"):
         open_weights(other)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_reads_too(folder: Path) -> None:
+    with open_weights(folder) as source:
+        check(source, 0)  # starts the readers, which the child does not have
+        weight = torch.empty_like(TENSORS["b"])
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            source.read([("b", weight)])
+            os._exit(0 if weight.equal(TENSORS["b"]) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        check(source, 0)

@@ -98,7 +98,7 @@ def load_checkpoint_in_model(
             return [digest(targets, shared), *(matched.unused if stages else [])]
 
         planned: list[tuple[FileWeights, list[Target], Match, list[int]]] = []
-        where = os.fspath(path) if not isinstance(path, RemotePath) else str(path)
+        where = str(path)
         heads = agreed_values(ctx.comm, Call(f"{_NAME}: headers", site=site), plan, list)
         unused = [each[1:] for each in heads]
         source, targets, matched, shared = planned[0]

@@ -111,7 +111,7 @@ PLACES = {"": 0, "1": "cpu", "2": 1}
         ),
         (lambda: accel.infer_device_map(SKELETON, {"gpu": "1MB"}), r"not a place.*got 'gpu'.*A GPU is its number"),
         (lambda: accel.infer_device_map(SKELETON, {"dsk": None}), r"not a place.*Did you mean `disk`\?"),
-        (lambda: accel.infer_device_map(SKELETON, {"cuda": "1MB"}), r"not a place.*Name its number too: 'cuda:0'"),
+        (lambda: accel.infer_device_map(SKELETON, {"cuda": "1MB"}), r"not a place.*got 'cuda'.*A GPU is its number"),
         (lambda: accel.infer_device_map(SKELETON, {}), r"no device.*available_memory\(device, reserve='2GB'\)"),
     ],
 )

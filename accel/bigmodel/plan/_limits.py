@@ -14,8 +14,6 @@ from accel.storage import parse_size
 
 _DEVICE = re.compile(r"[a-z_]+:[0-9]+|mps")
 
-_KINDS = ("cuda", "hpu", "mtia", "npu", "xla", "xpu")  # of devices that torch numbers
-
 _EXAMPLE = "a limit for each device, such as {0: '20GB', 'cpu': '60GB', 'disk': None}"
 
 Limits = Mapping[int | str, int | str | None] | Mapping[str, int | str | None] | Mapping[int, int | str | None]
@@ -77,17 +75,12 @@ def place_name(key: int | str, *, where: str) -> str:
         return f"cuda:{key}"
     if key in (HOST, *STORES) or (isinstance(key, str) and _DEVICE.fullmatch(key)):
         return str(key)
-    fix = "A GPU is its number, such as 0."
-    if key in _KINDS:
-        fix = f"Name its number too: '{key}:0'."
-    elif isinstance(key, str) and key not in ("auto", "gpu"):
-        fix = did_you_mean(key, (HOST, *STORES), fix)
     raise ConfigError(
         "not a place",
         expected="a GPU's number, torch's name of a device such as 'xpu:0', 'cpu', 'mmap' or 'disk'",
         got=repr(key),
         where=where,
-        fix=fix,
+        fix=did_you_mean(str(key), STORES, "A GPU is its number, such as 0; other devices are named with theirs."),
     )
 
 

@@ -34,7 +34,7 @@ class ReplicaGroup:
         begun: whether a step has begun.
     """
 
-    def __init__(self, ctx: DistContext, min_replicas: int, quorum_timeout_s: float) -> None:
+    def __init__(self, ctx: DistContext, min_replicas: int = 1, quorum_timeout_s: float = 300.0) -> None:
         self.ctx = ctx
         self.min_replicas = min_replicas
         self.quorum_timeout_s = quorum_timeout_s

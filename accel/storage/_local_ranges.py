@@ -88,7 +88,8 @@ class LocalRanges:
         """
         used: set[str] = set()
         if self._process != os.getpid():  # a process that another one forks has none of its threads
-            self._pool, self._process = self._make_pool(), os.getpid()
+            self._pool = self._make_pool()
+            self._process = os.getpid()
         carry_out(self._pool, self._tasks(jobs, used), advance)
         for name in used:
             self._files[name].check()

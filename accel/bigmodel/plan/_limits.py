@@ -80,7 +80,7 @@ def place_name(key: int | str, *, where: str) -> str:
         expected="a GPU's number, torch's name of a device such as 'xpu:0', 'cpu', 'mmap' or 'disk'",
         got=repr(key),
         where=where,
-        fix=did_you_mean(str(key), STORES, "A GPU is its number, such as 0; other devices are named with theirs."),
+        fix=did_you_mean(str(key), STORES, "A GPU is its number, such as 0 or 'cuda:0'; others have theirs, too."),
     )
 
 

@@ -39,7 +39,44 @@ def test_packs_are_divided_and_heads_are_shared() -> None:
     assert needed_heads(8, 2, 4) == [[range(4)], [range(4)], [range(4, 8)], [range(4, 8)]]
 
 
+_LAYER = nn.Linear(4, 4)
+_ATTENTION = {"self_attn": "multihead_attention", "self_attn.out_proj": "rowwise"}
+_FEEDING = {**_ATTENTION, "linear1": "colwise", "linear2": "rowwise"}
+
+
+class _OwnFeeding(nn.TransformerEncoderLayer):
+    def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear2(self.linear1(x).softmax(-1))
+
+
 KNOWN = {
+    "a layer in two places": (
+        lambda: nn.Sequential(_LAYER, nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), _LAYER),
+        {},
+    ),
+    "a layer of two sequences": (
+        lambda: nn.ModuleList(nn.Sequential(_LAYER, nn.Linear(4, 4)) for _ in range(2)),
+        {},
+    ),
+    "sequences in two places": (
+        lambda: nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))] * 2),
+        {"0.0": "colwise", "0.1": "rowwise"},
+    ),
+    "a weight that is computed": (
+        lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
+        {},
+    ),
+    "an activation with a parameter": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, activation=nn.PReLU()),
+        _ATTENTION,
+    ),
+    "an activation of all features": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, activation=lambda x: x.softmax(-1)),
+        _ATTENTION,
+    ),
+    "an activation by name": (lambda: nn.TransformerEncoderLayer(4, 2, 8, activation="gelu"), _FEEDING),
+    "an activation of one's own": (lambda: nn.TransformerEncoderLayer(4, 2, 8, activation=torch.tanh), _FEEDING),
+    "a layer with a feed-forward of its own": (lambda: _OwnFeeding(4, 2, 8), _ATTENTION),
     "pairs": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 4), nn.LayerNorm(4)),
         {"0": "colwise", "3": "rowwise"},

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from accel.parallel._paths import named_modules
-from accel.parallel.tensor._styles import is_transposed
+from accel.parallel.tensor._styles import is_linear, is_transposed
 from accel.topology import TensorStyle
 
 # Layers that compute each element for itself, so that a part of the features stays a part.
@@ -23,23 +25,31 @@ _ELEMENTWISE = (
 def known_styles(model: nn.Module) -> dict[str, TensorStyle]:
     """Return the styles of the layers in a model whose forward is known, by path."""
     found: dict[str, TensorStyle] = {}
-    for path, module in named_modules(model):
-        for name, style in _styles_in(module):
+    modules = list(named_modules(model))
+    places = Counter(id(each) for _, module in modules for each in cast(Any, module)._modules.values())
+    for path, module in modules:
+        for name, style in _styles_in(module, places):
             found.setdefault(f"{path}.{name}".strip("."), style)
     return found
 
 
-def _styles_in(module: nn.Module) -> Iterator[tuple[str, TensorStyle]]:
-    """Styles of a module's own parts, by their names in it."""
+def _styles_in(module: nn.Module, places: Counter[int]) -> Iterator[tuple[str, TensorStyle]]:
+    """Styles of a module's own parts, by their names in it.
+
+    Args:
+        module: one of a model.
+        places: number of the places where each module of the model stands, by `id`.
+    """
     if isinstance(module, nn.MultiheadAttention) and _has_forward_of(module, nn.MultiheadAttention):
         if module.bias_k is None and not module.add_zero_attn:
             yield "", "multihead_attention"
             yield "out_proj", "rowwise"
     elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        yield "linear1", "colwise"
-        yield "linear2", "rowwise"
+        if _feeds_forward(module):
+            yield "linear1", "colwise"
+            yield "linear2", "rowwise"
     elif isinstance(module, nn.Sequential) and _has_forward_of(module, nn.Sequential):
-        yield from _pairs(module)
+        yield from _pairs(module, places)
     elif type(module).__name__ == "GPT2Attention" and _are_transposed(module, "c_attn", "c_proj"):
         crosses = "q_attn" in dict(module.named_children())
         yield "c_attn", "packed_colwise_2" if crosses else "packed_colwise_3"
@@ -51,11 +61,35 @@ def _styles_in(module: nn.Module) -> Iterator[tuple[str, TensorStyle]]:
         yield "c_proj", "rowwise"
 
 
-def _pairs(sequence: nn.Sequential) -> Iterator[tuple[str, TensorStyle]]:
-    """Each two linear layers of which the second takes the first's outputs, element by element."""
+def _feeds_forward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> bool:
+    """Whether a layer has torch's own forward, with an activation of each element for itself."""
+    kind = nn.TransformerEncoderLayer if isinstance(layer, nn.TransformerEncoderLayer) else nn.TransformerDecoderLayer
+    own: Any = type(layer)
+    activation: Any = layer.activation
+    return own._ff_block is cast(Any, kind)._ff_block and _has_forward_of(layer, kind) and _is_elementwise(activation)
+
+
+def _is_elementwise(activation: Any) -> bool:
+    """Whether a part of the features stays a part behind an activation, which is called with a few numbers."""
+    if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
+        return False
+    probe = torch.linspace(-2, 2, 8, device="cpu")
+    try:
+        return torch.allclose(activation(probe)[:4], activation(probe[:4]))
+    except Exception:
+        return False  # one that needs another shape
+
+
+def _pairs(sequence: nn.Sequential, places: Counter[int]) -> Iterator[tuple[str, TensorStyle]]:
+    """Each two linear layers of which the second takes the first's outputs, element by element.
+
+    Args:
+        sequence: one of a model.
+        places: as for `_styles_in`; a layer that stands in several takes whole inputs in some, and parts in others.
+    """
     first: str | None = None
-    for name, module in sequence.named_children():
-        if type(module) is nn.Linear:
+    for name, module in cast(Any, sequence)._modules.items():
+        if type(module) is nn.Linear and places[id(module)] == 1 and is_linear(module):
             if first is None:
                 first = name
             else:

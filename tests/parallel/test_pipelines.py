@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from catching import caught
-from pipelines import Words, batch_of, by_hand, differences, loss_sum, train
+from pipelines import Block, Words, batch_of, by_hand, differences, loss_sum, train
 from torch import nn
 
 import accel
@@ -198,6 +198,35 @@ class Pairs(Words):
         return self.head(self.norm(hidden))
 
 
+class Late(Words):
+    """Calls its norm and its head, which are defined before the blocks, behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.blocks
+        del self.blocks
+        self.blocks = blocks
+
+
+class GatedBlock(Block):
+    def forward(self, hidden: torch.Tensor, gate: Any = 1) -> torch.Tensor:
+        return super().forward(hidden) * gate
+
+
+class Gated(Words):
+    """Gives its blocks what it computes from the ids, in whose place later stages have hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedBlock() for _ in range(8)).double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        gate, hidden = 1 + ids.double().abs().mean(), self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden, gate)
+        return self.head(self.norm(hidden))
+
+
 class Failing(Words):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.is_floating_point() and torch.is_grad_enabled():
@@ -219,6 +248,8 @@ def _forward_backward(ctx: accel.DistContext, make: Any) -> Any:
     [
         (Scaled, "the forward changes what the last module of a stage returns"),
         (Pairs, "a module returns something else than one tensor"),
+        (Late, "norm of stage 0 behind blocks.7 of stage 1"),
+        (Gated, "what it computes from the model's first input"),
     ],
 )
 def test_models_that_are_no_chain_are_refused_on_every_rank(ranks: Simulator, make: Any, told: str) -> None:

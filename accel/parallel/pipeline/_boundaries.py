@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of the activations between stages, found by one forward without gradients, stage after stage.
 
-The same forward checks that the model is a chain: the input of a stage reaches its first module unchanged, and the
-output of its last module leaves the stage unchanged.
+The same forward checks that the model is a chain: modules are called in the order of the stages, the input of a stage
+reaches its first module unchanged, and the output of its last module leaves the stage unchanged. Another one, of later
+stages, checks that nothing but the chain reaches their modules from the model's first input.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import nn
 from accel.comm import Call, Comm, agreed_values
 from accel.errors import StageError
 from accel.parallel.pipeline._placement import Layout
-from accel.parallel.pipeline._stage_module import StageModule, first_tensor
+from accel.parallel.pipeline._stage_module import StageModule, first_tensor, has_own
 
 _FIX = "Put what the forward computes between its modules into a module of its own, which one stage has."
+# May be called anywhere: where they are skipped, the shapes and the meaning of what they are given stay.
+_ANYWHERE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -71,18 +74,58 @@ def boundary_of(tensor: torch.Tensor) -> Boundary:
 
 def _run(stage: StageModule, hidden: torch.Tensor) -> Boundary:
     """Run a stage without gradients, on the first micro-batch; buffers and random streams stay as they are."""
+    with _Chain(stage) as chain:
+        output = _probed(stage, hidden)
+    chain.check(hidden, output)
+    work = stage.work
+    assert work is not None
+    if stage.index and hidden.is_floating_point() and not has_own(work.micro_batches[0]):
+        with _handing_on(stage, hidden):
+            other = _probed(stage, 2 * hidden + 1)
+        if _differ(output, other):
+            raise StageError(
+                "the forward gives modules of a stage what it computes from the model's first input, which only the"
+                " first stage has",
+                expected=f"modules that depend on the output of stage {stage.index - 1} and on other inputs",
+                got="another output for another first input",
+                where=f"stage {stage.index} of {stage.count}, rank {stage.rank}",
+                fix="Pass what depends on it as an input of its own.",
+            )
+    return boundary_of(output)
+
+
+def _probed(stage: StageModule, hidden: torch.Tensor) -> torch.Tensor:
+    """The output of a stage."""
     devices = [] if hidden.device.type == "cpu" else [hidden.device]
     buffers = {each: each.detach().clone() for each in stage.buffers()}
-    with (
-        torch.no_grad(),
-        cast(Any, torch.random).fork_rng(devices=devices, device_type=hidden.device.type),
-        _Chain(stage) as chain,
-    ):
+    with torch.no_grad(), cast(Any, torch.random).fork_rng(devices=devices, device_type=hidden.device.type):
         output = stage(hidden, micro=torch.zeros(1, dtype=torch.int64))
         for buffer, before in buffers.items():
             _ = buffer.copy_(before)
-    chain.check(hidden, output)
-    return boundary_of(output)
+    return output
+
+
+@contextlib.contextmanager
+def _handing_on(stage: StageModule, hidden: torch.Tensor) -> Generator[None]:
+    """Let the stand-ins for modules of the stages before return a tensor, whatever they are given that is like it."""
+
+    def other(_module: nn.Module, _args: Any, output: Any) -> Any:
+        is_like = isinstance(output, torch.Tensor) and output.shape == hidden.shape and output.is_floating_point()
+        return hidden.to(output.dtype) if is_like else output
+
+    with contextlib.ExitStack() as hooks:
+        for path in (path for paths in stage.stages[: stage.index] for path in paths):
+            _ = hooks.callback(stage.module.get_submodule(path).register_forward_hook(other).remove)
+        yield
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two outputs differ by more than the kernels of two runs could."""
+    if one.shape != other.shape:
+        return True
+    if not one.is_floating_point() or not one.numel():
+        return False
+    return bool((one - other).abs().max() > 1e-2 * one.abs().max())
 
 
 class _Chain:
@@ -95,8 +138,13 @@ class _Chain:
         self._returned: Any = None
         self._called = ""
         self._unlike = ""
+        self._latest = (0, "")
+        self._late = ""
 
     def __enter__(self) -> _Chain:
+        for at, paths in enumerate(self._stage.stages):
+            for path in paths:
+                self._watch_order(at, path, self._stage.module.get_submodule(path))
         for path in self._stage.own:
             self._watch(path, self._stage.module.get_submodule(path))
         return self
@@ -110,6 +158,14 @@ class _Chain:
         where = f"stage {stage.index} of {stage.count}, rank {stage.rank}"
         if not self._called:
             raise StageError("a stage calls none of its modules", expected=", ".join(stage.own), where=where)
+        if self._late:
+            raise StageError(
+                "the forward calls modules in another order than that of the stages",
+                expected="no module of a stage behind one of a later stage",
+                got=self._late,
+                where=where,
+                fix="Name the modules of each stage as the forward calls them: Plan(stages=[[...], [...]]).",
+            )
         if self._unlike:
             raise StageError(
                 "a module returns something else than one tensor, which modules of other stages cannot stand in for",
@@ -134,6 +190,16 @@ class _Chain:
                 where=where,
                 fix=_FIX,
             )
+
+    def _watch_order(self, at: int, path: str, module: nn.Module) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            stage, last = self._latest
+            if at < stage and not self._late:
+                self._late = f"{path} of stage {at} behind {last} of stage {stage}"
+            self._latest = max(self._latest, (at, path))
+
+        if not isinstance(module, _ANYWHERE):
+            _ = self._hooks.callback(module.register_forward_pre_hook(before).remove)
 
     def _watch(self, path: str, module: nn.Module) -> None:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

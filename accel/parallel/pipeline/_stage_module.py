@@ -69,7 +69,8 @@ class StageModule(nn.Module):
         module: the model with the modules of this stage.
         index, count: place among all stages.
         rank: of the context, for errors.
-        own: paths of the stage's modules.
+        stages: paths of the modules of all stages.
+        own: those of this one.
         work: the current computation; None between calls.
         before_batch: run once before the micro-batches of a batch; None for nothing.
     """
@@ -77,13 +78,14 @@ class StageModule(nn.Module):
     work: Work | None = None
     before_batch: Callable[[], None] | None = None
 
-    def __init__(self, module: nn.Module, index: int, count: int, rank: int, own: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, index: int, rank: int, stages: Sequence[Sequence[str]]) -> None:
         super().__init__()
         self.module = module
         self.index = index
-        self.count = count
+        self.count = len(stages)
         self.rank = rank
-        self.own = tuple(own)
+        self.stages = stages
+        self.own = tuple(stages[index])
         self._names = tuple(inspect.signature(module.forward).parameters)
 
     @property
@@ -113,7 +115,7 @@ class StageModule(nn.Module):
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with this stage's arguments."""
-        if not any(isinstance(each, ByStage) for each in batch.kwargs.values()):
+        if not has_own(batch):
             return batch
         kwargs = {key: each.of(self.index) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
         return batch._replace(kwargs=kwargs)
@@ -149,6 +151,11 @@ class StageModule(nn.Module):
                 f"a pipeline stage failed: {type(error).__name__}: {str(error).strip()}",
                 where=f"stage {self.index} of {self.count}, {micro}, rank {self.rank}",
             ) from error
+
+
+def has_own(batch: MicroBatch) -> bool:
+    """Return whether a micro-batch has arguments of which each stage has its own."""
+    return any(isinstance(each, ByStage) for each in batch.kwargs.values())
 
 
 def main_input(batch: MicroBatch) -> torch.Tensor:

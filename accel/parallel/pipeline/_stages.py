@@ -148,7 +148,7 @@ def _below(path: str, above: Sequence[str]) -> bool:
 def _stage(ctx: DistContext, model: nn.Module, stages: Stages, mine: Sequence[int], at: int) -> StageModule:
     others = [path for other in mine if other != at for path in stages[other]]
     view = stage_view(model, stages[at], others)
-    return StageModule(view, at, len(stages), ctx.rank, stages[at])
+    return StageModule(view, at, ctx.rank, stages)
 
 
 PIPELINE = Spread(

@@ -128,6 +128,20 @@ def test_stages_by_name_need_no_order_of_length(ranks: Simulator) -> None:
     _check(ranks, 2, accel.Plan(stages=stages), tied=True)
 
 
+def _one_norm() -> Words:
+    model = Words()
+    for block in list(model.blocks)[1:]:
+        block.norm = model.blocks[0].norm
+    return model
+
+
+def test_a_module_in_blocks_of_several_stages_is_tied(ranks: Simulator) -> None:
+    found = ranks.run(partial(train, make=_one_norm, mesh="pp=2"), 2, default_group=True)
+    parameters, figures = differences(found, by_hand(_one_norm))
+    assert parameters < PARAMETERS
+    assert figures < FIGURES
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("count", "micro"), [(1, 3), (2, 3), (2, 1)])
 def test_without_a_pipeline_micro_batches_run_one_after_another(

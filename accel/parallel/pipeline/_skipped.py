@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel.mixins import Mixin, add_mixin
+from accel.parallel._paths import named_modules
 
 _MAIN = "hidden_states"  # name of a block's input in the models of Hugging Face
 
@@ -47,8 +48,16 @@ def remove_modules(model: nn.Module, paths: Iterable[str]) -> list[nn.Parameter]
         The parameters that the model has no longer, in order.
     """
     before = list(model.parameters())
-    for path in paths:
-        _empty(model.get_submodule(path))
+    removed = tuple(paths)
+    named = named_modules(model, every_path=True)
+    shared = {id(each) for path, each in named if not f"{path}.".startswith(tuple(f"{other}." for other in removed))}
+    for path in removed:
+        module = model.get_submodule(path)
+        if not shared.isdisjoint(map(id, module.modules())):  # those that stay keep what they hold
+            above, _, key = path.rpartition(".")
+            module = _shallow(module)
+            setattr(model.get_submodule(above), key, module)
+        _empty(module)
     kept = {id(each) for each in model.parameters()}
     return [each for each in before if id(each) not in kept]
 

@@ -89,6 +89,14 @@ def test_shared_parameters_are_refused():
         _ = resolve_experts(tied, {"layers.*.experts": "dispatch"}, 2)
 
 
+def test_a_buffer_of_all_experts_is_refused_where_a_forward_counts_its_own():
+    model = model_of(Stacked())
+    model.layers[0]["experts"].register_buffer("scale", torch.ones(4))
+    with pytest.raises(PrepareError, match=re.escape("layers.0.experts: has all experts in the buffer scale")):
+        _ = resolve_experts(model, {"layers.*.experts": "dispatch"}, 2)
+    assert resolve_experts(model, {"layers.*.experts": "local"}, 2) == {"layers.0.experts": "local"}
+
+
 def test_all_problems_are_told_at_once():
     plan = {"layers.*.experts": "tensor", "layers.*.router": "local", "heads": "local"}
     with pytest.raises(PrepareError) as caught:

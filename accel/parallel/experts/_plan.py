@@ -67,6 +67,9 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
     styles = _styles(model, experts)
     problems = [] if experts == "model" else list(_pattern_problems(model, experts))
     problems += [each for path in styles for each in _module_problems(model, path, ranks)]
+    problems += [
+        each for path, style in styles.items() if style == "dispatch" for each in _buffer_problems(model, path)
+    ]
     if problems:
         listed = any(_holds_modules(model, path) for path in styles)
         raise _refused(ranks, "; ".join(problems), fix=_STACK if listed else "")
@@ -137,6 +140,15 @@ def _module_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
     others = {id(each) for other in model.modules() if other is not module for each in other.parameters(recurse=False)}
     if tied := [key for key, each in own.items() if id(each) in others]:
         yield f"{name}: shares {', '.join(tied)} with another module"
+
+
+def _buffer_problems(model: nn.Module, path: str) -> Iterator[str]:
+    """Yield the buffers that have all experts, where the module's forward counts this rank's from 0."""
+    module = model.get_submodule(path)
+    counts = {each.shape[0] for each in module.parameters(recurse=False) if each.ndim}
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.ndim and buffer.shape[0] in counts:
+            yield f"{path or 'the model'}: has all experts in the buffer {name}; make it a frozen parameter"
 
 
 def _holds_modules(model: nn.Module, path: str) -> bool:

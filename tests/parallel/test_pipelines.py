@@ -142,6 +142,21 @@ def test_a_module_in_blocks_of_several_stages_is_tied(ranks: Simulator) -> None:
     assert figures < FIGURES
 
 
+def _hooked() -> Words:
+    model = Words()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _module, inputs: (inputs[0] + 1,))
+        block.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
+    return model
+
+
+def test_hooks_run_where_their_module_is(ranks: Simulator) -> None:
+    found = ranks.run(partial(train, make=_hooked, mesh="pp=2"), 2, default_group=True)
+    parameters, figures = differences(found, by_hand(_hooked))
+    assert parameters < PARAMETERS
+    assert figures < FIGURES
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("count", "micro"), [(1, 3), (2, 3), (2, 1)])
 def test_without_a_pipeline_micro_batches_run_one_after_another(

@@ -75,7 +75,11 @@ def boundary_of(tensor: torch.Tensor) -> Boundary:
 def _run(stage: StageModule, hidden: torch.Tensor) -> Boundary:
     """Run a stage without gradients, on the first micro-batch; buffers and random streams stay as they are."""
     with _Chain(stage) as chain:
-        output = _probed(stage, hidden)
+        try:
+            output = _probed(stage, hidden)
+        except StageError:
+            chain.check_kinds()
+            raise
     chain.check(hidden, output)
     work = stage.work
     assert work is not None
@@ -133,6 +137,7 @@ class _Chain:
 
     def __init__(self, stage: StageModule) -> None:
         self._stage = stage
+        self._where = f"stage {stage.index} of {stage.count}, rank {stage.rank}"
         self._hooks = contextlib.ExitStack()
         self._given: torch.Tensor | None = None
         self._returned: Any = None
@@ -152,10 +157,21 @@ class _Chain:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
+    def check_kinds(self) -> None:
+        """Raise `StageError` for a module that returns something else than a tensor."""
+        if self._unlike:
+            raise StageError(
+                "a module returns something else than one tensor, which modules of other stages cannot stand in for",
+                expected="a tensor",
+                got=self._unlike,
+                where=self._where,
+                fix="Let it return a tensor.",
+            )
+
     def check(self, hidden: torch.Tensor, output: torch.Tensor) -> None:
         """Raise `StageError` unless the stage is a link of a chain."""
         stage = self._stage
-        where = f"stage {stage.index} of {stage.count}, rank {stage.rank}"
+        where = self._where
         if not self._called:
             raise StageError("a stage calls none of its modules", expected=", ".join(stage.own), where=where)
         if self._late:
@@ -166,14 +182,7 @@ class _Chain:
                 where=where,
                 fix="Name the modules of each stage as the forward calls them: Plan(stages=[[...], [...]]).",
             )
-        if self._unlike:
-            raise StageError(
-                "a module returns something else than one tensor, which modules of other stages cannot stand in for",
-                expected="a tensor",
-                got=self._unlike,
-                where=where,
-                fix="Let it return a tensor.",
-            )
+        self.check_kinds()
         if stage.index and (self._given is None or not _same(self._given, hidden)):
             raise StageError(
                 "the forward changes what a stage is given before it reaches the stage's first module",
@@ -213,7 +222,7 @@ class _Chain:
             if not isinstance(output, torch.Tensor):
                 self._unlike = f"a {type(output).__name__} of {path}"
 
-        first = module.register_forward_pre_hook(before, with_kwargs=True)
+        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         _ = self._hooks.callback(first.remove)
         _ = self._hooks.callback(module.register_forward_hook(after).remove)
 

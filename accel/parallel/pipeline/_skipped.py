@@ -92,9 +92,7 @@ def _view(module: nn.Module, path: str, own: frozenset[str], others: frozenset[s
 def _shallow(module: nn.Module) -> nn.Module:
     """A copy of a module and those below it that shares their tensors."""
     copied: Any = copy.copy(module)
-    own = cast("dict[str, Any]", vars(copied))
-    hooks = [name for name, held in own.items() if "_hooks" in name and isinstance(held, dict)]
-    own |= {name: type(own[name])() for name in hooks}  # those of the module itself are none of the stand-in's
+    _without_hooks(copied)
     children = cast("Mapping[str, nn.Module | None]", copied._modules)
     copied._parameters = dict(copied._parameters)
     copied._buffers = dict(copied._buffers)
@@ -102,7 +100,15 @@ def _shallow(module: nn.Module) -> nn.Module:
     return copied
 
 
+def _without_hooks(module: nn.Module) -> None:
+    """Leave a stand-in none of the hooks of the module itself."""
+    own = vars(module)
+    hooks = [name for name, held in own.items() if "_hooks" in name and isinstance(held, dict)]
+    own |= {name: type(own[name])() for name in hooks}
+
+
 def _empty(module: nn.Module) -> None:
+    _without_hooks(module)
     for each in module.modules():
         for name, _ in list(each.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(each, name, None)

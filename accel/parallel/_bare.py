@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of models that another wrapper holds, or that lie on devices of others."""
+"""Refusals of models that another wrapper holds, that lie on devices of others, or whose parameters have no shape."""
 
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accel.context import DistContext
 from accel.errors import DeviceError, PrepareError
@@ -27,6 +28,19 @@ def check_bare(model: nn.Module) -> None:
                 where=f"prepare_model, {name or 'the model'}",
                 fix="Pass the module that was wrapped, before it is wrapped; or leave the model out of prepare.",
             )
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Raise for parameters and buffers of lazy modules that have no shape yet, as ranks cannot compare them."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if without := [name for name, each in named if is_lazy(each)]:
+        raise PrepareError(
+            "the model has parameters without a shape yet",
+            expected="a model whose lazy modules have seen an input",
+            got=", ".join(without),
+            where="prepare_model",
+            fix="Run the model once on the CPU, before it is prepared.",
+        )
 
 
 def check_devices(ctx: DistContext, model: nn.Module) -> None:

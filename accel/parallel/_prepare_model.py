@@ -14,7 +14,7 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._absent import check_absent, check_unallocated
 from accel.parallel._autocast_seen import watch_autocast
-from accel.parallel._bare import check_bare, check_devices
+from accel.parallel._bare import check_bare, check_devices, check_shapes
 from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._compile import compile_as_set
 from accel.parallel._composition import check_axes, composition, unspread
@@ -170,6 +170,7 @@ def check_model(
     waiting = unspread(ctx, model)
     check_masters(ctx, waiting)
     if waiting:
+        check_shapes(model)
         check_axes(ctx)
     checks = [partial(_check_spread, each, ctx, model, plan, keywords) for each in waiting]
     check_all(checks, "several axes of the mesh refuse the model", "prepare_model")

@@ -70,6 +70,17 @@ def test_a_model_that_holds_a_wrapped_module_is_refused_on_every_rank(ranks, pla
     assert ranks.run(rank, 2) == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "ddp"), ("pp=2", "ddp")])
+def test_a_model_without_shapes_is_refused_on_every_rank(ranks, mesh, strategy):
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        with pytest.raises(PrepareError, match=r"without a shape yet.*got 1\.weight, 1\.bias"):
+            accel.prepare_model(ctx, nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
+
+    ranks.run(rank, 2, default_group=True)
+
+
 def test_a_model_in_torchs_ddp_is_taken_as_it_is(ranks):
     def rank(ctx: accel.DistContext) -> bool:
         model = DistributedDataParallel(nn.Linear(1, 1), process_group=ctx.comm.group)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import accel
+from accel import PrepareError
 from accel.testing import Simulator
 from accel.topology import Axes
 
@@ -92,6 +93,27 @@ def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
     model = {"heads_of_keys": 1, "tied": True, **UNEVEN}
     plan = accel.Plan(tensor=plans(fused=False)["sequence, ends"])
     _check(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
+
+
+class Method(nn.Module):
+    """Calls a method of its first block, which no hook of `fully_shard` sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](x) + self.blocks[0].forward(x).mean()
+
+
+def test_a_shard_that_nobody_has_gathered_is_not_computed_with(ranks):
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
+        model = accel.prepare_model(ctx, Method(), plan=accel.Plan(tensor={}))
+        with pytest.raises(PrepareError, match=r"a shard along dp alone.*blocks\.0\.0\.weight"):
+            model(torch.ones(2, 4))
+
+    ranks.run(rank, 4, default_group=True)
 
 
 @pytest.mark.slow

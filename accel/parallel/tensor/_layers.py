@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from accel.comm import copied, exchanged, gathered, gathered_summed, own_part, scattered, summed
-from accel.errors import ConfigError
+from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
+from accel.parallel._labels import name_of
 from accel.parallel.tensor._rows import RowExchange, row_exchange
 from accel.parallel.tensor._styles import COLWISE, ROWWISE, Rule, output_dim, part_length
 from accel.tensors import is_dtensor, local_part
@@ -184,9 +185,20 @@ def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole.
 
     A replicated parameter of a rule with summands gets a gradient that awaits its sum over ranks.
+
+    Raises:
+        PrepareError: `fully_shard` has not gathered the parameter.
     """
     if not is_dtensor(parameter):
         return parameter
+    if parameter.device_mesh.ndim > 1:
+        raise PrepareError(
+            "a layer computes with a parameter of which it has a shard along dp alone",
+            expected="the forward of the unit of fully_shard around it, which gathers its parameters",
+            got=name_of(parameter) or f"a parameter of shape {list(parameter.shape)}",
+            where="forward",
+            fix="Call the unit itself, not another method of it; or choose other units: plan=accel.Plan(units=...).",
+        )
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return local_part(parameter)
     if rule.summands and parameter.placements[0].is_replicate():

@@ -221,11 +221,15 @@ def raise_lost_peer(error: BaseException | None, name: str) -> None:
 
 
 def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
-    """DDP waits for all parameters of a bucket before it exchanges any of them."""
+    """DDP waits for all parameters of a bucket before it exchanges any of them.
+
+    Where no gradient is left, a step within the block has used them; a step looks for missing ones itself.
+    """
     if not isinstance(exchanger, Replica) or not exchanger.uses_all:
         return
-    unused = [name for name, each in exchanger.exchanged if each.grad is None and each.requires_grad]
-    if unused:
+    trained = [(name, each) for name, each in exchanger.exchanged if each.requires_grad]
+    unused = [name for name, each in trained if each.grad is None]
+    if 0 < len(unused) < len(trained):
         raise unused_parameters(rank, unused)
     try:
         rebuild_buckets(exchanger)  # what the next forward does; raises if DDP still waits

@@ -11,6 +11,7 @@ import torch
 from processes import job, script_ranks
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 import accel
 from accel.errors import PrepareError, StepError
@@ -68,6 +69,29 @@ def test_a_parameter_unfrozen_after_preparing_is_named(ranks: Simulator) -> None
             pass
 
     ranks.run(rank, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_within_the_block_of_its_window_is_that_behind_it(ranks: Simulator, world_size: int) -> None:
+    def rank(ctx: accel.DistContext, *, within: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = accel.prepare_model(ctx, nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = accel.train_state(ctx, accumulation=2)
+        loader = accel.prepare_loader(ctx, DataLoader(torch.eye(3).repeat(3, 1), batch_size=2), global_batch=2)
+        for batch in accel.batches(ctx, loader, state):
+            state = state.next(batch)
+            with accel.accumulate(ctx, state, model):
+                state = accel.backward(ctx, model(batch.data).square().mean(), state)
+                if within and state.sync:
+                    state = accel.optimizer_step(ctx, optimizer, state)
+            if not within and state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state)
+        assert state.updates == 3
+        return accel.unwrap_model(model).weight.detach()
+
+    behind = ranks.run(lambda ctx: rank(ctx, within=False), world_size, default_group=True)
+    assert all(map(torch.equal, ranks.run(lambda ctx: rank(ctx, within=True), world_size, default_group=True), behind))
 
 
 def test_a_frozen_model_is_rank_0s_on_every_rank_and_stays_unwrapped(ranks: Simulator) -> None:

@@ -24,6 +24,7 @@ from accel.parallel._labels import (
     name_of as name_of,
 )
 from accel.parallel._leftovers import (
+    check_kept as check_kept,
     clear_gradients as clear_gradients,
     clear_parameters as clear_parameters,
     found_gradient as found_gradient,

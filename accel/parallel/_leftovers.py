@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accel.errors import StepError
 from accel.parallel._unsharded import drop_unsharded, shards_of
-from accel.parallel._unwrap import held_by, stage_modules
+from accel.parallel._unwrap import held_by, is_pipelined, stage_modules
 from accel.tensors import integers, local_part
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
@@ -72,6 +73,32 @@ def note_gradients(models: Iterable[nn.Module]) -> None:
             found.append(_FoundGradient(parameter, whole, parameter.grad))
     if found:
         _note(found)
+
+
+def check_kept(models: Iterable[nn.Module]) -> None:
+    """Raise where a window's second micro-batch finds no gradient of the first. No communication.
+
+    It does not look into pipelines and models of `fully_shard`, which keep gradients elsewhere.
+
+    Args:
+        models: that a block trains.
+
+    Raises:
+        StepError: the models have trainable parameters, and none has a gradient.
+    """
+    models = tuple(models)
+    if any(map(is_pipelined, models)):
+        return
+    parameters, sharded = _tables(models)
+    trained = [each for each in parameters if each is not None and each.requires_grad]
+    if trained and not sharded and all(each.grad is None for each in trained):
+        raise StepError(
+            "the gradients of this window's first micro-batch are gone",
+            expected="gradients that add up until the optimizer step, which clears them",
+            got="no gradient in any parameter of the block's models",
+            where="accel.accumulate",
+            fix="Leave optimizer.zero_grad() out of the loop. To drop a window: state = accel.discard(state, model).",
+        )
 
 
 def found_gradient(parameter: torch.Tensor) -> bool | None:

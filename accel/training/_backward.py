@@ -19,7 +19,7 @@ from torch import nn
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
-from accel.parallel import engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
+from accel.parallel import check_kept, engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
 from accel.training._call_order import begun_window
 from accel.training._loss_weights import on_device, start_sharing, weigh
@@ -42,7 +42,8 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
         A context manager for one block.
 
     Raises:
-        StepError: no micro-batch was begun; at the end of a window's last block, a parameter took no part in the loss.
+        StepError: no micro-batch was begun; the window's gradients were cleared; at the end of a window's last block, a
+            parameter took no part in the loss.
         PrepareError: a trainable model that is not prepared, on more ranks than one.
         PeerError: another rank was lost within the block.
         ContextClosedError: the context is closed.
@@ -64,6 +65,8 @@ def accumulate(ctx: DistContext, state: TrainState | Accumulation, *models: nn.M
     block = exchanging(ctx, *models) if accum.sync or accum.sync_each_batch else no_sync(ctx, *models)
     if accum.micro == 1 and not accum.backwards:
         note_gradients(models)
+    elif accum.micro == 2 and accum.backwards and not accum.sync_each_batch and engine_of(ctx) is None:
+        check_kept(models)
     return block
 
 

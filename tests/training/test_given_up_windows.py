@@ -439,6 +439,31 @@ def test_a_gradient_that_is_gone_at_the_step_is_none():
     assert _step(ctx, optimizer, accum).stepped
 
 
+@pytest.mark.parametrize("layout", ["alone", "ddp"])
+def test_a_window_whose_gradients_were_cleared_does_not_go_on(ranks, layout):
+    """Accelerate's `zero_grad` does nothing within a window, torch's clears what the window has added up."""
+
+    def train(ctx: accel.DistContext) -> None:
+        model, optimizer = _prepared(ctx)
+        accum = _begin(ctx, model, steps=2)
+        optimizer.zero_grad()
+        accum = accum.next()
+        with pytest.raises(StepError, match=r"first micro-batch are gone.*zero_grad\(\) out of the loop"):
+            accel.accumulate(ctx, accum, model)
+
+    _on(ranks, layout, train)
+
+
+def test_windows_over_models_without_gradients_by_design_go_on():
+    ctx, frozen = accel.single(), _model(3, 3, 3).requires_grad_(False)
+    accum = accel.Accumulation(steps=2, sync_each_batch=True)
+    for model in (_model(3, 2), _model(3, 2)):  # one model a micro-batch
+        accum = accum.next()
+        with accel.accumulate(ctx, accum, model, frozen):
+            accum = accel.backward(ctx, model(_inputs(ctx)).square().mean(), accel.LossScale(), accum)
+    accel.accumulate(ctx, _begin(ctx, _model(3, 2), steps=2).next(), frozen)
+
+
 def test_windows_leave_at_most_one_hook_on_a_parameter_that_no_backward_reaches():
     ctx, model = accel.single(), _model(3, 3, 3)
     first, second = model.get_submodule("0"), model.get_submodule("1")

@@ -49,7 +49,8 @@ def progress(
         The batches.
 
     Raises:
-        ConfigError: `values` returned something else than numbers by name; on the main rank.
+        ConfigError: something else than batches, or `values` returned something else than numbers by name; on the main
+            rank.
     """
     if not ctx.is_main_process or not show:
         yield from batches
@@ -59,6 +60,14 @@ def progress(
     seen = 0
     try:
         for batch in batches:
+            if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance] - what tqdm is given
+                raise ConfigError(
+                    "progress counts the samples of batches",
+                    expected="accel.batches(ctx, loader, ...)",
+                    got=type(batch).__name__,
+                    where="progress",
+                    fix="For other things take tqdm itself: tqdm(things, disable=not ctx.is_main_process).",
+                )
             yield batch
             seen += batch.valid.world
             if batch.is_last or bar.is_due():

@@ -114,3 +114,9 @@ def test_values_of_the_loop_stand_in_the_line_and_are_read_only_then():
 def test_a_value_that_is_no_number_is_named(value, got):
     with pytest.raises(accel.ConfigError, match=rf"{got} - at progress\(values=\), loss"):
         _run(accel.single(), io.StringIO(), values=lambda: {"loss": value})
+
+
+def test_other_things_than_batches_are_refused():
+    ctx = accel.single()
+    with pytest.raises(accel.ConfigError, match=r"expected accel\.batches.*got int - at progress.*tqdm\(things"):
+        list(accel.progress(ctx, range(3), file=io.StringIO()))

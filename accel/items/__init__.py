@@ -2,7 +2,13 @@
 """The items of a run: how modules, optimizers, stateful objects and values are saved, compared and restored."""
 
 from accel.items._folder import Folder as Folder
-from accel.items._kinds import Part as Part, TrainableOnly as TrainableOnly, is_zero as is_zero, kind_of as kind_of
+from accel.items._kinds import (
+    Part as Part,
+    TrainableOnly as TrainableOnly,
+    check_mapping as check_mapping,
+    is_zero as is_zero,
+    kind_of as kind_of,
+)
 from accel.items._loading import Loaded as Loaded, load_newest as load_newest, load_state as load_state
 from accel.items._models import save as save, save_model as save_model
 from accel.items._module import clean_name as clean_name, reshard as reshard

@@ -117,12 +117,24 @@ def is_floating(dtype: str) -> bool:
     return isinstance(found, torch.dtype) and found.is_floating_point
 
 
+def check_mapping(items: object, where: str) -> None:
+    """Raise `ConfigError` unless items come by name, whatever kind of mapping they are."""
+    if not hasattr(items, "keys"):
+        raise ConfigError(
+            "items have no names",
+            expected='a dict of items by name, such as {"model": model}',
+            got=type(items).__name__,
+            where=where,
+        )
+
+
 def check_items(items: Mapping[str, object], where: str) -> None:
     """Raise unless there are items, named by identifiers.
 
     Raises:
-        ConfigError: no items, or a name that is no identifier.
+        ConfigError: no items, something else than items by name, or a name that is no identifier.
     """
+    check_mapping(items, where)
     if not items:
         raise ConfigError("nothing to checkpoint", expected="at least one item", got="none", where=where)
     for name in items:

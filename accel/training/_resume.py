@@ -14,7 +14,7 @@ from accel.comm import call_site
 from accel.context import DistContext, context_first
 from accel.data import Cursor
 from accel.errors import CheckpointError, ConfigError
-from accel.items import LoadOptions, Part, TrainableOnly, kind_of, load_newest
+from accel.items import LoadOptions, Part, TrainableOnly, check_mapping, kind_of, load_newest
 from accel.optim import Accumulation
 from accel.precision import LossScale
 from accel.storage import RemotePath
@@ -78,6 +78,7 @@ def _check_items(items: Mapping[str, object], start: object) -> None:
             where="resume, start",
             fix="state = accel.resume(ctx, out, items, accel.train_state(ctx))",
         )
+    check_mapping(items, "resume, items")
     for name, item in items.items():
         if item is not None and not isinstance(item, Part | TrainableOnly) and kind_of(item) in ("record", "value"):
             raise ConfigError(

@@ -116,6 +116,7 @@ def test_saving_inside_a_window_is_refused_before_anything_is_written(tmp_path: 
         ({"a b": 1}, {"step": 1}, "not a name of an item"),
         ({"../x": 1}, {"step": 1}, "not a name of an item"),
         ({3: 1}, {"step": 1}, "not a name of an item"),
+        (nn.Linear(1, 1), {"step": 1}, "items have no names.*got Linear"),
         ({"x": 1}, {"step": -1}, "not a step"),
         ({"x": 1}, {"step": True}, "not a step"),
         ({"x": 1}, {"step": 1.0}, "not a step"),

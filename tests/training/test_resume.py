@@ -112,6 +112,14 @@ def test_values_that_would_be_loaded_and_not_returned_are_refused(tmp_path: Path
         accel.resume(ctx, tmp_path, {"model": nn.Linear(1, 1)}, accel.Cursor())  # pyright: ignore[reportArgumentType]
 
 
+def test_items_without_names_are_refused(tmp_path: Path) -> None:
+    ctx, items = accel.single(), [nn.Linear(1, 1)]
+    with pytest.raises(accel.ConfigError, match=r"items have no names.*got list - at resume"):
+        accel.resume(ctx, tmp_path, items, accel.train_state(ctx))  # pyright: ignore[reportArgumentType]
+    state = accel.train_state(ctx, accumulation=2)
+    assert accel.resume(ctx, tmp_path, {}, state) == state
+
+
 def test_a_value_stays_in_the_file_for_none(tmp_path: Path) -> None:
     state = accel.train_state(accel.single())
     ctx, model = _save(tmp_path, state=state, optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

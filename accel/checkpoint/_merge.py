@@ -23,6 +23,7 @@ from accel.storage import (
     as_place,
     encode_index,
     file_names,
+    local_target,
     make_folder,
     parse_size,
     plan_shards,
@@ -61,10 +62,10 @@ def merge(
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, no such item, or one that is no module; or the disk failed.
-        ConfigError: `max_shard_size` is no size.
+        ConfigError: the folder is a URL, or `max_shard_size` is no size.
     """
     source = as_place(path)
-    target = Path(folder)
+    target = local_target(folder, "merge, folder")
     limit = parse_size(max_shard_size, "merge, max_shard_size=")
     names = _names(manifest_of(source), item, source)
     with open_verified(source, names.values(), advance) as saved:

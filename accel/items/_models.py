@@ -27,6 +27,7 @@ from accel.storage import (
     encode_index,
     file_names,
     is_file_name,
+    local_target,
     make_folder,
     parse_size,
     plan_shards,
@@ -83,11 +84,11 @@ def save_model(
         CheckpointError: a tensor cannot be stored, a recipe does not fit, another process is saving there, or the disk
             failed; the same on every rank.
         CollectiveMismatch: ranks hold different models, or passed different sizes.
-        ConfigError: `max_shard_size` is no size, or `rename` is no sequence of recipes.
+        ConfigError: the folder is a URL, `max_shard_size` is no size, or `rename` is no sequence of recipes.
 
     Reference: the layout is that of transformers' `save_pretrained`.
     """
-    target = Path(folder)
+    target = local_target(folder, "save_model, folder")
     site = call_site()
     size = f"max_shard_size={max_shard_size}"
     with shared_failure(ctx.comm, Call("save_model", size, site)):
@@ -131,9 +132,9 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
 
     Raises:
         CheckpointError: a value is no dense tensor, named, or the disk failed; the same on every rank.
-        ConfigError: the file's name holds other characters than letters, digits, "_", "." and "-".
+        ConfigError: a URL, or a name of the file with other characters than letters, digits, "_", "." and "-".
     """
-    target = Path(path)
+    target = local_target(path, "save, path")
     site = call_site()
     with agreed(ctx.comm, Call("save", site=site)):
         if ctx.is_main_process:

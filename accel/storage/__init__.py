@@ -56,6 +56,7 @@ from accel.storage._weight_files import (
     decode_index as decode_index,
     encode_index as encode_index,
     file_names as file_names,
+    local_target as local_target,
     parse_size as parse_size,
     plan_shards as plan_shards,
 )

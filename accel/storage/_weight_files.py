@@ -7,9 +7,12 @@ Reference: https://huggingface.co/docs/transformers/main/en/big_models, "Sharded
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -40,6 +43,25 @@ class Index(msgspec.Struct, frozen=True):
     def files(self) -> list[str]:
         """The files that hold tensors, sorted."""
         return sorted(set(self.weight_map.values()))
+
+
+def local_target(path: str | os.PathLike[str], where: str) -> Path:
+    """Return the path of a file or folder of weights that is to be written.
+
+    Raises:
+        ConfigError: no path, or a URL.
+    """
+    if not isinstance(cast(object, path), str | os.PathLike):
+        raise ConfigError("no path", expected="a local path", got=type(path).__name__, where=where)
+    if "://" in os.fspath(path):
+        raise ConfigError(
+            "weights for others are written to local folders",
+            expected="a local path",
+            got=os.fspath(path),
+            where=where,
+            fix="Write to a local folder and upload it; save_state writes to object stores.",
+        )
+    return Path(path)
 
 
 def parse_size(size: int | str, where: str) -> int:

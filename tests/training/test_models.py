@@ -261,3 +261,17 @@ def test_transformers_loads_what_was_saved(size: int | str, tmp_path: Path) -> N
     assert same(dict(loaded.state_dict()), dict(model.state_dict()))
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert ("index" in "".join(os.listdir(tmp_path))) == (size != "5GB")
+
+
+def test_weights_for_others_are_not_written_to_a_folder_named_as_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ctx, model = accel.single(), nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"local folders.*got s3://bucket/out - at save_model, folder.*upload it"):
+        accel.save_model(ctx, model, "s3://bucket/out")
+    with pytest.raises(ConfigError, match=r"local folders.*at save, path"):
+        accel.save(ctx, model.state_dict(), "s3://bucket/out.safetensors")
+    with pytest.raises(ConfigError, match=r"no path: expected a local path, got Linear"):
+        accel.save_model(ctx, tmp_path, model)  # pyright: ignore[reportArgumentType]
+    assert os.listdir(tmp_path) == []

@@ -33,7 +33,7 @@ from accel.items._optimizer_state import Group, OptimizerValue, ParamFacts
 from accel.items._rng import capture_row
 from accel.items._source import facts
 from accel.items.foreign._dcp_read import read_dcp
-from accel.storage import RemotePath, as_place, commit, disk_errors, make_folder, remove_flat, stage_files
+from accel.storage import RemotePath, as_place, commit, disk_errors, local_target, make_folder, remove_flat, stage_files
 
 
 def import_dcp(
@@ -104,10 +104,11 @@ def export_dcp(
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, the folder exists, or the disk failed.
+        ConfigError: the folder is a URL.
     """
     import torch.distributed.checkpoint
 
-    target = Path(folder)
+    target = local_target(folder, "export, folder")
     if os.path.lexists(target):
         raise CheckpointError("exists already", where=str(target), fix="Name a folder that is to be made.")
     with open_checkpoint(as_place(path)) as saved:

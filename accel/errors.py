@@ -179,11 +179,14 @@ def not_pickled(obj: object, error: Exception, where: str, parts: str) -> Config
 
 def not_unpickled(error: Exception, where: str) -> ConfigError:
     """Make the error for an object that cannot be unpickled here, from the error of its own `__setstate__`."""
+    prepared = "process group" in str(error)  # DDP's, where no rank runs
     return ConfigError(
         "an object that cannot be unpickled here",
         got=f"{type(error).__name__}: {error}",
         where=where,
-        fix="Let every rank be able to import its class.",
+        fix="Send accel.unwrap_model(model) in place of a prepared model."
+        if prepared
+        else "Let every rank be able to import its class.",
     )
 
 

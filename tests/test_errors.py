@@ -12,10 +12,12 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import nn
 
 import accel
 from accel import errors
-from accel.errors import AccelError, ErrorRecord, PeerError, describe, did_you_mean, rebuild
+from accel.errors import AccelError, ErrorRecord, PeerError, describe, did_you_mean, not_unpickled, rebuild
+from accel.testing import Simulator
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, AccelError)]
 facts = st.text(max_size=20)
@@ -106,3 +108,14 @@ def test_the_context_may_be_named() -> None:
     accel.wait_for_everyone(ctx=accel.single("cpu"))
     with pytest.raises(accel.ConfigError, match="got Tensor"):
         accel.gather(torch.zeros(1), ctx=accel.single("cpu"))
+
+
+def test_a_prepared_model_that_left_its_ranks_has_the_call_that_unwraps_it(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bytes:
+        return pickle.dumps(accel.prepare_model(ctx, nn.Linear(2, 1)))
+
+    [sent, _] = ranks.run(rank, 2, default_group=True)
+    with pytest.raises(ValueError, match="process group") as caught:
+        pickle.loads(sent)
+    assert "accel.unwrap_model(model)" in not_unpickled(caught.value, "launch").fix
+    assert "import its class" in not_unpickled(ImportError("no module named cell"), "launch").fix

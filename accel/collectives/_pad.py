@@ -33,7 +33,8 @@ def pad_across_processes(
 
     Args:
         ctx: the context.
-        tree: nested containers of None and of tensors, which differ between ranks in `dim` only.
+        tree: nested containers of None and of tensors, which differ between ranks in `dim` and in the first dimension
+            only, as the rows of a batch may that `gather` takes next.
         dim: the dimension to pad; negative to count from the last.
         pad_index: the fill value, a number that every tensor's dtype can hold.
         pad_first: whether to pad at the beginning instead of the end.

@@ -83,7 +83,7 @@ def make_call(
         leaves: the tree's tensors.
         options: further arguments that must agree.
         tag: the user's name for the call, which must agree as well; None without one.
-        open_dim: dimension whose size may differ between ranks; None for none.
+        open_dim: dimension whose size may differ between ranks, as the first one's may then; None for none.
     """
 
     options = tagged(options, tag)
@@ -128,8 +128,15 @@ def _detail(
     if open_dim == 0:
         compared = [shape[1:] if len(shape) > 1 else len(shape) for shape in shapes]
     elif open_dim is not None:
-        compared = [(shape[:open_dim], shape[open_dim:][1:]) for shape in shapes]
+        compared = [_closed(shape, open_dim) for shape in shapes]
     return repr((options, structure, _summary(dtypes), _summary(device_types), compared))
+
+
+def _closed(shape: torch.Size, open_dim: int) -> list[int]:
+    """Return a shape without the sizes that may differ between ranks."""
+    sizes = list(shape)
+    sizes[0] = sizes[open_dim] = -1
+    return sizes
 
 
 def check_rank(ctx: DistContext, rank: int | None, where: str) -> None:
@@ -199,6 +206,6 @@ def _describe(leaf: torch.Tensor, open_dim: int | None) -> str:
     """Return dtype, shape and type of device as text; a dimension that may differ between ranks is `*`."""
     shape = list(map(str, leaf.shape))
     if open_dim is not None and shape:
-        shape[open_dim] = "*"
+        shape[0] = shape[open_dim] = "*"
     place = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
     return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{place}"

@@ -124,3 +124,15 @@ def test_other_dimensions_and_options_must_agree(ranks):
         return True
 
     assert ranks.run(rank, 2) == [True] * 2
+
+
+def test_rows_of_a_ragged_last_batch_are_padded_to_one_width_and_gathered(ranks):
+    def rank(ctx):
+        rows = torch.full((3 - ctx.rank, 2 + ctx.rank), float(ctx.rank))
+        wide = {dim: accel.pad_across_processes(ctx, rows, dim=dim, pad_index=-1) for dim in (1, -1)}
+        assert accel.tensors_equal(wide[1], wide[-1])
+        with pytest.raises(CollectiveMismatch, match=r"float32\[\*, \*, 2\].*float32\[\*, \*, 3\]"):
+            accel.pad_across_processes(ctx, torch.ones(1, 1, 2 + ctx.rank), dim=1)
+        return accel.gather(ctx, wide[1]).tolist()
+
+    assert ranks.run(rank, 2) == [[[0, 0, -1]] * 3 + [[1, 1, 1]] * 2] * 2

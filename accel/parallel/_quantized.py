@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -24,7 +24,7 @@ def check_quantized(model: nn.Module, where: str, *, left_out: Collection[int] =
     Raises:
         PrepareError: such a model; the first weights are named.
     """
-    names = [name for name in packed_weights(model) if id(model.get_parameter(name)) not in left_out]
+    names = [name for name, each in _quantized(model) if id(each) not in left_out]
     if names:
         raise PrepareError(
             "quantized weights cannot be divided among ranks",
@@ -41,7 +41,7 @@ def check_frozen(model: nn.Module) -> None:
     Raises:
         PrepareError: such a model; the first weights are named.
     """
-    names = [name for name in packed_weights(model) if model.get_parameter(name).requires_grad]
+    names = [name for name, each in _quantized(model) if each.requires_grad]
     if names:
         raise PrepareError(
             "quantized weights cannot be trained",
@@ -50,3 +50,13 @@ def check_frozen(model: nn.Module) -> None:
             where="prepare_model",
             fix="Freeze them, by model.get_parameter(name).requires_grad_(False).",
         )
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the quantized weights; one that an engine casts while it is gathered holds a plain weight."""
+    for name, weight in packed_weights(model).items():
+        parameter = model.get_parameter(name)
+        elements = weight.parts[weight.first]
+        is_plain = elements.is_floating_point() and elements.dtype == parameter.dtype
+        if not is_plain or elements.shape != parameter.shape:
+            yield name, parameter

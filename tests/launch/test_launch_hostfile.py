@@ -137,8 +137,8 @@ def test_two_hosts_meet_and_a_stop_here_ends_both(workspace: Workspace) -> None:
     shell = workspace.write(SHELL.replace("PORT", str(port)), "shell.py")
     words = ["launch", "--cpu", "--hostfile", str(workspace.write("node0 slots=1\nnode1 slots=1\n", "hosts"))]
     words += ["--shell", shlex.join([sys.executable, str(shell)])]
-    line = "f'rank {os.environ[\"RANK\"]} of {os.environ[\"WORLD_SIZE\"]}\\n'"
-    shown = workspace.write(f"import os\nos.write(1, {line}.encode())", "show.py")  # at once: two ranks share the stream
+    line = 'f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\''
+    shown = workspace.write(f"import os\nos.write(1, {line}.encode())", "show.py")  # at once, as ranks share a stream
     done = workspace.accel(*words, shown)
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2" in done.stdout

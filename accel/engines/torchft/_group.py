@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from accel.collectives import broadcast_object_list
 from accel.context import DistContext, context_first
+from accel.endpoints import unresolved
 from accel.engines.torchft._transport import StateServer
 from accel.errors import ConfigError, LaunchError, MissingExtraError
 
@@ -193,9 +194,7 @@ def _is_address(lighthouse: str) -> bool:
 
 def _resolve(hostname: str) -> None:
     """Raise unless a host's name has an address; torch would look for one for minutes."""
-    try:
-        _ = socket.getaddrinfo(hostname, None)
-    except (OSError, UnicodeError) as error:
+    if error := unresolved(hostname, 0):
         raise LaunchError(
             "the name of this host has no address",
             got=f"{hostname!r}: {error}",

@@ -67,8 +67,8 @@ def check_device_map(
 
 
 def _check_places(places: object) -> None:
-    given = cast("Mapping[object, object]", places) if isinstance(places, Mapping) else [places, None]
-    if given is not places or not all(isinstance(path, str) for path in given):
+    paths = [*cast("Mapping[object, object]", places)] if isinstance(places, Mapping) else [None]
+    if not all(isinstance(path, str) for path in paths):
         raise ConfigError(
             "places are given by path",
             expected='a mapping such as {"": 0, "model.layers.7": "cpu"}',

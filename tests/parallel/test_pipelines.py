@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -128,6 +129,13 @@ def test_stages_by_name_need_no_order_of_length(ranks: Simulator) -> None:
     _check(ranks, 2, accel.Plan(stages=stages), tied=True)
 
 
+def _check_two_stages(ranks: Simulator, make: Callable[[], Words]) -> None:
+    found = ranks.run(partial(train, make=make, mesh="pp=2"), 2, default_group=True)
+    parameters, figures = differences(found, by_hand(make))
+    assert parameters < PARAMETERS
+    assert figures < FIGURES
+
+
 def _one_norm() -> Words:
     model = Words()
     for block in list(model.blocks)[1:]:
@@ -136,10 +144,7 @@ def _one_norm() -> Words:
 
 
 def test_a_module_in_blocks_of_several_stages_is_tied(ranks: Simulator) -> None:
-    found = ranks.run(partial(train, make=_one_norm, mesh="pp=2"), 2, default_group=True)
-    parameters, figures = differences(found, by_hand(_one_norm))
-    assert parameters < PARAMETERS
-    assert figures < FIGURES
+    _check_two_stages(ranks, _one_norm)
 
 
 def _hooked() -> Words:
@@ -151,10 +156,7 @@ def _hooked() -> Words:
 
 
 def test_hooks_run_where_their_module_is(ranks: Simulator) -> None:
-    found = ranks.run(partial(train, make=_hooked, mesh="pp=2"), 2, default_group=True)
-    parameters, figures = differences(found, by_hand(_hooked))
-    assert parameters < PARAMETERS
-    assert figures < FIGURES
+    _check_two_stages(ranks, _hooked)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

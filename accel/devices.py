@@ -61,7 +61,7 @@ def count_devices(device_type: str) -> int:
     """Return the number of visible devices of a type; 0 if torch knows none of it."""
     try:
         module: Any = torch.get_device_module(device_type)
-    except RuntimeError:
+    except (RuntimeError, ImportError):  # the latter for a kind that torch names and a package brings
         return 0
     return int(module.device_count()) if hasattr(module, "device_count") else 0
 

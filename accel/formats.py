@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -213,12 +213,12 @@ def compilation(what: Compile | CompileName) -> Compile | Literal["off"]:
     return "off" if what == "off" else Compile(regions=what)
 
 
-def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> Precision:
+def precision(what: Precision | PrecisionName | Literal["no"], *, where: str = "precision=") -> Precision:
     """Return the record of a name, or the record itself.
 
     Args:
         what: "fp32"; "tf32"; "bf16" or "fp16" for autocast; "pure-bf16" for bf16 parameters, too; "fp8" for torchao's
-            layers in bf16; or a record.
+            layers in bf16; or a record. "no", as Accelerate has it, is "fp32".
         where: for errors.
 
     Raises:
@@ -226,8 +226,14 @@ def precision(what: Precision | PrecisionName, *, where: str = "precision=") -> 
     """
     if isinstance(what, Precision):
         return what
-    check_choice(what, get_args(PrecisionName), "unknown precision", where=where, fix=precision_fix(what))
-    return dict(_named())[what]
+    name: Any = own_name(what)
+    check_choice(name, get_args(PrecisionName), "unknown precision", where=where, fix=precision_fix(name))
+    return dict(_named())[name]
+
+
+def own_name(what: object) -> Any:
+    """Return "fp32" for "no", and every other value as it is."""
+    return "fp32" if what == "no" else what
 
 
 def precision_fix(what: object) -> str:

@@ -91,7 +91,8 @@ def find_executable_batch_size(
         why = _attempt(ctx, function, size, site, results)
         if results:
             return results[0]
-        free_memory(ctx)
+        ctx.comm.steps.clear()  # memory may have run out in a step that other ranks took
+        _free_attempt(ctx, _call(size, site))
         restore_rng(streams, ctx.device)
         size = _agreed(ctx, site, partial(_next, size, shrink, least, why))
 
@@ -121,6 +122,18 @@ def free_memory(ctx: DistContext) -> None:
     module = torch.get_device_module(ctx.device)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
+
+
+def _free_attempt(ctx: DistContext, call: Call) -> None:
+    """Free the memory of a failed attempt. Of ranks that share a process one collects garbage, once all have left it.
+
+    The collector goes through all objects of the process, and the other ranks wait for it where they agree on a size.
+    """
+    alone = ctx.comm.share is None
+    if not alone:
+        barrier(ctx.comm, call)
+    if alone or ctx.comm.rank == 0:
+        free_memory(ctx)
 
 
 def _attempt(ctx: DistContext, function: Callable[[int], R], size: int, site: str, results: list[R]) -> str:

@@ -120,11 +120,15 @@ def is_partial(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def summed(tensor: DTensor) -> DTensor:
-    """Sum the summands that ranks hold; each then has the sum. A collective of the mesh."""
+    """Sum the summands that ranks hold, or take their mean; each then has the result. A collective of the mesh."""
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=placements)
+    placements = list(tensor.placements)
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_partial():  # one after another: torch warns where it is to take several at once
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "accel"
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
     {"errors", "lazy"},
-    {"endpoints", "formats", "run_folder", "terminal", "topology", "xla"},
+    {"brought", "endpoints", "formats", "run_folder", "terminal", "topology", "xla"},
     {"config", "schedules"},
     {"env"},
     {"devices"},
@@ -35,7 +35,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # a process of its own, which runs torch's elastic agent
-WITH_TORCH = {"launching/_agent.py", "launching/_background.py", "launching/_rendezvous.py", "launching/_round.py"}
+WITH_TORCH = {"launching/hosts/_agent.py", "launching/hosts/_round.py"}
 TORCH_FREE = {
     "errors",
     "lazy",
@@ -60,6 +60,7 @@ ENVIRONMENT_READERS = {
     "context",
     "launching",
     "cli",
+    "observe/trackers/_mlflow.py",  # variables of MLflow's users, which its client does not read
 }
 FORBIDDEN = {"pickle", "eval", "exec"}
 # a launch executes the script it was given; objects go between the ranks of a job, and a launch hands a function to its
@@ -68,10 +69,10 @@ FORBIDDEN = {"pickle", "eval", "exec"}
 EXCEPTIONS = {
     ("launching", "exec"),
     ("collectives/_objects.py", "pickle"),
-    ("launching/_parcel.py", "pickle"),
-    ("launching/_flight_record.py", "pickle"),
+    ("launching/local/_function_rank.py", "pickle"),
+    ("launching/reports/_failure.py", "pickle"),
 }
-MOST_LINES, MOST_FUNCTION_LINES = 300, 60  # the list of public names at the top is as long as it is
+MOST_FILES, MOST_LINES, MOST_FUNCTION_LINES = 360, 500, 60  # the list of public names at the top is as long as it is
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 CHANGING = {"append", "add", "update", "pop", "clear", "extend", "setdefault", "remove", "popitem", "insert", "discard"}
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "bytearray", "count", "local"}
@@ -104,7 +105,7 @@ def _rules(node: ast.AST, relative: Path, room: str, *, at_top: bool) -> Iterato
     if isinstance(node, ast.Global):
         yield f"{relative}:{node.lineno}: a global statement"
     if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
-        if room not in ENVIRONMENT_READERS:
+        if {room, relative.as_posix()}.isdisjoint(ENVIRONMENT_READERS):
             yield f"{relative}:{node.lineno}: touches the environment"
         if not isinstance(node.ctx, ast.Load):
             yield f"{relative}:{node.lineno}: replaces the environment"
@@ -183,7 +184,7 @@ def test_sources_keep_the_rules() -> None:
         ("data", "CACHE = {}\ndef f(): CACHE['a'] = 1\n", "changes module-level"),
         ("data", "SEEN = list()\ndef f(): SEEN.append(1)\n", "changes module-level"),
         ("data", "def f():\n    global x\n", "global"),
-        ("data", "x = 1\n" * 301, "lines, the most is 300"),
+        ("data", "x = 1\n" * 501, "lines, the most is 500"),
         ("data", "def f():\n" + "    x = 1\n" * 61, "f has 62 lines"),
         ("data", "import pickle\npickle.loads(b'')\n", "pickle"),
         ("surprise", "x = 1\n", "has no layer"),
@@ -219,3 +220,16 @@ def test_every_public_name_resolves_and_is_documented() -> None:
     assert len(set(accel.__all__)) == len(accel.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = accel.no_such_name  # type: ignore[attr-defined]
+
+
+def test_a_class_name_has_one_meaning_and_files_are_few() -> None:
+    """A reader who looks for a class finds one; and opens no more files than there are subjects."""
+    places: dict[str, list[str]] = {}
+    paths = sorted(ROOT.rglob("*.py"))
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    homonyms = {name: found for name, found in places.items() if len(found) > 1}
+    assert not homonyms, homonyms
+    assert len(paths) <= MOST_FILES, f"{len(paths)} files: merge one with the file of its subject"

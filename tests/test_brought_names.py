@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import accel
 import accel.items
 import accel.training
 from accel import ConfigError, EnvError
+from accel.brought import _FIXES
 from accel.cli import main
 from accel.cli._launch import parser
-from accel.cli._other_flags import _OTHERS
+from accel.cli._parser import _OTHERS
 from accel.formats import PrecisionName, precision, precision_fix
 
 SAME = {
@@ -57,7 +59,7 @@ def test_each_answer_is_a_flag_of_the_launcher() -> None:
 
 
 BROUGHT = {
-    "no": "fp32",
+    "none": "fp32",
     "float16": "fp16",
     "bfloat16": "bf16",
     "float32": "fp32",
@@ -80,6 +82,69 @@ def test_a_precision_by_another_name_is_answered_by_ours(name: object, capsys: p
         assert main(["launch", f"--precision={name}", "train.py"]) == 2
         assert wanted in capsys.readouterr().err
     assert precision(BROUGHT[name]).name == BROUGHT[name]
+
+
+def test_the_precision_no_is_fp32_shown_and_kept_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = accel.single(precision="fp32")
+    for ctx in (accel.single(precision="no"), accel.replace(accel.single(precision="bf16"), precision="no")):
+        assert ctx == plain
+        assert ctx.precision.name == "fp32"
+    assert accel.from_env({"ACCEL_PRECISION": "no", "ACCEL_DEVICE": "cpu"}) == plain
+    assert accel.read_env({"ACCEL_PRECISION": "no"}).precision == "fp32"
+    script = tmp_path / "train.py"
+    script.touch()
+    for name, text in {"a.toml": 'precision = "no"\n', "a.json": '{"precision": "no"}'}.items():
+        _ = (tmp_path / name).write_text(text)
+        assert main(["launch", "--dry-run", "--config", str(tmp_path / name), str(script)]) == 0
+        assert "ACCEL_PRECISION=fp32" in capsys.readouterr().out
+    assert main(["launch", "--dry-run", "--precision", "no", str(script)]) == 0
+    assert "ACCEL_PRECISION=fp32" in capsys.readouterr().out
+
+
+def test_a_precision_of_none_is_as_launched() -> None:
+    environ = {"ACCEL_PRECISION": "bf16", "ACCEL_DEVICE": "cpu"}
+    assert accel.from_env(environ, precision=None).precision.name == "bf16"
+    assert accel.from_env(environ, precision="no").precision.name == "fp32"
+
+
+KEYWORDS: dict[str, tuple[str, Any]] = {
+    "mixed_precision": ("Use precision=", lambda: accel.from_env({}, mixed_precision="bf16")),
+    "gradient_accumulation_steps": ("Use accumulation=", lambda: accel.single(gradient_accumulation_steps=2)),
+    "cpu": ('Use device="cpu"', lambda: accel.session({}, cpu=True).__enter__()),
+    "mesg": ("Did you mean `mesh`", lambda: accel.from_env({}, mesg="dp=2")),
+    "safe_serialization": (
+        "files of weights are safetensors",
+        lambda: accel.save_model(accel.single(), torch.nn.Linear(1, 1), "out", safe_serialization=True),
+    ),
+    "device_placement": ("out of accel.prepare", lambda: accel.prepare(accel.single(), device_placement=[True])),
+    "acumulation": ("Did you mean `accumulation`", lambda: accel.train_state(accel.single(), acumulation=2)),
+    "num_nodes": ("accel launch --nnodes", lambda: accel.notebook_launcher(print, num_nodes=2)),
+    "num_processes": ("Use nproc=", lambda: accel.debug_launcher(print, num_processes=2)),
+}
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_keyword_of_another_library_is_answered_by_ours(keyword: str) -> None:
+    fix, call = KEYWORDS[keyword]
+    with pytest.raises(TypeError, match=f"unexpected keyword argument {keyword!r}.*{fix}"):
+        call()
+
+
+def test_other_errors_of_a_call_stay_as_they_are() -> None:
+    ctx = accel.single()
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'tree'$"):
+        accel.gather(ctx)  # type: ignore[call-arg]
+
+    def function(count: int, **options: int) -> None:
+        raise TypeError("of the user's own")
+
+    with pytest.raises(TypeError, match=r"of the user's own$"):
+        accel.find_executable_batch_size(ctx, function, 8)
+
+
+def test_each_answer_to_a_keyword_names_functions_that_are_there() -> None:
+    for fix in _FIXES.values():
+        assert set(re.findall(r"accel\.(\w+)", fix)) <= {*accel.__all__}, fix
 
 
 def test_no_name_of_ours_is_taken_for_another() -> None:

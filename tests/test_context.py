@@ -118,7 +118,7 @@ def test_nothing_set_and_nothing_passed_is_one_process_on_the_default_device():
 def test_an_argument_beats_the_environment_which_beats_the_default(
     monkeypatch, field, variable, in_environment, as_argument
 ):
-    monkeypatch.setattr("accel.context._device._check_present", lambda device, where: device)
+    monkeypatch.setattr("accel.context._make._check_present", lambda device, where: device)
     environ = {variable: in_environment}
     kinds = {"device": torch.device, "precision": precision, "accumulation": int, "timeout_s": float}
     read = kinds.get(field, str)
@@ -132,7 +132,7 @@ def test_the_backend_of_a_group_follows_argument_then_environment_then_device(mo
     def init_process_group(backend, *, timeout, **rest):
         seen.append((backend, timeout.total_seconds()))
 
-    monkeypatch.setattr("accel.comm._opening.open_store", lambda env, timeout_s: None)
+    monkeypatch.setattr("accel.comm._group.open_store", lambda env, timeout_s: None)
     monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
     monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: True)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1", "ACCEL_DEVICE": "cpu"}
@@ -144,7 +144,7 @@ def test_the_backend_of_a_group_follows_argument_then_environment_then_device(mo
 
 
 def test_wrong_arguments_are_refused_before_a_group_is_opened(monkeypatch):
-    monkeypatch.setattr("accel.context._session.connect", lambda *args: pytest.fail("a group was opened"))
+    monkeypatch.setattr("accel.context._make.connect", lambda *args: pytest.fail("a group was opened"))
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     wrongs = [{"precision": "fp4"}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"strategy": "fsdp2"}]
     wrongs += [{"accumulation": count} for count in (0, True, 2.0, "4")]
@@ -221,6 +221,21 @@ def test_replace_gives_a_changed_copy():
 def test_replace_refuses_what_cannot_be(changes, error, said):
     with pytest.raises(error, match=said):
         accel.replace(accel.single(), **changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        accel.single,
+        lambda device: accel.from_env({}, device=device),
+        lambda device: accel.from_env({"ACCEL_DEVICE": device}),
+        lambda device: accel.replace(accel.single(), device=device),
+    ],
+)
+@pytest.mark.parametrize("device", ["hpu", "npu", "ipu", "mtia", "privateuseone"])
+def test_a_device_that_torch_has_no_module_for_is_not_there(make, device):
+    with pytest.raises(DeviceError, match="import that package first" if device != "mtia" else "of this machine"):
+        make(device)
 
 
 def test_contexts_live_side_by_side():

@@ -17,21 +17,19 @@ from accel import devices
 
 ROOT = Path(__file__).parent.parent
 CUDA = {  # what of CUDA each of these uses, that other accelerators have not or have under other names
-    "bigmodel/_available.py": "a GPU by number, as device maps name it",
+    "bigmodel/_arguments.py": "a GPU by number, as device maps name it",
     "checkpoint/_background.py": "copies to pinned memory on a stream",
     "cli/_env.py": "versions of CUDA, cuDNN and NCCL",
-    "config/_record.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES",
-    "config/_settings.py": "the name of a choice",
-    "context/_device.py": "the word GPU in an error",
+    "config/_record.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES; the name of a choice",
+    "context/_make.py": "the word GPU in an error",
     "data/_transfer.py": "copies from pinned memory on a stream",
     "data/stream/_dispatch.py": "copies from pinned memory",
-    "launching/_plan.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES",
+    "launching/local/_plan.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES",
     "metrics/_flops.py": "streams of CUDA",
-    "observe/_memory_history.py": "snapshots of CUDA's allocator",
     "observe/_profile.py": "CUPTI's activity, snapshots of CUDA's allocator",
-    "parallel/context/_kernels.py": "conditions of CUDA's attention kernels",
+    "parallel/axes/context/_kernels.py": "conditions of CUDA's attention kernels",
+    "precision/_autocast.py": "tf32",
     "precision/_fp8.py": "compute capability",
-    "precision/_products.py": "tf32",
     "precision/_support.py": "compute capability",
     "testing/selfcheck/_checks.py": "a GPU's UUID",
 }

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 import accel
-from accel.cli._flags import value_flags
 from accel.cli._launch import parser
+from accel.cli._parser import value_flags
 from accel.comm import Comm, blank
-from accel.comm._handle import MOST_GATHERED
+from accel.comm._group import MOST_GATHERED
 from accel.config import LaunchConfig
-from accel.launching import _supervisor
+from accel.launching.local import _supervisor
 from accel.storage._files import SPAN_BYTES
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from accel import EnvError, LaunchEnv, read_env
+from accel import ConfigError, EnvError, LaunchEnv, read_env
 from accel.config import SETTINGS
 
 TORCHRUN = {
@@ -168,3 +168,35 @@ def test_reading_changes_neither_the_mapping_nor_the_environment(monkeypatch):
     assert read_env(read_only).rank == 5
     assert read_only == TORCHRUN
     assert dict(os.environ) == before
+
+
+def test_the_script_may_say_where_ranks_meet():
+    def place(init_method, environ=TORCHRUN):
+        env = read_env(environ, init_method=init_method)
+        return env.rank, env.world_size, env.master_addr, env.master_port
+
+    assert place(None) == place("env://") == place("") == (5, 8, "node0", 29500)
+    assert place("tcp://10.0.0.1:4000") == place("tcp://10.0.0.1:4000/") == (5, 8, "10.0.0.1", 4000)
+    assert place("tcp://[::1]:4000") == (5, 8, "::1", 4000)
+    unaddressed = {name: value for name, value in TORCHRUN.items() if not name.startswith("MASTER")}
+    assert place("tcp://10.0.0.1:4000", unaddressed) == (5, 8, "10.0.0.1", 4000)
+    assert place("file:///shared/a%20store", unaddressed)[:2] == (5, 8)
+    assert place("tcp://10.0.0.1:4000", {}) == place("file:///shared/store", {}) == (0, 1, None, None)
+
+
+@pytest.mark.parametrize(
+    "init_method",
+    [
+        "tcp://node0",
+        "tcp://:4000",
+        "tcp://node0:99999",
+        "tcp://node0:1?rank=0",
+        "file://store",
+        "file:///",
+        "mpi://",
+        3,
+    ],
+)
+def test_what_is_no_place_to_meet_is_refused(init_method):
+    with pytest.raises(ConfigError, match=r"expected \"env://\", \"tcp://HOST:PORT\" or .* at init_method="):
+        read_env(TORCHRUN, init_method=init_method)

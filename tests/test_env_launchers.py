@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from accel import EnvError, LaunchEnv, read_env
-from accel.env._slurm import first_host, tasks_per_node
+from accel.env._launchers import first_host, tasks_per_node
 
 # srun of Slurm 22.05, the last of 4 tasks on 2 nodes
 SLURM = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import ending, patience, same_path
 
-from accel.comm import _idle
+from accel.comm import _lost
 
 ROUNDS = """
 import gc, os, sys
@@ -64,7 +64,7 @@ print(len(statuses), "exits")
 ENDS = """
 import gc
 import torch, accel, accel.training
-from accel.comm._idle import thread_states
+from accel.comm._lost import thread_states
 
 def train():
     with accel.session(device="cpu", mesh="dp=1") as ctx:
@@ -122,24 +122,24 @@ def test_closing_waits_until_threads_look_idle_twice(
     monkeypatch: pytest.MonkeyPatch, seen: list[list[str]], looks: int
 ) -> None:
     states = iter(seen)
-    monkeypatch.setattr(_idle, "thread_states", lambda: next(states))
-    _idle.await_idle_threads()
+    monkeypatch.setattr(_lost, "thread_states", lambda: next(states))
+    _lost.await_idle_threads()
     assert len(seen) - len([*states]) == looks
 
 
 def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_idle, "_LONGEST_S", 0.05)
-    monkeypatch.setattr(_idle, "thread_states", lambda: ["R"])
-    _idle.await_idle_threads()
+    monkeypatch.setattr(_lost, "_LONGEST_S", 0.05)
+    monkeypatch.setattr(_lost, "thread_states", lambda: ["R"])
+    _lost.await_idle_threads()
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
 def test_a_thread_may_have_a_name_that_is_no_text() -> None:
     """The system cuts names after 15 bytes, in the middle of a letter if need be."""
     name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
-    before, known = name.read_bytes().rstrip(), len(_idle.thread_states())
+    before, known = name.read_bytes().rstrip(), len(_lost.thread_states())
     try:
         name.write_bytes("ä".encode()[:1])
-        assert len(_idle.thread_states()) == known
+        assert len(_lost.thread_states()) == known
     finally:
         name.write_bytes(before)

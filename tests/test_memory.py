@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
@@ -100,6 +101,39 @@ def test_memory_of_a_failed_attempt_is_free_when_the_next_begins():
 
     assert accel.find_executable_batch_size(accel.single(), train, 16) == 2
     assert len(alive) == 4
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_ranks_that_share_a_process_collect_once_an_attempt_after_all_have_left_it(monkeypatch, ranks, part):
+    alive: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    collected: list[int] = []
+
+    def free(ctx):
+        collected.append(ctx.rank)
+        collect(ctx)
+
+    def rank(ctx):
+        if part:  # a group whose calls no alarm ends
+            ctx = accel.from_group(dist.new_group([0, 1] if ctx.rank < 2 else [2]), device="cpu")
+
+        def train(size):
+            assert not [ref for refs in alive.values() for ref in refs if ref() is not None and not part]
+            accel.wait_for_everyone(ctx)
+            model = nn.Linear(64, 64)
+            alive.setdefault(ctx.rank, []).append(weakref.ref(model.weight))
+            model.itself = [model]
+            accel.wait_for_everyone(ctx)
+            if size > 2 and ctx.rank == ctx.world_size - 1:
+                _allocate_too_much("torch")
+            accel.wait_for_everyone(ctx)
+            return size
+
+        return accel.find_executable_batch_size(ctx, train, 16)
+
+    collect = accel.memory.free_memory
+    monkeypatch.setattr(accel.memory, "free_memory", free)
+    assert ranks.run(rank, 3, default_group=part) == [2, 2, 2]
+    assert collected == [0] * (6 if part else 3)
 
 
 def test_an_attempt_leaves_no_trace_in_the_run_that_follows():

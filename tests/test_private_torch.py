@@ -34,7 +34,7 @@ ELSEWHERE = {
     "torch.ops.aten": ("_to_copy", "_unsafe_view", "_local_scalar_dense"),
     "torch._ops.OpOverload": ("_schema",),
     "torch.Tensor": ("_make_wrapper_subclass", "_version"),
-    "torch._C": ("_disabled_torch_function_impl", "_swap_tensor_impl"),
+    "torch._C": ("_disabled_torch_function_impl", "_set_throw_on_mutable_data_ptr", "_swap_tensor_impl"),
     "torch.nn.Module": ("_apply", "_call_impl"),
     "torch.UntypedStorage": ("_cdata", "_checkpoint_offset"),  # the latter: first byte in the file of a lazy torch.load
     "torch.nn.MultiheadAttention": ("_reset_parameters",),
@@ -42,7 +42,7 @@ ELSEWHERE = {
     "torch.nn.modules.module": ("_EXTRA_STATE_KEY_SUFFIX",),  # "_extra_state"
     "torch.optim.Optimizer": ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     "torch.distributed.optim.ZeroRedundancyOptimizer": ("_overlap_with_ddp",),
-    "torch.optim.lr_scheduler.SequentialLR": ("_milestones",),
+    "torch.optim.lr_scheduler.SequentialLR": ("_milestones", "_schedulers"),
     "torch.amp.GradScaler": ("_growth_tracker",),
     "torch.utils.data.DataLoader": ("_get_iterator",),
     "torch.cuda.memory": ("_record_memory_history", "_dump_snapshot"),
@@ -53,11 +53,12 @@ LISTED = [(owner, name) for names in (PRIVATE, ELSEWHERE) for owner in names for
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
     "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_xla_runtime_is_initialized", "_extra_state",
+    "_hf_hook",
     "_dump_nccl_trace",
-    "_dist_init", "_C",
+    "_dist_init", "_C", "_original_forward",
     # of DeepSpeed; tests/engines/test_deepspeed.py looks for them
     "_lazy_init_hp_params_optimizer_state", "_epilogue_ran_this_backward", "_offload_boundary_param_ids",
-    "_offload_accumulated_param_ids",
+    "_offload_accumulated_param_ids", "_hp_optimizer_states_linked",
 }  # fmt: skip
 
 

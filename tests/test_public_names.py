@@ -49,6 +49,7 @@ VERBS = (
     "total_steps",
     "tracking",
     "train_state",
+    "train_step",
     "unwrap_model",
 )
 

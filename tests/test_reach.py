@@ -28,6 +28,7 @@ REASONS = {
     "precision": "fp8 backends that are not installed",
     "metrics": "the path for accelerators, run on tensors of the CPU",
     "report": "markup of one element",
+    "run_folder": "the rule that hides credentials, text by text",
     "storage": "disks and stores that a test lets fail, sizes that pages of docs quote",
     "testing": "the simulator's own threads, hooks into torch and checks",
     "training": "the step's parts, exchanged for others to see that a law notices",

@@ -150,6 +150,38 @@ def test_ranks_that_cannot_belong_together_say_so_on_every_rank(
     assert all(words in told for words in said), told
 
 
+INIT_METHOD = """
+import sys, accel, torch
+for turn in range(2):
+    with accel.session(device="cpu", init_method=sys.argv[1]) as ctx:
+        assert accel.gather(ctx, torch.tensor([ctx.rank + turn])).tolist() == [turn, turn + 1]
+        try:
+            accel.from_env(device="cpu", init_method=sys.argv[1])
+        except accel.ConfigError as error:
+            assert "open already" in str(error), error
+"""
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_ranks_meet_where_the_script_says(tmp_path: Path, kind: str) -> None:
+    """Without an address in the variables, and not at the one that is there."""
+    script = tmp_path / "met.py"
+    script.write_text(INIT_METHOD)
+    place = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else (tmp_path / "store").as_uri()
+    elsewhere = {"MASTER_ADDR": "node..0", "MASTER_PORT": "1"} if kind == "file" else {}
+    environs = [{"RANK": str(rank), "WORLD_SIZE": "2", **elsewhere} for rank in range(2)]
+    with script_ranks(script, environs, place, folder=tmp_path) as ranks:
+        assert [rank.wait(patience(60)) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+
+
+def test_a_file_to_meet_in_is_of_a_folder_that_is_there() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(
+        accel.PeerError, match=r"rank 1 cannot open the address.* /missing/store, got no folder /missing"
+    ):
+        accel.from_env(environ, init_method="file:///missing/store", device="cpu")
+
+
 def test_an_address_that_is_taken_or_empty_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
 from accel import ConfigError
-from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, mesh_position
+from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, Plan, TensorStyle, mesh_position
 
 known = st.lists(st.sampled_from(DATA_DIMS + SHARED_DIMS), min_size=1, max_size=4, unique=True)
 meshes = known.flatmap(lambda names: st.tuples(st.just(names), st.tuples(*[st.integers(1, 4)] * len(names))))
@@ -113,3 +115,31 @@ def test_other_names_are_for_the_user_to_state():
 def test_what_is_not_known_is_refused(names, data_dims, said):
     with pytest.raises(ConfigError, match=said):
         mesh_position(names, (2, 2), (0, 0), data_dims)
+
+
+UNKNOWN = [
+    ({"tensor": {"a": "colwis", "b": "rowwise", "c": "x"}}, r"a: 'colwis', c: 'x' - at plan\.tensor\. .*colwise"),
+    ({"tensor": "auto"}, r'styles by pattern, or "model", got \'auto\' - at plan\.tensor'),
+    ({"experts": {"a": "dispach"}}, r"one of dispatch, local, got a: 'dispach' - at plan\.experts"),
+    ({"context": "rings"}, r"one of gather, ring, heads, got 'rings' - at plan\.context\. .*ring"),
+    ({"schedule": "1f1b"}, r"one of GPipe, 1F1B.*got '1f1b' - at plan\.schedule"),
+    ({"gather_dtype": "float16"}, r"got 'float16' - at plan\.gather_dtype"),
+]
+
+
+@pytest.mark.parametrize(("fields", "told"), UNKNOWN)
+def test_a_plan_knows_its_names_when_it_is_made(fields, told):
+    with pytest.raises(ConfigError, match=told):
+        Plan(**fields)
+    with pytest.raises(ConfigError, match=told):
+        msgspec.structs.replace(Plan(micro_batches=2), **fields)
+
+
+def test_every_name_of_a_plan_is_taken_and_survives_a_file():
+    styles = {str(at): style for at, style in enumerate(get_args(TensorStyle))}
+    plans = [Plan(), Plan(tensor=styles, experts={"a": "dispatch", "b": "local"}), Plan(tensor={}, experts={})]
+    hints = {field.name: field.type for field in msgspec.structs.fields(Plan)}
+    for name in ("context", "schedule", "gather_dtype", "reduce_dtype"):
+        plans += [Plan(**{name: value}) for value in get_args(hints[name])]
+    for plan in plans:
+        assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

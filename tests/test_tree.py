@@ -329,3 +329,18 @@ def test_batches_that_do_not_agree_are_refused():
     with pytest.raises(TreeError, match="one or more"):
         accel.concatenate([])
     assert not accel.tensors_equal([torch.ones(1), 2], [torch.ones(1), 3])
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_have_rows_and_compare_by_their_parts_and_are_not_sliced(layout):
+    def nested(*rows: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.nested.nested_tensor([torch.ones(count, 3) for count in rows], layout=layout)}
+
+    assert accel.find_batch_size(nested(2, 3)) == 2
+    assert accel.tensors_equal(nested(2, 3), nested(2, 3))
+    for other in (nested(3, 2), nested(2, 3, 3), {"x": torch.ones(2, 3)}, {"x": nested(2, 3)["x"].double()}):
+        assert not accel.tensors_equal(nested(2, 3), other)
+        assert not accel.tensors_equal(other, nested(2, 3))
+    with pytest.raises(TreeError, match=r"nested tensor cannot be sliced.*at \$\.x.*unbind"):
+        accel.slice_tensors(nested(2, 3), slice(0, 1))

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.bigmodel._available import available_memory as available_memory
+    from accel.bigmodel._arguments import available_memory as available_memory
     from accel.bigmodel._describe import describe as describe
-    from accel.bigmodel._empty import init_empty_weights as init_empty_weights, init_on_device as init_on_device
-    from accel.bigmodel._initialize import initialize_weights as initialize_weights
+    from accel.bigmodel._empty import (
+        init_empty_weights as init_empty_weights,
+        init_on_device as init_on_device,
+        initialize_weights as initialize_weights,
+    )
     from accel.bigmodel._source import StoredTensor as StoredTensor, WeightSource as WeightSource
     from accel.bigmodel.load import (
         expert_recipes as expert_recipes,
@@ -43,12 +46,22 @@ if TYPE_CHECKING:
 __getattr__ = exports(
     __name__,
     {
-        "_available": ("available_memory",),
+        "_arguments": ("available_memory",),
         "_describe": ("describe",),
-        "_empty": ("init_empty_weights", "init_on_device"),
-        "_initialize": ("initialize_weights",),
-        "_source": ("StoredTensor", "WeightSource"),
-        "load": ("expert_recipes", "load_checkpoint_in_model", "open_weights"),
+        "_empty": (
+            "init_empty_weights",
+            "init_on_device",
+            "initialize_weights",
+        ),
+        "_source": (
+            "StoredTensor",
+            "WeightSource",
+        ),
+        "load": (
+            "expert_recipes",
+            "load_checkpoint_in_model",
+            "open_weights",
+        ),
         "plan": (
             "DeviceMap",
             "Segment",

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skeleton of a model: its blocks, the modules beside them, and ties by identity."""
+"""The skeleton of a model: its blocks in the order of their calls, the modules beside them, and ties by identity."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accel.bigmodel._call_order import call_order
-from accel.bigmodel._dtypes import check_dtype, dtypes, name_of
-from accel.bigmodel._model import check_model
+from accel.bigmodel._arguments import check_dtype, check_model, dtypes, name_of
 from accel.bigmodel.plan import Segment, Skeleton, Weight
 from accel.errors import ConfigError, did_you_mean
 from accel.parallel import Select, named_modules, repeated, selected
@@ -21,10 +19,45 @@ from accel.tensors import local_part, packed
 
 M = TypeVar("M", bound=nn.Module)
 
+
+def call_order(model: M, modules: Mapping[str, nn.Module], call: Callable[[M], object]) -> Sequence[str]:
+    """Return the names of the modules in the order of their first calls. No gradients; hooks are removed at the end.
+
+    Modules that are not called stand before the module that they were before.
+
+    Args:
+        model: the model.
+        modules: some of its modules by name.
+        call: calls the model once.
+    """
+    first: dict[str, int] = {}
+
+    def note(name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            _ = first.setdefault(name, len(first))
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in modules.items()]
+    try:
+        with torch.no_grad():
+            _ = call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    places: list[tuple[int, int, str]] = []
+    following = len(first)
+    names = list(modules)
+    for at in reversed(range(len(names))):
+        following = first.get(names[at], following)
+        places.append((following, at, names[at]))
+    return [name for _, _, name in sorted(places)]
+
+
 SMALL_BYTES = 2**20  # buffers, and modules without submodules, that do not stream
 
 
-class _Part(NamedTuple):
+class _ModelPart(NamedTuple):
     """A part of the model that becomes a segment.
 
     Attributes:
@@ -40,7 +73,7 @@ class _Part(NamedTuple):
     aliases: list[str]
 
 
-class _Found(NamedTuple):
+class _FoundTensor(NamedTuple):
     """A parameter, a buffer, or a part of a quantizer's parameter at one of its paths.
 
     Attributes:
@@ -49,7 +82,7 @@ class _Found(NamedTuple):
         tensor: the tensor.
         stored: whether checkpoints hold it.
         key: the same for each path of a tied one.
-        is_small: whether it stays on the segment's device.
+        is_small: whether it stays on the segment's device, as small ones do and those that forward writes to.
     """
 
     path: str
@@ -96,7 +129,7 @@ def describe(
     check_dtype(dtype, where="describe(dtype=)")
     parts = _parts(model, _blocks(model, blocks))
     found = [each for part in parts for each in _found_in(part)]
-    by_tensor: dict[tuple[int, str], list[_Found]] = {}
+    by_tensor: dict[tuple[int, str], list[_FoundTensor]] = {}
     for each in found:
         by_tensor.setdefault(each.key, []).append(each)
     weights: dict[str, list[Weight]] = {each.segment: [] for each in found}
@@ -140,9 +173,9 @@ def _blocks(model: nn.Module, blocks: Select | None) -> set[int]:
     return entries | repeated(model)
 
 
-def _parts(model: nn.Module, blocks: set[int]) -> Sequence[_Part]:
+def _parts(model: nn.Module, blocks: set[int]) -> Sequence[_ModelPart]:
     """Return the parts of a model in the order of registration, each once."""
-    parts: dict[int, _Part] = {}
+    parts: dict[int, _ModelPart] = {}
 
     def visit(path: str, module: nn.Module) -> None:
         if id(module) in parts:
@@ -150,7 +183,7 @@ def _parts(model: nn.Module, blocks: set[int]) -> Sequence[_Part]:
             return
         inner = any(id(each) in blocks for each in module.modules() if each is not module)
         whole = id(module) in blocks or not (inner or module is model)
-        parts[id(module)] = _Part(path, module, whole, [])
+        parts[id(module)] = _ModelPart(path, module, whole, [])
         if not whole:
             for name, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]
                 if child is not None:
@@ -160,7 +193,7 @@ def _parts(model: nn.Module, blocks: set[int]) -> Sequence[_Part]:
     return list(parts.values())
 
 
-def _found_in(part: _Part) -> Iterator[_Found]:
+def _found_in(part: _ModelPart) -> Iterator[_FoundTensor]:
     """Yield the tensors of a part at each of their paths."""
     modules = list(named_modules(part.module, every_path=True)) if part.whole else [("", part.module)]
     for root in (part.name, *part.aliases):
@@ -169,18 +202,18 @@ def _found_in(part: _Part) -> Iterator[_Found]:
             for name, tensor in module.named_parameters(recurse=False):
                 weight = packed(module, name, tensor)
                 if weight is None:
-                    yield _Found(prefix + name, part.name, tensor, True, (id(tensor), ""), False)
+                    yield _FoundTensor(prefix + name, part.name, tensor, True, (id(tensor), ""), _writes(module))
                     continue
                 for each, inner_tensor in weight.parts.items():
                     small = each != weight.first and inner_tensor.nbytes < SMALL_BYTES
-                    yield _Found(prefix + each, part.name, inner_tensor, True, (id(tensor), each), small)
+                    yield _FoundTensor(prefix + each, part.name, inner_tensor, True, (id(tensor), each), small)
             for name, tensor in module.named_buffers(recurse=False):
                 stored = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
                 small = local_part(tensor).nbytes < SMALL_BYTES
-                yield _Found(prefix + name, part.name, tensor, stored, (id(tensor), ""), small)
+                yield _FoundTensor(prefix + name, part.name, tensor, stored, (id(tensor), ""), small)
 
 
-def _weight(group: Sequence[_Found], names: Mapping[torch.dtype, str]) -> Weight:
+def _weight(group: Sequence[_FoundTensor], names: Mapping[torch.dtype, str]) -> Weight:
     first = group[0]
     if is_lazy(first.tensor):
         raise ConfigError(
@@ -209,7 +242,7 @@ def _weight(group: Sequence[_Found], names: Mapping[torch.dtype, str]) -> Weight
     )
 
 
-def _segment(part: _Part, weights: Sequence[Weight]) -> Segment:
+def _segment(part: _ModelPart, weights: Sequence[Weight]) -> Segment:
     moving = sum(weight.memory for weight in weights if weight.moves)
     is_leaf = next(part.module.children(), None) is None
     movable = part.whole and not (is_leaf and moving < SMALL_BYTES)
@@ -222,8 +255,12 @@ def _segment(part: _Part, weights: Sequence[Weight]) -> Segment:
     )
 
 
+def _writes(module: nn.Module) -> bool:
+    """Return whether a forward writes to the module's own parameters, as the norms of looked-up rows are cut."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+
+
 def _moves_by_rows(module: nn.Module) -> bool:
     """Return whether a forward reads the rows of a table that are looked up, and writes none."""
-    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-        return False
-    return module.max_norm is None
+    is_plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return is_plain and not _writes(module)

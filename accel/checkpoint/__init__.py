@@ -6,15 +6,6 @@ Names that list and check folders work without torch; the others are loaded on f
 
 from typing import TYPE_CHECKING
 
-from accel.checkpoint._directory import latest_checkpoint as latest_checkpoint, manifest_of as manifest_of
-from accel.checkpoint._encoded import (
-    has_records as has_records,
-    is_list as is_list,
-    is_object as is_object,
-    record_names as record_names,
-    stored_field as stored_field,
-    tensors_in as tensors_in,
-)
 from accel.checkpoint._manifest import (
     RANKS as RANKS,
     Item as Item,
@@ -24,7 +15,15 @@ from accel.checkpoint._manifest import (
     TensorEntry as TensorEntry,
     decode_manifest as decode_manifest,
     encode_manifest as encode_manifest,
+    has_records as has_records,
+    is_list as is_list,
+    is_object as is_object,
+    latest_checkpoint as latest_checkpoint,
+    manifest_of as manifest_of,
+    record_names as record_names,
     step_of as step_of,
+    stored_field as stored_field,
+    tensors_in as tensors_in,
 )
 from accel.checkpoint._plan import (
     Box as Box,
@@ -35,22 +34,22 @@ from accel.checkpoint._plan import (
 )
 from accel.checkpoint._recipes import (
     Recipe as Recipe,
-    apply_recipes as apply_recipes,
-    check_recipes as check_recipes,
-    inverse as inverse,
-)
-from accel.checkpoint._retention import Keep as Keep, check_keep as check_keep, check_metrics as check_metrics
-from accel.checkpoint._strided import (
     Strided as Strided,
     StridedPart as StridedPart,
+    apply_recipes as apply_recipes,
+    check_recipes as check_recipes,
     cut as cut,
     file_order as file_order,
     in_file as in_file,
+    inverse as inverse,
     is_contiguous as is_contiguous,
     runs as runs,
 )
-from accel.checkpoint._survey import (
+from accel.checkpoint._retention import (
+    Keep as Keep,
     all_tensors as all_tensors,
+    check_keep as check_keep,
+    check_metrics as check_metrics,
     compare as compare,
     describe as describe,
     find_checkpoint as find_checkpoint,
@@ -62,8 +61,13 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.checkpoint._background import Saving as Saving, save_async as save_async
-    from accel.checkpoint._decode import Making as Making, decode as decode
-    from accel.checkpoint._encode import Kept as Kept, encode as encode, encode_record as encode_record
+    from accel.checkpoint._encoding import (
+        Kept as Kept,
+        Making as Making,
+        decode as decode,
+        encode as encode,
+        encode_record as encode_record,
+    )
     from accel.checkpoint._live_tensors import (
         check_tensor as check_tensor,
         checksum as checksum,
@@ -90,15 +94,33 @@ if TYPE_CHECKING:
         stored_names as stored_names,
     )
     from accel.checkpoint._save import save as save
-    from accel.checkpoint._statements import Content as Content
+    from accel.checkpoint._snapshot import Content as Content
 
 _WITH_TORCH = {
-    "_background": ("Saving", "save_async"),
-    "_decode": ("Making", "decode"),
-    "_encode": ("Kept", "encode", "encode_record"),
-    "_merge": ("differing_values", "merge"),
-    "_newest": ("Held", "SkippedCheckpoints", "hold_newest"),
-    "_read": ("Saved", "open_checkpoint"),
+    "_background": (
+        "Saving",
+        "save_async",
+    ),
+    "_encoding": (
+        "Making",
+        "decode",
+        "Kept",
+        "encode",
+        "encode_record",
+    ),
+    "_merge": (
+        "differing_values",
+        "merge",
+    ),
+    "_newest": (
+        "Held",
+        "SkippedCheckpoints",
+        "hold_newest",
+    ),
+    "_read": (
+        "Saved",
+        "open_checkpoint",
+    ),
     "_records": (
         *("Classes", "DiffersByRank", "JoinsRanks"),
         "MisfitError",
@@ -109,7 +131,13 @@ _WITH_TORCH = {
         "stored_names",
     ),
     "_save": ("save",),
-    "_live_tensors": ("check_tensor", "checksum", "held_box", "memory_id", "tied"),
-    "_statements": ("Content",),
+    "_live_tensors": (
+        "check_tensor",
+        "checksum",
+        "held_box",
+        "memory_id",
+        "tied",
+    ),
+    "_snapshot": ("Content",),
 }
 __getattr__ = exports("accel.checkpoint", _WITH_TORCH)

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of a checkpoint's folder, and its `manifest.json`, which is written last and checked first."""
+"""Folders of checkpoints, which are committed, and the `manifest.json` that is written last and checked first."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, overload
 
 import msgspec
+from typing_extensions import TypeIs
 
 from accel.checkpoint._plan import Box, shape_problem, tiling_problem
 from accel.errors import CheckpointError
-from accel.storage import Digest, FileEntry, OpenDirectory, Place, is_file_name
+from accel.storage import Digest, FileEntry, OpenDirectory, Place, RemotePath, as_place, is_file_name, lag_of
 
 MANIFEST = "manifest.json"
 FORMAT = 4
@@ -24,10 +28,8 @@ ItemKind = Literal["module", "optimizer", "stateful", "record", "value"]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 _FORMAT_OF_SPANS = 3
-
 _SEAL = re.compile(rb'\{"digest":"([0-9a-f]{64})",')
 _SEAL_BYTES = 77
-
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
 
@@ -224,21 +226,13 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
 
 
 def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
-    """Compare the step of a manifest with its folder's name.
-
-    Raises:
-        CheckpointError: the steps differ.
-    """
+    """Raise `CheckpointError` unless a manifest's step is that of its folder's name."""
     if manifest.step != step:
         raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
 
 
 def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
-    """Check that an open folder's files exist with the right sizes.
-
-    Raises:
-        CheckpointError: a file is missing or of another size; it is named.
-    """
+    """Raise `CheckpointError` for a file of an open folder that is missing or of another size."""
     for name, entry in files.items():
         folder.check_size(name, entry.size)
 
@@ -293,3 +287,207 @@ def _tensor_problem(entry: TensorEntry, manifest: Manifest) -> str:
 def _refusal(problem: str, where: str) -> CheckpointError:
     fix = "Load an older checkpoint; `latest_checkpoint` skips folders without a valid manifest."
     return CheckpointError(f"{MANIFEST}: {problem}", where=where, fix=fix)
+
+
+@overload
+def latest_checkpoint(out: os.PathLike[str], *, verify: bool = False) -> Path | None: ...
+
+
+@overload
+def latest_checkpoint(out: str | RemotePath, *, verify: bool = False) -> Path | RemotePath | None: ...
+
+
+def latest_checkpoint(out: str | os.PathLike[str] | RemotePath, *, verify: bool = False) -> Path | RemotePath | None:
+    """Return the newest committed checkpoint by step, None if there is none. No communication.
+
+    A folder with a damaged manifest, or with missing files or wrong sizes, is skipped with a warning of the logger
+    `accel.checkpoint`.
+
+    Args:
+        out: folder or URL as for `save_state`; it need not exist.
+        verify: whether to read every file and skip a folder with changed bytes. Without it, such a folder is returned,
+            and `load_state` refuses it.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+
+    Example:
+        >>> accel.latest_checkpoint("runs/demo") is None
+        True
+        >>> path = accel.save_state(ctx, "runs/demo", items, step=3)
+        >>> accel.latest_checkpoint("runs/demo") == path
+        True
+    """
+    newest = newest_in(as_place(out), verify=verify)
+    return newest.path if newest is not None else None
+
+
+def newest_in(folder: Place, *, verify: bool = False) -> Place | None:
+    """Return the newest committed checkpoint in a folder; see `latest_checkpoint`.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    look = folder.listed()
+    if not look.exists():
+        return None
+    seen = None
+    while (found := candidates(look)) != seen:  # a writer may replace all of them while they are looked at
+        for step, _, path, _ in found:
+            try:
+                manifest = manifest_of(path, step)
+                if verify:
+                    check_bytes(path, manifest)
+            except CheckpointError as error:
+                tell_skipped(path, error)
+            else:
+                return path
+        seen = found
+        look = folder.listed()
+    return None
+
+
+def tell_skipped(path: Place, error: CheckpointError) -> None:
+    """Log that a step's folder is no checkpoint. In a store, a save that is under way has objects but no manifest."""
+    log = logging.getLogger("accel.checkpoint")
+    try:
+        is_uncommitted = isinstance(path.path, RemotePath) and MANIFEST not in path.names()
+    except CheckpointError:
+        is_uncommitted = False
+    if is_uncommitted:
+        log.info("%s has no %s yet and is skipped: its save is under way, or was ended", path, MANIFEST)
+    else:
+        log.warning("%s is not a checkpoint and is skipped: %s", path, error)
+
+
+def deleted(path: Place) -> CheckpointError:
+    """Make the error for a step's folder that no longer exists."""
+    try:
+        left = [name for name in sorted(path.parent.names()) if step_of(name) is not None]
+    except CheckpointError:
+        left = []
+    fix = "Pass the run's folder: load_state takes its newest checkpoint. save_state's keep= says how many stay."
+    return CheckpointError(
+        "this checkpoint has been deleted, or never was",
+        expected="a committed checkpoint",
+        got=f"{path.parent} holds {', '.join(left) or 'no checkpoint'}",
+        where=str(path),
+        fix=f"{fix}{lag_of(path.path)}",
+    )
+
+
+def committed(out: Place) -> list[tuple[int, Place]]:
+    """List committed steps with their folders, newest first."""
+    steps = [(step, out / name) for name in out.names() if (step := step_of(name)) is not None]
+    return [(step, path) for step, path in sorted(steps, reverse=True) if is_committed(path, step)]
+
+
+def is_committed(path: Place, step: int | None = None) -> bool:
+    """Return whether a folder is a checkpoint (of that step), with a valid manifest and files of the right size."""
+    try:
+        manifest_of(path, step)
+    except CheckpointError:
+        return False
+    return True
+
+
+def is_exactly_ours(path: Place, step: int | None = None) -> bool:
+    """Return whether a folder is a checkpoint (of that step) without files that its manifest does not list."""
+    try:
+        with path.open(follow=False) as folder:
+            manifest, _ = read_manifest(folder)
+            if step is not None:
+                check_step(folder, manifest, step)
+                check_sizes(folder, files_here(folder, manifest))
+            return folder.names() == sorted([MANIFEST, *files_here(folder, manifest)])
+    except CheckpointError:
+        return False
+
+
+def manifest_of(path: Place, step: int | None = None) -> Manifest:
+    """Return a checkpoint's manifest, checked against the sizes of its files; not through a symbolic link.
+
+    Args:
+        path: the checkpoint's folder or place.
+        step: expected step; None for any.
+
+    Raises:
+        CheckpointError: it is no committed checkpoint, or of another step.
+    """
+    with path.open(follow=False) as folder:
+        manifest, _ = read_manifest(folder)
+        if step is not None:
+            check_step(folder, manifest, step)
+        check_sizes(folder, files_here(folder, manifest))
+    return manifest
+
+
+def check_bytes(path: Place, manifest: Manifest) -> None:
+    """Compare every byte of a checkpoint's files with its manifest.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; it is named.
+    """
+    with path.open() as folder:
+        files = sorted(files_here(folder, manifest).items())
+        folder.check_all((name, span) for name, entry in files for span in entry.spans())
+
+
+def is_list(value: object) -> TypeIs[list[Any]]:
+    """Return whether a value is a list of JSON."""
+    return isinstance(value, list)
+
+
+def is_object(value: object) -> TypeIs[dict[str, Any]]:
+    """Return whether a value is an object of JSON."""
+    return isinstance(value, dict)
+
+
+def stored_field(record: object, name: str) -> object:
+    """Return a field of an encoded record; None if there is none.
+
+    Args:
+        record: decoded JSON, from anywhere: a record that is an item, or one inside another value.
+        name: the field's.
+    """
+    if not is_object(record):
+        return None
+    nested = record.get("$record")
+    return stored_field(nested[-1], name) if is_list(nested) else record.get(name)
+
+
+def tensors_in(value: object) -> set[str]:
+    """Return the names of the tensors that an encoded value refers to.
+
+    Args:
+        value: decoded JSON, from anywhere.
+    """
+    if is_list(value):
+        return set[str]().union(*map(tensors_in, value))
+    if not is_object(value):
+        return set()
+    name = value.get("$tensor")
+    return {name} if isinstance(name, str) and len(value) == 1 else tensors_in(list(value.values()))
+
+
+def has_records(value: object) -> bool:
+    """Return whether an encoded value names classes, of records or enums."""
+    return bool(record_names(value))
+
+
+def record_names(value: object) -> set[str]:
+    """Return the names of the classes, of records and enums, in an encoded value.
+
+    Args:
+        value: decoded JSON, from anywhere.
+    """
+    if is_list(value):
+        return set[str]().union(*map(record_names, value))
+    if not is_object(value):
+        return set()
+    found = record_names(list(value.values()))
+    for tag in ("$record", "$enum"):
+        named = value.get(tag)
+        if len(value) == 1 and is_list(named) and named:
+            found.add(str(named[0]))
+    return found

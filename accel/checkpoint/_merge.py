@@ -11,11 +11,9 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoint._directory import manifest_of
-from accel.checkpoint._encoded import is_object
-from accel.checkpoint._manifest import RANKS, Manifest
+from accel.checkpoint._manifest import RANKS, Manifest, is_object, manifest_of
 from accel.checkpoint._read import Saved, open_checkpoint
-from accel.checkpoint._survey import all_tensors
+from accel.checkpoint._retention import all_tensors
 from accel.errors import CheckpointError, did_you_mean
 from accel.storage import (
     Place,

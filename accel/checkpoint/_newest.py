@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from accel.checkpoint._hosts import HostNote, describe_hosts, note_of, on_all_hosts
-from accel.checkpoint._manifest import MANIFEST, candidates, step_of
+from accel.checkpoint._manifest import MANIFEST, candidates, step_of, tell_skipped
 from accel.checkpoint._read import Saved, open_checkpoint
 from accel.comm import Call, broadcast_value, exchange_values, shared_failure
 from accel.context import DistContext
@@ -153,23 +153,28 @@ def _hold_on_hosts(
 
 def _is_checkpoint(path: Place) -> bool:
     """Return whether a path is that of a checkpoint, not of a run's folder."""
-    of_step = step_of(path.name.partition(".")[0]) is not None
-    return of_step or MANIFEST in (path.names() if path.exists() else ())
+    return _is_of_step(path) or MANIFEST in (path.names() if path.exists() else ())
+
+
+def _is_of_step(path: Place) -> bool:
+    return step_of(path.name.partition(".")[0]) is not None
 
 
 def _pick(stack: contextlib.ExitStack, path: Place, skipped: SkippedCheckpoints) -> tuple[Saved | None, _Pick]:
     """Open the checkpoint at a path, or the newest of a run's folder."""
-    if _is_checkpoint(path):
+    look = path if _is_of_step(path) else path.listed()
+    if _is_checkpoint(look):
         saved = stack.enter_context(open_checkpoint(path))
         return saved, _Pick("", saved.digest)
-    if (saved := _open_newest(stack, path, skipped)) is not None:
+    if (saved := _open_newest(stack, path, look, skipped)) is not None:
         return saved, _Pick(saved.path.name, saved.digest)
     return None, _Pick(damaged=tuple(f"{name}: {reason}" for (name, _), reason in skipped.reasons.items()))
 
 
-def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: SkippedCheckpoints) -> Saved | None:
+def _open_newest(stack: contextlib.ExitStack, out: Place, look: Place, skipped: SkippedCheckpoints) -> Saved | None:
+    """Open the newest checkpoint of a folder, which `look` is as it was listed last."""
     seen = None
-    while (found := candidates(out) if out.exists() else []) != seen:  # a writer may replace all of them meanwhile
+    while (found := candidates(look) if look.exists() else []) != seen:  # a writer may replace all of them meanwhile
         for step, _, path, identity in found:
             with contextlib.ExitStack() as inner:
                 try:
@@ -184,6 +189,7 @@ def _open_newest(stack: contextlib.ExitStack, out: Place, skipped: SkippedCheckp
                     return saved
         else:
             seen = found
+        look = out.listed()
     return None
 
 
@@ -196,7 +202,7 @@ def _note_broken(path: Place, error: CheckpointError, skipped: SkippedCheckpoint
     if is_checkpoint:
         skipped.add(path, "", str(error))
     elif path.exists():
-        logging.getLogger("accel.checkpoint").warning("%s is not a checkpoint and is skipped: %s", path, error)
+        tell_skipped(path, error)
 
 
 def _open_same(stack: contextlib.ExitStack, path: Place, digest: str) -> Saved | CheckpointError:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from accel.checkpoint._directory import deleted
 from accel.checkpoint._manifest import (
     Manifest,
     StoredPiece,
     TensorEntry,
     check_sizes,
     check_step,
+    deleted,
     files_here,
     read_manifest,
     step_of,

@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention of checkpoints: the rule of `keep=`, and deletions by a writer with the lock.
-
-In a store without renames, a save overwrites no object but the manifest, which appears atomically. So a folder holds
-the former checkpoint of its step until it holds the new one. Marked objects that no manifest lists are left by dead
-writers.
-"""
+"""Retention: the rule of `keep=` and its deletions; and checkpoints listed, verified, compared and pruned."""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Literal, cast, get_args
 
 import msgspec
 
-from accel.checkpoint._directory import committed, is_committed, is_exactly_ours, manifest_of
-from accel.checkpoint._manifest import MANIFEST, read_manifest, step_of
+from accel.checkpoint._manifest import (
+    MANIFEST,
+    RANKS,
+    Manifest,
+    TensorEntry,
+    committed,
+    files_here,
+    is_committed,
+    is_exactly_ours,
+    manifest_of,
+    newest_in,
+    read_manifest,
+    step_of,
+)
 from accel.errors import AccelError, CheckpointError, ConfigError, check_choice
-from accel.storage import Place, as_place, remove_flat
+from accel.storage import FileEntry, OpenDirectory, Place, as_place, remove_flat
 
 BestMode = Literal["min", "max"]
 
 _MARKED = re.compile(
     r"(tensors-[0-9]+-of-[0-9]+|share-[0-9]+)-(?P<mark>[0-9a-f]{16})\.(safetensors|json|beat)", re.ASCII
 )
+
+
+_STAYS = "%s stays: it holds what accel did not write, or is no valid checkpoint"
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
@@ -111,6 +121,10 @@ def plan_keep(saved: Mapping[int, Mapping[str, float]], current: int, keep: Keep
 
 def sweep(out: Place, spare: str = "") -> None:
     """Remove half-written stages but `spare`, and folders moved aside. Needs the lock, as their writers are gone."""
+    try:
+        out.abort_uploads()
+    except CheckpointError as error:
+        warn("unfinished uploads of dead writers stay in %s: %s", out, error)
     for folder in wasteful_steps(out):
         sweep_step(folder)
     for left in out.leftovers():
@@ -149,6 +163,9 @@ def retain(newest: Place, keep: Keep, common: Set[str] | None = None) -> None:
     current = step_of(newest.name)
     assert current is not None, newest
     try:
+        if listed := newest.parent.inside():
+            _retain_in_store(listed, current, keep)
+            return
         paths = dict(committed(newest.parent))
         rated = {step: at for step, at in paths.items() if common is None or at.name in common or step == current}
         saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in rated.items()}
@@ -161,11 +178,50 @@ def retain(newest: Place, keep: Keep, common: Set[str] | None = None) -> None:
             discard(path)
 
 
+def _retain_in_store(listed: Mapping[str, Place], current: int, keep: Keep) -> None:
+    """Delete as `retain` does, and read no more manifests than the rule needs: each takes a request.
+
+    Args:
+        listed: the folders of the run, listed.
+        current: the step just saved.
+        keep: the rule.
+    """
+    paths = {step: path for name, path in listed.items() if (step := step_of(name)) is not None}
+    paths = {step: path for step, path in paths.items() if MANIFEST in path.names()}
+    if keep.best:
+        whole = {step: path for step, path in paths.items() if is_committed(path, step)}
+        stay = plan_keep({step: manifest_of(path, step).metrics for step, path in whole.items()}, current, keep)
+    else:
+        others = sorted(paths.keys() - {current}, reverse=True)
+        stay = {current, *(step for step in others if keep.every is not None and step % keep.every == 0)}
+        whole = 1
+        for step in others:
+            if len(others) >= keep.newest and whole == keep.newest:
+                break
+            stay.add(step)  # a damaged one stays, too, and does not count
+            whole += len(others) >= keep.newest and is_committed(paths[step], step)
+    for step, path in sorted(paths.items()):
+        if step not in stay:
+            _discard_listed(path, step)
+
+
+def _discard_listed(path: Place, step: int) -> None:
+    """Delete a checkpoint of a store; what is damaged or another step's stays, as what holds files of others."""
+    if is_exactly_ours(path, step):
+        _delete(path)
+    elif is_committed(path, step):
+        warn(_STAYS, path)
+
+
 def discard(path: Place) -> None:
     """Delete a checkpoint unless it is being read. It is renamed first, so no reader ever finds half of one."""
     if not is_exactly_ours(path):
-        warn("%s stays: it holds what accel did not write, or is no valid checkpoint", path)
+        warn(_STAYS, path)
         return
+    _delete(path)
+
+
+def _delete(path: Place) -> None:
     try:
         if not path.delete(MANIFEST):
             logging.getLogger("accel.checkpoint").info("%s is being read, and stays until the next save", path)
@@ -176,10 +232,11 @@ def discard(path: Place) -> None:
 def wasteful_steps(out: Place) -> list[Place]:
     """List the folders of steps with objects of several saves, or of an uncommitted one."""
     found: list[Place] = []
-    for name, inside in sorted(out.tree().items()):
+    for name, folder in sorted(out.inside().items()):
+        inside = folder.names()
         marks = {match["mark"] for each in inside if (match := _MARKED.fullmatch(each)) is not None}
         if step_of(name) is not None and (len(marks) > 1 or (marks and MANIFEST not in inside)):
-            found.append(out / name)
+            found.append(folder)
     return found
 
 
@@ -208,3 +265,175 @@ def warn(text: str, *values: object) -> None:
 
 def _is_comparable(value: object) -> bool:
     return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
+
+
+class FoundCheckpoint(msgspec.Struct, frozen=True):
+    """A folder that has, or had, the name of a checkpoint.
+
+    Attributes:
+        path: the folder.
+        size: bytes of its files.
+        changed: time of the last write, in seconds since 1970.
+        manifest: manifest of a committed checkpoint; None otherwise.
+        problem: reason why the folder is no checkpoint; "" for one.
+    """
+
+    path: Place
+    size: int
+    changed: float
+    manifest: Manifest | None
+    problem: str
+
+
+def survey(out: Place) -> list[FoundCheckpoint]:
+    """List the checkpoints of a run by step, with broken ones and remains of writers.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    named = [(step, out / name) for name in out.names() if (step := step_of(name)) is not None]
+    found: list[FoundCheckpoint] = []
+    for step, path in sorted(named):
+        try:
+            found.append(_look(path, manifest_of(path, step), ""))
+        except CheckpointError as error:
+            found.append(_look(path, None, error.problem))
+    for left in out.leftovers():
+        if step_of(left.target) is not None:
+            kind = "being written or deleted" if left.kind == "tmp" else "moved aside"
+            found.append(_look(as_place(left.path), None, f"{kind}, by a process that is gone" if left.dead else kind))
+    return found
+
+
+def find_checkpoint(path: Place) -> Place:
+    """Return the checkpoint at a path: a checkpoint's folder itself, or the newest of a run's.
+
+    Raises:
+        CheckpointError: the path is neither.
+    """
+    with path.open() as folder:
+        if MANIFEST in folder.names():
+            return path
+    if (newest := newest_in(path)) is None:
+        raise CheckpointError(
+            "no checkpoint, and no folder of any",
+            expected=f"a folder with {MANIFEST}, or one that was given to save_state",
+            where=str(path),
+            fix="See `accel checkpoint ls`.",
+        )
+    return newest
+
+
+def verify(path: Place, advance: Callable[[int], object]) -> list[str]:
+    """Read every byte of a checkpoint and compare it with the manifest's digests.
+
+    Args:
+        path: the checkpoint.
+        advance: called with the number of bytes read since the last call.
+
+    Returns:
+        Problems, by file; none for a whole checkpoint.
+    """
+    problems: list[str] = []
+    try:
+        with path.open() as folder:
+            manifest, _ = read_manifest(folder)
+            for name, entry in sorted(files_here(folder, manifest).items()):
+                try:
+                    check_file(folder, name, entry, advance)
+                except CheckpointError as error:
+                    problems.append(error.problem)
+    except CheckpointError as error:
+        problems.append(error.problem)
+    return problems
+
+
+def compare(one: Manifest, other: Manifest) -> list[str]:
+    """List differences of two checkpoints, a line each, without reading tensors.
+
+    Lists files with different contents, but not the tensors in them: a digest covers several tensors.
+    """
+    lines = [f"{name}: {a} | {b}" for name, a, b in _facts(one, other) if a != b]
+    lines += _names("item", one.items, other.items)
+    for name in sorted(one.items.keys() & other.items.keys()):
+        if one.items[name] != other.items[name]:
+            lines.append(f"item {name}: {_item(one, name)} | {_item(other, name)}, of another value")
+    tensors = all_tensors(one), all_tensors(other)
+    lines += _names("tensor", *tensors)
+    for name in sorted(tensors[0].keys() & tensors[1].keys() - {RANKS}):
+        a = describe(tensors[0][name])
+        b = describe(tensors[1][name])
+        if a != b:
+            lines.append(f"tensor {name}: {a} | {b}")
+    return lines
+
+
+def all_tensors(manifest: Manifest) -> dict[str, TensorEntry]:
+    """Return every tensor by name, tied ones under each of theirs."""
+    return manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
+
+
+def describe(entry: TensorEntry) -> str:
+    """Return a tensor's dtype and shape."""
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def prune(out: Place, keep: Keep, *, dry_run: bool = False) -> list[Place]:
+    """Delete the committed checkpoints that a rule does not keep; never files of others.
+
+    Args:
+        out: the folder of a run's checkpoints.
+        keep: rule for the checkpoints to keep, the newest among them.
+        dry_run: whether to list only.
+
+    Returns:
+        The folders that were deleted, or would be, oldest first.
+
+    Raises:
+        CheckpointError: another process is saving into the folder, or the folder cannot be read.
+    """
+    lock = None if dry_run else out.lock()
+    try:
+        paths = dict(committed(out))
+        if not paths:
+            return []
+        saved: dict[int, Mapping[str, float]] = {step: manifest_of(path, step).metrics for step, path in paths.items()}
+        stay = plan_keep(saved, max(paths), keep)
+        gone = [path for step, path in sorted(paths.items()) if step not in stay]
+        if not dry_run:
+            for path in gone:
+                discard(path)
+        left = set[str]() if dry_run else set(out.names())
+        return [path for path in gone if path.name not in left]
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def check_file(folder: OpenDirectory, name: str, entry: FileEntry, advance: Callable[[int], object] | None) -> None:
+    """Compare all of a file's bytes with its digests.
+
+    Raises:
+        CheckpointError: it is missing, of another size, or damaged.
+    """
+    folder.check_size(name, entry.size)
+    folder.check_all([(name, span) for span in entry.spans()], advance)
+
+
+def _look(path: Place, manifest: Manifest | None, problem: str) -> FoundCheckpoint:
+    size, changed = path.usage()
+    return FoundCheckpoint(path, size, changed, manifest, problem)
+
+
+def _facts(one: Manifest, other: Manifest) -> list[tuple[str, object, object]]:
+    names = ("format", "accel", "torch", "step", "world_size", "metrics")
+    return [(name, getattr(one, name), getattr(other, name)) for name in names]
+
+
+def _names(what: str, one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    only = [f"{what} {name}: only in the first" for name in sorted(one.keys() - other.keys())]
+    return only + [f"{what} {name}: only in the second" for name in sorted(other.keys() - one.keys())]
+
+
+def _item(manifest: Manifest, name: str) -> str:
+    return f"{manifest.items[name].kind} {manifest.items[name].type}"

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import torch
 
-from accel.checkpoint._host_save import commit_on_hosts, receive_parts, settle_hosts, write_note
-from accel.checkpoint._hosts import check_notes
-from accel.checkpoint._manifest import Item, step_name
-from accel.checkpoint._retention import Keep, retain
-from accel.checkpoint._snapshot import Snapshot, join_items, take_snapshot
-from accel.checkpoint._stage import Stage, WrittenFile, commit_stage, open_stage, write_share
-from accel.checkpoint._statements import Content, Statement, make_offer
+from accel.checkpoint._hosts import HostNote, check_notes, note_of, on_all_hosts, settle
+from accel.checkpoint._manifest import MANIFEST, Item, committed, encode_manifest, step_name
+from accel.checkpoint._retention import Keep, discard, retain, sweep, sweep_objects, sweep_step
+from accel.checkpoint._snapshot import Content, Snapshot, Statement, join_items, main_facts, make_offer, take_snapshot
 from accel.comm import (
     Call,
     agreed,
@@ -30,7 +32,205 @@ from accel.comm import (
     shared_failure,
 )
 from accel.context import DistContext
-from accel.storage import Place, RemotePath
+from accel.errors import CheckpointError
+from accel.storage import FileEntry, Lock, Place, RemotePath, encode_tensors
+
+
+class WrittenFile(msgspec.Struct, frozen=True):
+    """Name and entry of a rank's file; the entry is None if the rank wrote nothing."""
+
+    name: str
+    entry: FileEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A checkpoint under construction.
+
+    Attributes:
+        place: folder of the stage, the same on every rank; in a store, the checkpoint's own.
+        lock: lock of the run's folder, on the rank that commits: rank 0, or one of each host; None elsewhere.
+        mark: part of the names of all files of this save.
+        is_first: whether that rank made the run's folder for this stage.
+        common: names of the older checkpoints that all hosts have, where each has a folder of its own; else None.
+    """
+
+    place: Place
+    lock: Lock | None
+    mark: str
+    is_first: bool = False
+    common: frozenset[str] | None = None
+
+    def abandon(self) -> None:
+        """Remove the stage and release the lock, on a rank that commits."""
+        if self.lock is None:
+            return
+        try:
+            with suppress(CheckpointError):  # gone already, or a disk that fails: the first error is the one to tell
+                sweep_objects(self.place, self.mark)
+                self.place.remove_stage()
+        finally:
+            self.lock.release()
+        if self.is_first:
+            self.place.parent.unmake()
+
+    def close(self) -> None:
+        """Release the lock, on a rank that commits."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def write_share(place: Place, snapshot: Snapshot) -> WrittenFile:
+    """Write this rank's share. No communication.
+
+    Raises:
+        CheckpointError: the disk failed.
+        RuntimeError: a copy from a device failed.
+    """
+    if not snapshot.tensors:
+        return WrittenFile(snapshot.file, None)
+    return WrittenFile(snapshot.file, place.write(snapshot.file, encode_tensors(snapshot.tensors)))
+
+
+def commit_stage(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> None:
+    """Write the manifest of all ranks' files, commit, and log the commit. Rank 0's work; no communication.
+
+    Raises:
+        CheckpointError: the disk failed; a former checkpoint of that name is restored.
+    """
+    finish_commit(target, put_in_place(stage, target, snapshot, shares), snapshot, shares)
+
+
+def put_in_place(stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> Place | None:
+    """Write the manifest, and give the stage its name; return the former holder of the name, moved aside.
+
+    Raises:
+        CheckpointError: the disk failed; a former checkpoint of that name is restored.
+    """
+    files = _files(snapshot, shares)
+    manifest = encode_manifest(msgspec.structs.replace(snapshot.manifest, files=files))
+    if stage.lock is not None:
+        stage.lock.check()
+    own = {name: entry for name, entry in files.items() if name not in snapshot.manifest.elsewhere}
+    return stage.place.commit(target.name, MANIFEST, manifest, own)
+
+
+def finish_commit(target: Place, aside: Place | None, snapshot: Snapshot, shares: Sequence[WrittenFile]) -> None:
+    """Delete what a commit has replaced, and log it."""
+    files = _files(snapshot, shares)
+    if aside is not None and aside.path == target.path:  # in a store, the folder holds what was there before
+        sweep_step(target)
+    elif aside is not None:
+        discard(aside)
+    sys.audit("accel.checkpoint", str(target))  # for the launcher's last line
+    logging.getLogger("accel.checkpoint").info("wrote %s, %d bytes", target, sum(each.size for each in files.values()))
+
+
+def _files(snapshot: Snapshot, shares: Sequence[WrittenFile]) -> dict[str, FileEntry]:
+    """Return the entries of the files that the manifest names."""
+    files = {share.name: share.entry for share in shares if share.entry is not None}
+    if snapshot.manifest.host is msgspec.UNSET:
+        return files
+    named = {piece.file for entry in snapshot.manifest.tensors.values() for piece in entry.pieces}
+    return {name: entry for name, entry in files.items() if name in named}
+
+
+def open_stage(target: Place) -> Stage:
+    """Take the lock, clear up after dead writers, and make the stage."""
+    is_first = target.parent.make()
+    lock = target.parent.lock()
+    try:
+        if not target.per_host:  # else all hosts must first agree on what is left of a former save
+            sweep(target.parent)
+        return Stage(target.make_stage(), lock, target.new_mark(), is_first)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def write_note(ctx: DistContext, target: Place, content: Content, *, leads: bool) -> HostNote:
+    """Describe this host's folder before a save, and begin the number of the save on rank 0. No communication.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    note = note_of(target.parent, ctx.node_rank)
+    save = secrets.token_hex(32) if ctx.is_main_process else ""
+    return msgspec.structs.replace(note, leads=leads, save=save, main=main_facts(content))
+
+
+def settle_hosts(
+    ctx: DistContext, call: Call, stage: Stage | None, target: Place, notes: Sequence[HostNote]
+) -> Stage | None:
+    """Clear up on every host what a former save has committed on some hosts only. A collective.
+
+    Args:
+        ctx: the context.
+        call: the expected call of all ranks.
+        stage: the new stage, on ranks that commit; None elsewhere.
+        target: the checkpoint's folder.
+        notes: the notes of all ranks.
+
+    Returns:
+        The stage, with the names of the checkpoints that all hosts have.
+
+    Raises:
+        CheckpointError: a disk failed; the same on every rank.
+    """
+    common = on_all_hosts(notes)
+    with agreed(ctx.comm, call):
+        if stage is not None:
+            settle(target.parent, notes[ctx.rank].commits, common)
+            sweep(target.parent, stage.place.name)
+            names = {step_name(step) for step, _ in committed(target.parent)}
+            saves = {name.partition(".")[0]: save for name, save in notes[ctx.rank].commits if save in common}
+            return replace(stage, common=frozenset(names & saves.keys()))
+    return stage
+
+
+def receive_parts(ctx: DistContext, snapshot: Snapshot) -> Snapshot:
+    """Send what only one host has to those that need it. A collective."""
+    order = sorted(snapshot.sent, key=lambda part: (snapshot.sent[part], part))
+    dtypes = {part: getattr(torch, snapshot.manifest.tensors[part[0]].dtype) for part in order}
+    nbytes = {part: part[1].size * dtypes[part].itemsize for part in order}
+    sizes = [0] * ctx.world_size
+    for part in order:
+        sizes[snapshot.sent[part]] += nbytes[part]
+    own = [_flat_bytes(snapshot.outgoing[part]) for part in order if part in snapshot.outgoing]
+    received = gather_bytes(ctx.comm, torch.cat(own) if own else torch.empty(0, dtype=torch.uint8), sizes)
+    assert received is not None
+    tensors = dict(snapshot.tensors)
+    for part, data in zip(order, torch.split(received, list(nbytes.values())), strict=True):
+        if part in snapshot.missing:
+            tensors[part[0]] = data.clone().view(dtypes[part]).view(part[1].shape)
+    return replace(snapshot, tensors=tensors)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def commit_on_hosts(
+    ctx: DistContext, call: Call, stage: Stage, target: Place, snapshot: Snapshot, shares: Sequence[WrittenFile]
+) -> None:
+    """Commit on every host, or on none. A collective.
+
+    A host that dies between the commits leaves some hosts with the new checkpoint and others without: then the newest
+    that all hosts have is loaded. So nothing of former checkpoints goes before all hosts have committed, and know it.
+    """
+    aside, is_committed = None, False
+    try:
+        with agreed(ctx.comm, call):
+            if stage.lock is not None:
+                aside = put_in_place(stage, target, snapshot, shares)
+                is_committed = True
+    except BaseException:
+        if is_committed:
+            target.take_back(aside)
+        raise
+    barrier(ctx.comm, Call("save_state: committed", site=call.site))
+    if stage.lock is not None:
+        finish_commit(target, aside, snapshot, shares)
 
 
 def save(

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from accel.cli._config import SUBCOMMANDS
-from accel.cli._flags import value_flags
 from accel.cli._launch import parser, split_words
 from accel.cli._main import COMMANDS
-from accel.cli._parser import Parser
+from accel.cli._parser import Parser, value_flags
 from accel.config import FIELDS
 from accel.errors import check_choice
 

@@ -1,30 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accel config`: ask for a launch's configuration, write a first one, show the resolved one, import Accelerate's."""
+"""`accel config`: write, show, update and import a launch's configuration."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from accel.cli._config_update import update
-from accel.cli._flags import add_fields, resolve_flags
-from accel.cli._menu import Option, choose, has_arrow_keys
-from accel.cli._parser import Parser
-from accel.cli._questions import describe_machine, interview, suggest
+from accel.cli._parser import Parser, add_fields, resolve_flags
+from accel.cli._questions import Option, choose, describe_machine, has_arrow_keys, interview, suggest
 from accel.config import (
     DEFAULT_FILE,
     FIELDS,
     ConfigFile,
     LaunchConfig,
+    decode_values,
     encode,
     import_accelerate,
     read_config,
+    read_text,
+    refuse_yaml,
     resolve,
     to_text,
+    update_values,
 )
 from accel.errors import ConfigError, did_you_mean
 from accel.launching import read_machine
 from accel.terminal import show_text
+
+
+def update(path: str) -> None:
+    """Rewrite a file in the present format, print what changed, and keep a copy of the old file.
+
+    Args:
+        path: the file, TOML or JSON.
+
+    Raises:
+        ConfigError: it cannot be read or written, is malformed, or holds what cannot be mapped; nothing has changed.
+    """
+    refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
+    updated = update_values(decode_values(read_text(path), path), path)
+    if not updated.changes:
+        print(f"{path} is up to date.")
+        return
+    config = resolve({}, {}, ConfigFile(path=path, values=updated.values)).config  # refuses contradictions
+    text = encode(config, path, only=updated.values)
+    for line in updated.changes:
+        print(show_text(f"  {line}"))
+    print(f"Wrote {path}; the old file is {_replace(Path(path), text)}.")
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Replace a file by one rename; return the copy of the old one, beside it."""
+    target = Path(os.path.realpath(path))  # a link stays a link
+    kept = next(each for each in _names(path) if not os.path.lexists(each))
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        _ = shutil.copy2(target, kept)
+        _ = partial.write_text(text, encoding="utf-8")
+        shutil.copymode(target, partial)
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError("the file cannot be written", got=str(error.strerror), where=str(path)) from None
+    return kept
+
+
+def _names(path: Path) -> list[Path]:
+    return [path.with_name(f"{path.name}.old{number or ''}") for number in range(1000)]
+
 
 _USAGE = """accel config [--output FILE]
        accel config default [--output FILE] [--force]

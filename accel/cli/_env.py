@@ -15,12 +15,11 @@ from typing import Any
 
 import msgspec
 
-from accel.cli._flags import CONFIG_FLAG, find_file
-from accel.cli._parser import Parser
+from accel.cli._parser import CONFIG_FLAG, Parser, find_file
 from accel.config import FIELDS, resolve, to_text
 from accel.errors import AccelError
 from accel.launching import read_machine
-from accel.run_folder import hide_in_text
+from accel.run_folder import hide_in_text, hide_variable
 from accel.terminal import show_size
 
 _USAGE = "accel env [--config FILE] [--json]"
@@ -37,7 +36,6 @@ _SHOWN = re.compile(
     r"|MKL|KMP|HIP|HSA|ROCR|XLA|PJRT|TPU|SM|SLURM)_\w+|((LOCAL_)?(RANK|WORLD_SIZE))|(NODE|GROUP)_RANK"
     r"|MASTER_(ADDR|PORT)|HF_HUB_OFFLINE|NVIDIA_VISIBLE_DEVICES|PYTHONPATH|LD_PRELOAD"
 )
-_HIDDEN_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
 _PERSONAL_NAME = re.compile(r".*_(USER|ACCOUNT|UID|GID)", re.IGNORECASE)
 
 Facts = dict[str, dict[str, Any]]
@@ -79,7 +77,7 @@ def describe(facts: Facts) -> str:
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that launchers and libraries of training read, without secrets and names of persons."""
     names = sorted(name for name in environ if _SHOWN.fullmatch(name) and not _PERSONAL_NAME.fullmatch(name))
-    return {name: "***" if _HIDDEN_NAME.search(name) else hide_in_text(environ[name]) for name in names}
+    return {name: hide_variable(name, environ[name]) for name in names}
 
 
 def _versions() -> dict[str, str]:

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from accel.cli._estimate_device_map import (
+from accel.cli._estimate_tables import (
+    CONTEXT_METHODS,
     FILLS,
     PLACEMENTS,
     add_device_map_flags,
+    add_mesh_flags,
     check_without_device_map,
+    check_without_mesh,
     run_device_map,
+    run_mesh,
 )
-from accel.cli._estimate_mesh import CONTEXT_METHODS, add_mesh_flags, check_without_mesh, run_mesh
 from accel.cli._parser import Parser
 from accel.errors import ConfigError, check_choice
 from accel.estimate import (

@@ -9,17 +9,17 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from accel.cli._flags import HOSTS, add_fields, resolve_flags, value_flags
-from accel.cli._parser import Parser
-from accel.config import LaunchConfig, Resolved
+from accel.cli._parser import HOSTS, Parser, add_fields, resolve_flags, value_flags
+from accel.config import Resolved
 from accel.errors import ConfigError, LaunchError
 from accel.launching import (
     HostPosition,
     LaunchPlan,
-    Target,
+    LaunchTarget,
     batch_script,
     check_endpoint,
     check_target,
+    check_tasks,
     choose_hosts,
     describe_cores,
     exported,
@@ -63,7 +63,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         print(_submit(target, resolved, environ, dry_run=known.dry_run), end="")
         return 0
     if known.dry_run:
-        print(_dry_run(target, config, environ), end="")
+        print(_dry_run(target, resolved, environ), end="")
         return 0
     inherited = {**environ, **resolved.sources_variable()}
     return run_launch(
@@ -74,6 +74,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         sources=resolved.sources,
         environ=inherited,
         summary=True,
+        is_command=True,
     )
 
 
@@ -108,7 +109,7 @@ def split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return words[:at], words[at:]
 
 
-def _target(known: argparse.Namespace, rest: Sequence[str]) -> Target:
+def _target(known: argparse.Namespace, rest: Sequence[str]) -> LaunchTarget:
     if known.module and known.no_python:
         raise ConfigError(
             "a module is run by python", got="--module and --no-python", where="accel launch", fix="Leave one out."
@@ -116,10 +117,12 @@ def _target(known: argparse.Namespace, rest: Sequence[str]) -> Target:
     if not rest:
         raise LaunchError("no script was given", expected=_USAGE, fix="Name the script to run.")
     kind = "module" if known.module else "program" if known.no_python else "script"
-    return Target(kind=kind, name=rest[0], args=tuple(rest[1:]))
+    return LaunchTarget(kind=kind, name=rest[0], args=tuple(rest[1:]))
 
 
-def _run_on_hosts(known: argparse.Namespace, target: Target, resolved: Resolved, environ: Mapping[str, str]) -> int:
+def _run_on_hosts(
+    known: argparse.Namespace, target: LaunchTarget, resolved: Resolved, environ: Mapping[str, str]
+) -> int:
     check_target(target, environ)
     hosts = choose_hosts(
         read_hosts(read_hostfile(known.hostfile), known.hostfile), known.include or "", known.exclude or ""
@@ -136,7 +139,7 @@ def _run_on_hosts(known: argparse.Namespace, target: Target, resolved: Resolved,
     return run_on_hosts(commands, shell, environ, grace_s=resolved.config.stop_grace_s)
 
 
-def _submit(target: Target, resolved: Resolved, environ: Mapping[str, str], *, dry_run: bool) -> str:
+def _submit(target: LaunchTarget, resolved: Resolved, environ: Mapping[str, str], *, dry_run: bool) -> str:
     check_target(target, environ)
     if resolved.config.node_rank != "auto":
         where = str(resolved.sources["node_rank"])
@@ -146,10 +149,12 @@ def _submit(target: Target, resolved: Resolved, environ: Mapping[str, str], *, d
     return script if dry_run else submit(script, environ)
 
 
-def _dry_run(target: Target, config: LaunchConfig, environ: Mapping[str, str]) -> str:
+def _dry_run(target: LaunchTarget, resolved: Resolved, environ: Mapping[str, str]) -> str:
     check_target(target, environ)
+    config = on_pod(resolved, environ)
     hosts = config.hosts[1]
     if hosts == 1:
+        check_tasks(resolved.sources, environ)
         return describe_plan(plan_here(target, config, environ, record_dir="."), environ)
     at = 0 if config.node_rank == "auto" else config.node_rank
     position = HostPosition(node_rank=at, num_nodes=hosts, master_addr=check_endpoint(config))

@@ -1,15 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parser of flags with typed errors and without abbreviations."""
+"""Flags: a parser with typed errors, the fields of a launch's configuration, and the flags of other launchers."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
-from typing import NoReturn
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
-from accel.cli._other_flags import other_flag
+from accel.config import CONFIG_VARIABLE, DEFAULT_FILE, FIELDS, ConfigFile, Field, Resolved, resolve, to_text
 from accel.errors import ConfigError, did_you_mean
+from accel.formats import precision_fix
+
+CONFIG_FLAG = "--config"
+HOSTS = "several hosts"
+_GROUPS = {
+    "processes": ("nproc_per_node", "device", "gpu_ids", "threads_per_process", "bind_cores"),
+    "training": (
+        *("precision", "accumulation", "strategy", "plan", "mesh", "compile"),
+        *("deepspeed", "backend", "timeout_s", "log_level"),
+    ),
+    "output": ("quiet", "prefix", "log_dir"),
+    "failures and stops": ("max_restarts", "hang_timeout_s", "stop_grace_s"),
+    HOSTS: (
+        *("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_timeout_s", "rdzv_last_call_s"),
+        *("role", "slurm_options"),
+    ),
+}
+
+
+def add_fields(parser: argparse.ArgumentParser) -> Mapping[str, Callable[..., argparse.Action]]:
+    """Give a parser a flag for each field, and the one that names a file; return `add_argument` of each group."""
+    groups = {title: parser.add_argument_group(title).add_argument for title in _GROUPS}
+    places = {name: groups[title] for title, names in _GROUPS.items() for name in names}
+    rank = {name: at for at, name in enumerate(places)}
+    for field in sorted(FIELDS, key=lambda field: rank.get(field.name, -1)):
+        add = places.get(field.name, parser.add_argument)
+        if field.metavar:
+            _ = add(field.flag, dest=field.name, action="append", metavar=field.metavar, help=_help(field))
+        else:
+            _ = add(
+                field.flag, dest=field.name, action="append", nargs="?", const="true", metavar="BOOL", help=_help(field)
+            )
+        if field.shorthand:
+            flag, value = field.shorthand
+            _ = add(flag, dest=field.name, action="append_const", const=value, help=f"short for {field.flag} {value}")
+    _ = parser.add_argument(
+        CONFIG_FLAG,
+        metavar="FILE",
+        help=f"file of settings, TOML or JSON (default: {CONFIG_VARIABLE}, else {DEFAULT_FILE} in this folder, if any)",
+    )
+    return groups
+
+
+def value_flags() -> set[str]:
+    """Return the flags whose value may be the next word."""
+    return {CONFIG_FLAG, *(field.flag for field in FIELDS if field.metavar)}
+
+
+def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
+    """Resolve the words that a parser with `add_fields` has read.
+
+    Raises:
+        ConfigError: a flag contradicts itself, or as `read_config` and `resolve`.
+    """
+    given: dict[str, list[str]] = {field.name: getattr(known, field.name) or [] for field in FIELDS}
+    for field in FIELDS:
+        if len(set(given[field.name])) > 1:
+            raise ConfigError(
+                "a flag is given twice", got=" and ".join(given[field.name]), where=field.flag, fix="Give it once."
+            )
+        if (script := next((text for text in given[field.name] if text.endswith(".py")), None)) is not None:
+            raise ConfigError(
+                "a flag without its value",
+                expected=field.expects,
+                got=repr(script),
+                where=field.flag,
+                fix=f"Write the value before the script: `{field.flag} {field.metavar} {script}`.",
+            )
+    flags = {name: values[0] for name, values in given.items() if values}
+    resolved = resolve(flags, environ, find_file(known.config, environ))
+    if resolved.config.deepspeed:
+        from accel.engines.deepspeed import from_setting
+
+        _ = from_setting(resolved.config.deepspeed, resolved.sources["deepspeed"].at("deepspeed"))
+    return resolved
+
+
+def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
+    """Read the file that a flag names, or a variable, or the default one if it is there.
+
+    Raises:
+        ConfigError: as `read_config` does.
+    """
+    path = named if named is not None else environ.get(CONFIG_VARIABLE) or None
+    if path is None and not os.path.exists(DEFAULT_FILE):
+        return None
+    from accel.config import read_config
+
+    return read_config(DEFAULT_FILE if path is None else path)
+
+
+def _help(field: Field) -> str:
+    doc = field.doc.rstrip(".")
+    doc = doc[0].lower() + doc[1:] if doc[1].islower() else doc
+    choices = f"{', '.join(field.choices)}; " if field.choices else ""
+    undo = f"{field.flag}=false for no; " if field.default is True else ""
+    default = to_text(field.default) or "none"
+    return f"{doc} ({choices}{undo}default: {default})".replace("%", "%%")
+
+
+class _Same(NamedTuple):
+    """A flag of ours for another launcher's.
+
+    Attributes:
+        flag: ours; empty where none is needed.
+        value: the value to write after it; empty for the other flag's own.
+        note: the difference, one sentence.
+    """
+
+    flag: str
+    value: str = ""
+    note: str = ""
+
+
+_PROCESSES = _Same("--nproc-per-node", note="It counts the processes of one host.")
+_ENDPOINT = _Same("--rdzv-endpoint", "HOST:PORT", "One host alone needs none.")
+_FREE = _Same("", note="Leave it out: ranks of one host meet at a free port.")
+_SHARDS = _Same("--strategy", "fsdp", "`accel.prepare` finds the blocks to shard.")
+_OTHERS = {
+    "n": _PROCESSES,
+    "np": _PROCESSES,
+    "num_processes": _PROCESSES,
+    "nproc": _PROCESSES,
+    "nproc_per_node": _PROCESSES,
+    "num_machines": _Same("--nnodes"),
+    "machine_rank": _Same("--node-rank"),
+    "main_process_ip": _ENDPOINT,
+    "main_process_port": _ENDPOINT,
+    "master_addr": _ENDPOINT,
+    "master_port": _ENDPOINT,
+    "rdzv_backend": _ENDPOINT,
+    "rdzv_conf": _Same("--rdzv-timeout-s", "SECONDS", "Its last_call_timeout is --rdzv-last-call-s."),
+    "standalone": _FREE,
+    "same_network": _FREE,
+    "multi_gpu": _Same("--nproc-per-node", "auto", "Without it, too, each GPU gets a process."),
+    "num_gpus": _PROCESSES,
+    "use_cpu": _Same("--cpu"),
+    "fp16": _Same("--precision", "fp16"),
+    "bf16": _Same("--precision", "bf16"),
+    "mixed_precision": _Same("--precision"),
+    "gradient_accumulation_steps": _Same("--accumulation"),
+    "num_cpu_threads_per_process": _Same("--threads-per-process"),
+    "enable_cpu_affinity": _Same("--bind-cores"),
+    "use_fsdp": _SHARDS,
+    "use_deepspeed": _Same("--strategy", "deepspeed"),
+    "zero_stage": _SHARDS,
+    "config_file": _Same("--config"),
+    "redirects": _Same("--log-dir"),
+    "tee": _Same("--log-dir"),
+}
+
+
+def other_flag(word: str, flags: Sequence[str]) -> str:
+    """Return the sentence that names the flag to use for another launcher's; empty if none is known.
+
+    Args:
+        word: an unknown flag, perhaps with its value: "--num_processes=4", "-n4".
+        flags: the flags that the command has.
+    """
+    name, _, value = word.lstrip("-").partition("=")
+    short = re.fullmatch(r"(np?)(\d+)", name)
+    if short is not None:
+        name, value = short[1], short[2]
+    key = name.replace("-", "_")
+    dashed = "--" + name.replace("_", "-")
+    same = _OTHERS.get(key) or (_Same(dashed) if dashed in flags else None)
+    if same is None and key.startswith("fsdp_"):
+        same = _SHARDS
+    if same is None or (same.flag and same.flag not in flags):
+        return ""
+    if not same.flag:
+        return same.note
+    given = same.value or _translated(same.flag, value)
+    return f"Use `{same.flag}{' ' * bool(given)}{given}`.{' ' * bool(same.note)}{same.note}"
+
+
+def _translated(flag: str, value: str) -> str:
+    """Another launcher's value as ours."""
+    fix = precision_fix(value) if flag == "--precision" else ""
+    return fix.split('"')[1] if fix else value
+
 
 _CLOSE = 0.8  # likeness of a misspelt flag; one of a script may be as like as 0.75
 

@@ -1,15 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of `accel config`, and its suggestions for a machine."""
+"""The questions of `accel config`: a menu for the arrow keys, or numbers and names where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+import select
+import shutil
+import sys
+import termios
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from accel.cli._menu import Option, ask, choose
 from accel.config import FIELDS, Field, LaunchConfig, from_text, to_text
+from accel.errors import AccelError, ConfigError
 from accel.formats import PrecisionName
 from accel.launching import Machine
+
+_UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
+_ESCAPE_S = 0.05  # what follows an escape comes at once, or it was the key of that name
+
+
+class Option(NamedTuple):
+    """One line of a menu: a name and its meaning."""
+
+    name: str
+    meaning: str = ""
+
+
+def has_arrow_keys(environ: Mapping[str, str]) -> bool:
+    """Return True if input and output are a terminal that can move its cursor."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and environ.get("TERM", "dumb") != "dumb"
+
+
+def choose(question: str, options: Sequence[Option], default: str, *, arrows: bool) -> str:
+    """Let the user choose one of several options.
+
+    Args:
+        question: text of the question.
+        options: options to choose from.
+        default: name of the option that Enter takes.
+        arrows: True for a cursor that arrow keys move, False for a line that is read.
+
+    Raises:
+        ConfigError: the input ended.
+    """
+    at = next(place for place, option in enumerate(options) if option.name == default)
+    print(f"\n{question}")
+    if arrows:
+        return options[_move(options, at)].name
+    for number, line in enumerate(_lines(options), 1):
+        print(f"  {number}) {line}")
+    names = {option.name: option.name for option in options}
+    numbers = {str(number): option.name for number, option in enumerate(options, 1)}
+    while (answer := _read_line(f"Number or name [{default}]: ")) not in {"", *names, *numbers}:
+        print(f"  {answer!r} is none of them.")
+    return (names | numbers).get(answer, default)
+
+
+def ask(question: str, default: str, check: Callable[[str], object]) -> str:
+    """Ask for a line of text until it passes a check.
+
+    Args:
+        question: text of the question.
+        default: answer of an empty line.
+        check: raises an AccelError for an answer that cannot be.
+
+    Raises:
+        ConfigError: the input ended.
+    """
+    print(f"\n{question}")
+    while True:
+        answer = _read_line(f"[{default or 'none'}]: ") or default
+        try:
+            _ = check(answer)
+        except AccelError as error:
+            print(f"  {error}")
+        else:
+            return answer
+
+
+def _move(options: Sequence[Option], at: int) -> int:
+    lines = _lines(options)
+    with _keys() as read_key:
+        _print_menu(lines, at)
+        while (key := read_key()) not in ("\r", "\n"):
+            if key == "\x04":
+                raise _ended()
+            at = (at + (key in _DOWN) - (key in _UP)) % len(options)
+            print(f"\x1b[{len(lines)}A", end="")
+            _print_menu(lines, at)
+    return at
+
+
+def _lines(options: Sequence[Option]) -> list[str]:
+    width = max(len(option.name) for option in options)
+    return [f"{option.name:{width}}  {option.meaning}".rstrip() for option in options]
+
+
+def _print_menu(lines: Sequence[str], at: int) -> None:
+    room = shutil.get_terminal_size().columns - 3  # a line that wraps would be two
+    for place, line in enumerate(lines):
+        shown = f"\x1b[1m> {line[:room]}\x1b[0m" if place == at else f"  {line[:room]}"
+        print(f"\r\x1b[2K{shown}")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _keys() -> Generator[Callable[[], str]]:
+    """Read single keys in the block, unseen; afterwards the terminal is as it was."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    plain = termios.tcgetattr(fd)
+    plain[3] &= ~(termios.ICANON | termios.ECHO)
+    plain[6][termios.VMIN], plain[6][termios.VTIME] = 1, 0
+    print("\x1b[?25l", end="", flush=True)
+    try:
+        termios.tcsetattr(fd, termios.TCSADRAIN, plain)
+        yield lambda: _read_key(fd)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        print("\x1b[?25h", end="", flush=True)
+
+
+def _read_key(fd: int) -> str:
+    key = os.read(fd, 1)
+    if not key:
+        raise _ended()
+    while key.startswith(b"\x1b") and len(key) < 3 and select.select([fd], [], [], _ESCAPE_S)[0]:
+        key += os.read(fd, 1)
+    return key.decode(errors="replace")
+
+
+def _read_line(prompt: str) -> str:
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        print()
+        raise _ended() from None
+
+
+def _ended() -> ConfigError:
+    return ConfigError("the input ended before all was answered", fix="Nothing has been written.")
+
 
 _FIRST = ("device", "gpu_ids", "nproc_per_node", "precision")  # the others are asked for on demand
 _OTHER = "other"

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 import accel
-from accel.cli._flags import add_fields, resolve_flags
-from accel.cli._parser import Parser
+from accel.cli._parser import Parser, add_fields, resolve_flags
 from accel.launching import run_launch
 
 _USAGE = "accel test [--folder DIR] [flags of accel launch]"

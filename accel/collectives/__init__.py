@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives over nested containers of tensors: one packed message per call, checked against the other ranks'."""
 
-from accel.collectives._broadcast import broadcast as broadcast
-from accel.collectives._gather import gather as gather
+from accel.collectives._gather import gather as gather, pad_across_processes as pad_across_processes
 from accel.collectives._objects import broadcast_object_list as broadcast_object_list, gather_object as gather_object
-from accel.collectives._packing import flat_bytes as flat_bytes, is_large as is_large, pack as pack, unpack as unpack
-from accel.collectives._pad import pad_across_processes as pad_across_processes
-from accel.collectives._reduce import reduce as reduce
-from accel.collectives._share import broadcast_from_holder as broadcast_from_holder
-from accel.collectives._tree_tensors import check_packable as check_packable, check_rank as check_rank
+from accel.collectives._packing import (
+    check_packable as check_packable,
+    check_rank as check_rank,
+    flat_bytes as flat_bytes,
+    is_large as is_large,
+    pack as pack,
+    unpack as unpack,
+)
+from accel.collectives._reduce import (
+    broadcast as broadcast,
+    broadcast_from_holder as broadcast_from_holder,
+    reduce as reduce,
+)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from accel.collectives._tree_tensors import check_rank
+from accel.collectives._packing import check_rank
 from accel.comm import Call, as_bytes, as_tensor, barrier, broadcast_bytes, check_tag, exchange, shared_failure, tagged
 from accel.context import DistContext, context_first
 from accel.errors import not_pickled, not_unpickled

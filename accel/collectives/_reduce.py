@@ -1,30 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`reduce`: the tensors of all ranks, combined element by element."""
+"""Collectives with one result on all ranks: `reduce`, `broadcast`, `broadcast_from_holder`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
+import msgspec
 import torch
 
 from accel import tree as trees
-from accel.collectives._packing import Packing, plan_buckets, plan_packing, sections, split, to_bytes, write
-from accel.collectives._tree_tensors import TreeTensors, make_call, read_tensors
+from accel.collectives._packing import (
+    Packing,
+    TreeTensors,
+    bytes_of,
+    check_packable,
+    check_rank,
+    make_call,
+    plan_buckets,
+    plan_packing,
+    read_tensors,
+    sections,
+    split,
+    to_bytes,
+    write,
+)
 from accel.comm import (
     HEADER_BYTES,
     Call,
     ReduceOp,
     all_reduce_flat,
+    as_bytes,
+    as_tensor,
     blank,
+    broadcast_bytes,
+    broadcast_flat,
+    call_site,
     check_tag,
+    exchange_values,
     inline_bytes,
     reduced_bytes,
     shared_failure,
     start,
 )
 from accel.context import DistContext, context_first
-from accel.errors import TreeError, check_choice
+from accel.errors import ConfigError, TreeError, check_choice
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "min", "product"]
@@ -176,3 +196,175 @@ def _refusal(dtype: torch.dtype, op: Reduction) -> str:
     if dtype.is_complex and op == "product":
         return "backends cannot multiply complex numbers"
     return "" if dtype in _DTYPES else "backends cannot combine this dtype"
+
+
+@context_first
+def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None) -> T:
+    """Broadcast each tensor of a tree from one rank. A collective.
+
+    Args:
+        ctx: the context.
+        tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
+        src: the rank that sends its tensors.
+        tag: name of the call, compared between ranks. It tells apart calls of one kind and shape, whose order could
+            differ between ranks by mistake, as in a loop over keys.
+
+    Returns:
+        The same containers with new tensors, which belong to no autograd graph, each on the kind of device where this
+        rank's was.
+
+    Raises:
+        CollectiveMismatch: ranks differ in `src`, `tag`, structure, dtype or shape; on every rank.
+        ConfigError: no such rank, or a tag that is no text; on every rank.
+        TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
+            its path, on every rank.
+    """
+    with shared_failure(ctx.comm, Call("broadcast")):
+        check_tag(tag, "broadcast")
+        check_rank(ctx, src, "broadcast, src=")
+        leaves = read_tensors(ctx, tree)
+    if ctx.world_size == 1:
+        ctx.comm.check_open()
+        received = [leaf.detach().clone() for leaf in leaves.tensors]
+    else:
+        received = _broadcast(ctx, leaves, make_call(ctx, "broadcast", tree, leaves, f"src={src}", tag=tag), src)
+    return trees.replace_tensors(tree, received, ctx.containers)
+
+
+def _broadcast(ctx: DistContext, leaves: TreeTensors, call: Call, src: int) -> list[torch.Tensor]:
+    """Send small tensors in the checked message; the rest follows once all ranks are known to expect the same."""
+    counts = tuple([leaf.numel() for leaf in leaves.tensors])
+    sends = ctx.rank == src
+    received: dict[int, torch.Tensor] = {}
+    whole = plan_packing(leaves.dtypes, counts)
+    if ctx.comm.is_large and whole.nbytes <= reduced_bytes(ctx.comm) and leaves.on_cpu:
+        mine = as_bytes(bytes_of(whole, leaves.tensors)) if sends else b""
+        buffer = broadcast_bytes(ctx.comm, call, as_tensor(mine), source=src)
+        for group, elements in sections(whole, buffer):
+            received.update(split(group, elements, give=True))
+    elif whole.nbytes <= inline_bytes(ctx.comm) and leaves.on_cpu:
+        message = blank(ctx.comm)
+        if sends:
+            write(whole, leaves.tensors, message, HEADER_BYTES)
+        answers = start(ctx.comm, call, message, whole.nbytes)()
+        for group in whole.groups:
+            received.update(split(group, answers.elements(group.dtype, group.start, sum(group.counts))[src]))
+    else:
+        _ = start(ctx.comm, call)()
+        for chosen in plan_buckets(leaves.dtypes, counts, leaves.device_types):
+            packing = plan_packing(leaves.dtypes, counts, chosen)
+            if sends:
+                buffer = bytes_of(packing, leaves.tensors)
+            else:
+                buffer = torch.empty(packing.nbytes, dtype=torch.uint8, device=leaves.tensors[chosen[0]].device)
+            broadcast_flat(ctx.comm, buffer, source=src)
+            for group, elements in sections(packing, buffer):
+                received.update(split(group, elements, give=not sends))
+    return [received[i].view(shape) for i, shape in enumerate(leaves.shapes)]
+
+
+_NAME = "broadcast_from_holder"
+
+
+class _Node(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tensor by its facts, or a container with the nodes inside; None in a tree is a node of neither.
+
+    Attributes:
+        dtype: name of a tensor's dtype; "" for anything else.
+        shape: its shape.
+        host: whether it is on the CPU.
+        kind: "dict", "list" or "tuple" of a container; "" for anything else.
+        keys: keys of a dict.
+        nodes: children of a container.
+    """
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    host: bool = True
+    kind: str = ""
+    keys: tuple[str | int, ...] = ()
+    nodes: tuple[_Node, ...] = ()
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """A rank's tree without values; None if it has none."""
+
+    tree: _Node | None
+
+
+@context_first
+def broadcast_from_holder(ctx: DistContext, tree: T | None) -> T:
+    """Broadcast a tree of tensors from the one rank that has it to the others, which pass None. A collective.
+
+    Args:
+        ctx: the context.
+        tree: nested dicts, lists and tuples of tensors and None, keys of text or int; None on every rank but one.
+
+    Returns:
+        The tree with new tensors, which belong to no autograd graph: on the CPU those that were there, the others on
+        each rank's device.
+
+    Raises:
+        ConfigError: no rank has a tree, or several have; on every rank.
+        TreeError: a container or a leaf of another kind, or a tensor that cannot be sent, by its path; on every rank.
+
+    Example:
+        >>> table = torch.arange(3) if ctx.is_main_process else None
+        >>> accel.broadcast_from_holder(ctx, table)
+        tensor([0, 1, 2])
+    """
+    call = Call(_NAME, site=call_site())
+    with shared_failure(ctx.comm, call):
+        mine = _Offer(None if tree is None else _describe(ctx, tree, "tree"))
+    offers = exchange_values(ctx.comm, call, mine, _Offer)
+    holders = [rank for rank, offer in enumerate(offers) if offer.tree is not None]
+    if len(holders) != 1:
+        raise ConfigError(
+            "not one rank with tensors for the others",
+            expected="a tree on one rank, None on all others",
+            got=f"a tree on ranks {', '.join(map(str, holders))}" if holders else "None on every rank",
+            where=_NAME,
+            fix="Choose the rank by broadcast(ctx, tree, src=) where several have one.",
+        )
+    node = offers[holders[0]].tree
+    assert node is not None
+    return cast(T, broadcast(ctx, tree if ctx.rank == holders[0] else _empty(ctx, node), src=holders[0]))
+
+
+def _describe(ctx: DistContext, tree: Any, path: str) -> _Node:
+    if tree is None:
+        return _Node()
+    if isinstance(tree, torch.Tensor):
+        check_packable(f"{_NAME}, {path}", tree, ctx.device)
+        return _Node(str(tree.dtype).removeprefix("torch."), tuple(tree.shape), tree.device.type == "cpu")
+    if type(tree) is dict and all(type(key) in (str, int) for key in cast("dict[Any, Any]", tree)):
+        named = cast("dict[str | int, Any]", tree)
+        nodes = tuple(_describe(ctx, child, f"{path}[{key!r}]") for key, child in named.items())
+        return _Node(kind="dict", keys=tuple(named), nodes=nodes)
+    if isinstance(tree, list | tuple) and _kind(cast(object, tree)) in ("list", "tuple"):
+        listed = enumerate(cast("list[Any]", tree))
+        return _Node(
+            kind=_kind(cast(object, tree)),
+            nodes=tuple(_describe(ctx, each, f"{path}[{at}]") for at, each in listed),
+        )
+    raise TreeError(
+        "not sent to ranks that do not know it",
+        expected="dicts, lists and tuples of tensors and None, with keys of text or int",
+        got=_kind(cast(object, tree)),
+        where=f"{_NAME}, {path}",
+        fix="Take it apart, or use broadcast_object_list.",
+    )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _empty(ctx: DistContext, node: _Node) -> Any:
+    if node.dtype:
+        device = torch.device("cpu") if node.host else ctx.device
+        return torch.empty(node.shape, dtype=getattr(torch, node.dtype), device=device)
+    children = [_empty(ctx, each) for each in node.nodes]
+    if node.kind == "dict":
+        return dict(zip(node.keys, children, strict=True))
+    return {"list": children, "tuple": tuple(children)}.get(node.kind)

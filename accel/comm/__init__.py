@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only door to torch.distributed: groups and who owns them, one checked message per call, flat tensors."""
 
-from accel.comm._agree import (
+from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
+from accel.comm._exchange import (
     agreed as agreed,
     agreed_values as agreed_values,
     barrier as barrier,
-    shared_failure as shared_failure,
-)
-from accel.comm._alarm import Alarm as Alarm
-from accel.comm._answers import Answers as Answers
-from accel.comm._bytes import as_bytes as as_bytes, as_tensor as as_tensor
-from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
-from accel.comm._combine import (
     broadcast_bytes as broadcast_bytes,
     broadcast_value as broadcast_value,
+    exchange as exchange,
+    exchange_values as exchange_values,
+    foreign_call as foreign_call,
+    raise_lost as raise_lost,
     reduce_ints as reduce_ints,
+    shared_failure as shared_failure,
+    start_values as start_values,
+    told_by_ranks as told_by_ranks,
 )
-from accel.comm._exchange import exchange as exchange, exchange_values as exchange_values, start_values as start_values
 from accel.comm._gradients import (
     copied as copied,
     exchanged as exchanged,
@@ -27,18 +27,27 @@ from accel.comm._gradients import (
     start_shift as start_shift,
     summed as summed,
 )
-from accel.comm._grid_mesh import grid_mesh as grid_mesh
-from accel.comm._handle import Comm as Comm
-from accel.comm._header import HEADER_BYTES as HEADER_BYTES
-from accel.comm._merged_mesh import MERGED as MERGED, merged_mesh as merged_mesh, merged_order as merged_order
+from accel.comm._group import Comm as Comm, adopt as adopt, alone as alone, connect as connect
+from accel.comm._header import (
+    HEADER_BYTES as HEADER_BYTES,
+    Answers as Answers,
+    as_bytes as as_bytes,
+    as_tensor as as_tensor,
+)
+from accel.comm._lost import Alarm as Alarm
 from accel.comm._mesh import (
+    MERGED as MERGED,
+    grid_mesh as grid_mesh,
     group_along as group_along,
     group_of_rows as group_of_rows,
+    merged_mesh as merged_mesh,
+    merged_order as merged_order,
     mesh_group as mesh_group,
     mesh_of_dims as mesh_of_dims,
     mesh_of_group as mesh_of_group,
     open_mesh as open_mesh,
     position_on_mesh as position_on_mesh,
+    ranks_of_group as ranks_of_group,
 )
 from accel.comm._message import (
     blank as blank,
@@ -47,14 +56,13 @@ from accel.comm._message import (
     reduced_bytes as reduced_bytes,
     start as start,
 )
-from accel.comm._opening import adopt as adopt, alone as alone, connect as connect
-from accel.comm._pairs import receive_flat as receive_flat, send_flat as send_flat
-from accel.comm._pending import peer_error as peer_error
+from accel.comm._rounds import peer_error as peer_error, receive_flat as receive_flat, send_flat as send_flat
 from accel.comm._torch import (
     ReduceOp as ReduceOp,
     all_gather_flat as all_gather_flat,
     all_reduce_flat as all_reduce_flat,
     broadcast_flat as broadcast_flat,
+    fills as fills,
     gather_bytes as gather_bytes,
     start_all_reduce as start_all_reduce,
 )

@@ -1,17 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that all ranks make together, and their places in the user's code."""
+"""Calls that all ranks make together, their places in the user's code, and the optimizer steps taken between them."""
 
 from __future__ import annotations
 
 import os.path
+import struct
 import sys
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import msgspec
 
-from accel.comm._order import Trace, place_of
 from accel.errors import ConfigError
+
+_PLACE = struct.Struct("<II")
+_TOLD_APART = 64  # bytes of a function's table of lines and columns; they distinguish lambdas of one line
+
+Trace = Sequence[tuple[CodeType, int]]
+_CodePoint = tuple[int, int]  # a function and an instruction in it
+
+
+class Met(NamedTuple):
+    """A call that ranks made from different places.
+
+    Attributes:
+        fingerprint: hash of kind, structure and shapes.
+        places: from `place_of`, by rank; of this rank alone in a large group.
+        trace: functions and instructions on this rank's stack, outermost first.
+    """
+
+    fingerprint: bytes
+    places: list[bytes]
+    trace: Trace
+
+
+class TraceLevel(msgspec.Struct, frozen=True, array_like=True):
+    """One level of a trace: its function, the instruction in it, and both as text; comparable between ranks."""
+
+    function: int
+    instruction: int
+    text: str
+
+
+def place_of(code: CodeType, instruction: int) -> bytes:
+    """Return 8 bytes that identify an instruction on all ranks, wherever the program is installed."""
+    return _PLACE.pack(_function(code), instruction)
+
+
+def steps(trace: Trace) -> list[TraceLevel]:
+    """Describe a trace for other ranks."""
+    return [TraceLevel(_function(code), _call_begin(code, at), _text(code, at)) for code, at in trace]
+
+
+def crossed(earlier: Met | None, now: Met) -> tuple[int, int] | None:
+    """Find the lowest ranks that made this call and the one before from the same two places, in opposite orders."""
+    if earlier is None or earlier.fingerprint != now.fingerprint:
+        return None
+    first: dict[tuple[bytes, bytes], int] = {}
+    for rank, (before, after) in enumerate(zip(earlier.places, now.places, strict=True)):
+        if before != after and (after, before) in first:
+            return first[after, before], rank
+        _ = first.setdefault((before, after), rank)
+    return None
+
+
+def are_branches(
+    left: tuple[Sequence[TraceLevel], Sequence[TraceLevel]], right: tuple[Sequence[TraceLevel], Sequence[TraceLevel]]
+) -> bool:
+    """Return whether two crossed calls are branches that ranks may take in any order.
+
+    They are if they lie in one function, or if both ranks reached one of the calls by the same way.
+
+    Args:
+        left: the traces of both calls on one rank.
+        right: those on the other.
+    """
+    before, after = _parting(*left)
+    other_before, other_after = _parting(*right)
+    if before == other_before or after == other_after:
+        return True
+    one_function = before is not None and after is not None and before[0] == after[0]
+    return one_function and (before, after) == (other_after, other_before)
+
+
+def _parting(before: Sequence[TraceLevel], after: Sequence[TraceLevel]) -> tuple[_CodePoint | None, _CodePoint | None]:
+    """Return the points at the outermost level where two traces differ; None for a trace that has ended."""
+    points = [[(step.function, step.instruction) for step in trace] for trace in (before, after)]
+    return next(((a, b) for a, b in zip_longest(*points) if a != b), (None, None))
+
+
+def _function(code: CodeType) -> int:
+    return zlib.crc32(code.co_linetable[:_TOLD_APART], code.co_firstlineno)
+
+
+def _call_begin(code: CodeType, instruction: int) -> int:
+    """Return the first instruction of an expression's call; the interpreter may show another after many calls."""
+    spans = list(code.co_positions())
+    at = begin = instruction // 2
+    if at >= len(spans) or None in spans[at]:
+        return instruction
+    while begin and spans[begin - 1] == spans[at]:
+        begin -= 1
+    return 2 * begin
+
+
+def _text(code: CodeType, instruction: int) -> str:
+    line = next((line for begin, end, line in code.co_lines() if begin <= instruction < end), None)
+    return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -96,3 +196,83 @@ def _border() -> tuple[FrameType, FrameType]:
 
 def _place(frame: FrameType) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+_DECISION = struct.Struct("<Q??d")
+_MOST_KEPT = 64
+
+
+class TakenStep(msgspec.Struct, frozen=True, array_like=True):
+    """One decision about an optimizer step.
+
+    Attributes:
+        number: place among the decisions of the handle.
+        digest: of this decision and all before.
+        step: the run's steps before it.
+        stepped: whether parameters were changed.
+        finite: whether the gradients were finite.
+        scale: loss scale for the next step.
+    """
+
+    number: int
+    digest: int
+    step: int
+    stepped: bool
+    finite: bool
+    scale: float
+
+    def __str__(self) -> str:
+        done = "taken" if self.stepped else "left out as empty" if self.finite else "skipped"
+        return f"step {self.step} {done}, loss scale {self.scale} after it"
+
+
+class StepLog:
+    """Decisions about optimizer steps since the ranks of a group were last known to be alike.
+
+    Attributes:
+        digest: of all decisions, an integer of 32 bits; 0 before any.
+    """
+
+    __slots__ = ("_kept", "_number", "digest")
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self._number = 0
+        self._kept: deque[tuple[int, int, int, bool, bool, float]] = deque(maxlen=_MOST_KEPT)
+
+    def add(self, *, updates: int | None, stepped: bool, finite: bool, scale: float) -> None:
+        """Add a decision. No communication.
+
+        Args:
+            updates: the run's steps before it; None where nobody counts them.
+            stepped: whether parameters were changed.
+            finite: whether the gradients were finite.
+            scale: loss scale for the next step.
+        """
+        self.digest = zlib.crc32(_DECISION.pack(self._number, stepped, finite, scale), self.digest)
+        step = self._number if updates is None else updates
+        self._kept.append((self._number, self.digest, step, stepped, finite, scale))
+        self._number += 1
+
+    def clear(self) -> None:
+        """Begin anew, where all ranks of the group do."""
+        self.digest = self._number = 0
+        self._kept.clear()
+
+    def latest(self) -> list[TakenStep]:
+        """Return the latest decisions in order."""
+        return [TakenStep(*each) for each in self._kept]
+
+
+def first_difference(
+    left: Sequence[TakenStep], right: Sequence[TakenStep]
+) -> tuple[TakenStep | None, TakenStep | None]:
+    """Return the first decisions that differ among the latest of two ranks; None for a rank without that one."""
+    one, other = ({each.number: each for each in steps} for steps in (left, right))
+    both = sorted(one.keys() | other.keys())
+    begin = max((min(steps) for steps in (one, other) if steps), default=0)
+    for number in both:
+        pair = one.get(number), other.get(number)
+        if number >= begin and (None in pair or pair[0].digest != pair[1].digest):  # pyright: ignore[reportOptionalMemberAccess]
+            return pair
+    return None, None

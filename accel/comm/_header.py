@@ -1,18 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a first message: the fingerprint of a call, and what may differ between the ranks of one call.
-
-Each field is made of whole words of 8 bytes, so that the minimum and the maximum of each word over all ranks show
-which fields differ.
-"""
+"""First messages as bytes: the fingerprint of a call, all ranks' answers, and the errors when they differ."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import struct
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple, NoReturn
 
-_LAYOUT = struct.Struct("<16s16sQ8s?7xQ")  # the fields of Head
+import msgspec
+import torch
+
+from accel.comm._call import (
+    Call,
+    Met,
+    TakenStep,
+    TraceLevel,
+    are_branches,
+    call_trace,
+    crossed,
+    first_difference,
+    steps,
+)
+from accel.comm._group import Comm
+from accel.comm._torch import all_gather_flat, gather_bytes
+from accel.errors import CollectiveMismatch, ErrorRecord, rebuild
+
+_LAYOUT = struct.Struct("<16s16sQ8sI3x?Q")  # the fields of Head; `failed` is the highest byte of its word
 HEADER_BYTES = _LAYOUT.size  # a multiple of 16
 _ONES = (1 << 8 * HEADER_BYTES) - 1
 
@@ -25,6 +42,7 @@ class Head(NamedTuple):
         variant: facts that may differ between ranks of one call, or a hash of them.
         payload_bytes: size of the payload.
         place: code place of the call; empty where its order does not matter.
+        steps: digest of the optimizer steps that the rank has taken with the group.
         failed: whether the payload is this rank's error.
         order: number of the comparison in which ranks' orders of this call and the one before proved right; 0 for none.
     """
@@ -33,6 +51,7 @@ class Head(NamedTuple):
     variant: bytes
     payload_bytes: int
     place: bytes = b""
+    steps: int = 0
     failed: bool = False
     order: int = 0
 
@@ -64,3 +83,201 @@ def fingerprint(name: str, detail: str) -> bytes:
 
 def _digest(data: bytes) -> bytes:
     return data if len(data) <= 16 else hashlib.blake2b(data, digest_size=16).digest()
+
+
+class Answers(NamedTuple):
+    """All ranks' first messages.
+
+    Attributes:
+        same: whether all ranks sent one variant and payloads of one size.
+        most: bytes of the largest payload.
+        sizes: bytes of each rank's payload; empty in a large group where they differ.
+        received: the messages, of equal length, one after another; a payload begins at HEADER_BYTES. Empty in a large
+            group. Read-only, as ranks of one process share it.
+        reduced: bytes of the payloads, reduced; uint8, shape [reduced_bytes(comm)]. None in a small group. Read-only.
+    """
+
+    same: bool
+    most: int
+    sizes: list[int]
+    received: bytearray
+    reduced: torch.Tensor | None = None
+
+    @property
+    def inline(self) -> torch.Tensor:
+        """The inline payloads: uint8, shape [size, inline_bytes(comm)], on the CPU."""
+        return torch.frombuffer(self.received, dtype=torch.uint8).view(len(self.sizes), -1)[:, HEADER_BYTES:]
+
+    def payload(self, rank: int) -> bytes:
+        """Copy the inline payload of one rank."""
+        begin = len(self.received) // len(self.sizes) * rank + HEADER_BYTES
+        return bytes(self.received[begin : begin + self.sizes[rank]])
+
+    def elements(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+        """View the elements at one offset of all payloads.
+
+        Args:
+            dtype: of the elements.
+            start: offset in each payload, in bytes; a multiple of 16.
+            count: number of elements in each payload.
+
+        Returns:
+            Shape [size, count], on the CPU.
+        """
+        ranks = len(self.sizes)
+        size = dtype.itemsize
+        stride = len(self.received) // ranks
+        return torch.frombuffer(self.received, dtype=dtype).as_strided(
+            (ranks, count), (stride // size, 1), (HEADER_BYTES + start) // size
+        )
+
+
+def as_bytes(data: torch.Tensor) -> bytes:
+    """Copy a uint8 tensor on the CPU to bytes."""
+    data = data.contiguous()
+    return ctypes.string_at(data.data_ptr(), data.numel())
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    """Copy bytes to a uint8 tensor on the CPU."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def raise_failure(
+    comm: Comm, heads: list[Head], answers: Answers, failure: bytes, cause: BaseException | None
+) -> NoReturn:
+    """Raise the lowest failing rank's error. A collective if the error is longer than a first message.
+
+    Args:
+        comm: an open handle of more than one rank.
+        heads: the headers of all ranks.
+        answers: their first messages.
+        failure: this rank's encoded error; empty without one.
+        cause: the error itself.
+    """
+    comm.steps.clear()  # the error may have come between two ranks' decisions about a step; all know it now
+    rank = next(i for i, head in enumerate(heads) if head.failed)
+    size = heads[rank].payload_bytes
+    data = answers.inline[rank, :size]
+    if size > data.numel():
+        mine = as_tensor(failure if comm.rank == rank else b"")
+        gathered = gather_bytes(comm, mine, [size if i == rank else 0 for i in range(comm.size)])
+        assert gathered is not None  # without dst
+        data = gathered
+    record = msgspec.json.decode(as_bytes(data), type=ErrorRecord)
+    if any((head.failed, head.variant) != (True, heads[rank].variant) for head in heads):
+        record = msgspec.structs.replace(record, problem=f"rank {rank}: {record.problem}")
+    raise rebuild(record) from cause
+
+
+def raise_mismatch(comm: Comm, call: Call, heads: list[Head]) -> NoReturn:
+    """Raise `CollectiveMismatch` for rank 0's call and the first that differs from it. A collective."""
+    other = next(i for i, head in enumerate(heads) if head.fingerprint != heads[0].fingerprint)
+    detail = call.explain() if call.explain is not None else call.detail
+    texts = _texts(comm, f"{call.label}\n{call.name}\n{detail}".encode(errors="backslashreplace"), (0, other))
+    (label, *left), (other_label, *right) = (text.decode().split("\n") for text in texts)
+    differing = ((a, b) for a, b in zip_longest(left, right, fillvalue="nothing") if a != b)
+    ours, theirs = next(differing, ("", "")) if left[0] == right[0] else ("", "")
+    way = call.hint(ours, theirs) if call.hint is not None else ""
+    raise CollectiveMismatch(
+        "ranks disagree about the call they make together",
+        expected=f"rank 0: {label}" + f" ({ours})" * bool(ours),
+        got=f"rank {other}: {other_label}" + f" ({theirs})" * bool(theirs),
+        fix=way or "Let every rank make the same calls, in the same order, with the same structure.",
+    )
+
+
+def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
+    """Raise `CollectiveMismatch` if ranks have decided differently about an optimizer step. A collective then."""
+    other = next((i for i, head in enumerate(heads) if head.steps != heads[0].steps), None)
+    if other is None:
+        return
+    texts = _texts(comm, msgspec.json.encode(comm.steps.latest()), (0, other))
+    comm.steps.clear()
+    kept = [msgspec.json.decode(text, type=list[TakenStep]) for text in texts]
+    left, right = (each or "no further step" for each in first_difference(*kept))
+    raise CollectiveMismatch(
+        "ranks have decided differently about an optimizer step, and hold different models since",
+        expected=f"rank 0: {left}",
+        got=f"rank {other}: {right}",
+        where=call.label,
+        fix="Go on from a checkpoint of before. Gradients were alike when ranks had exchanged them: look for code that "
+        "edits .grad on one rank, for a rank with more steps, and for a faulty device.",
+    )
+
+
+def check_order(comm: Comm, call: Call, earlier: Met | None, heads: list[Head]) -> None:
+    """Raise `CollectiveMismatch` if ranks made this call and the one before in opposite orders. A collective then."""
+    places = [head.place for head in heads]
+    if places.count(places[0]) == len(places):
+        return
+    now = Met(heads[0].fingerprint, places, call_trace())
+    comm.met = now
+    ranks = crossed(earlier, now)
+    if earlier is not None and ranks is not None:
+        _check_traces(comm, call, earlier, now, ranks)
+
+
+def right_order(comm: Comm, earlier: Met | None, head: Head) -> int:
+    """Return the number of the last comparison in which this rank made this call after the one before; 0 for none."""
+    if earlier is None or earlier.fingerprint != head.fingerprint:
+        return 0
+    return comm.right_orders.get((head.fingerprint, earlier.places[0], head.place), 0)
+
+
+def check_reduced_order(comm: Comm, call: Call, earlier: Met | None, head: Head, is_right: bool) -> None:
+    """Do as `check_order` in a large group where the places of a call differ. A collective unless they are known.
+
+    Args:
+        comm: an open handle of more than one rank.
+        call: the expected call of all ranks.
+        earlier: the ordered call before, if ranks made it from different places.
+        head: this rank's header.
+        is_right: whether one earlier comparison had the same places on all ranks, and found nothing.
+    """
+    now = Met(head.fingerprint, [head.place], call_trace())
+    comm.met = now
+    if earlier is None or earlier.fingerprint != now.fingerprint or is_right:
+        return
+    before, place = earlier.places[0], head.place
+    pairs = [as_bytes(row) for row in all_gather_flat(comm, as_tensor(before + place).to(comm.control)).cpu()]
+    befores = [pair[: len(before)] for pair in pairs]
+    places = [pair[len(before) :] for pair in pairs]
+    ranks = crossed(earlier._replace(places=befores), now._replace(places=places))
+    if ranks is not None:
+        _check_traces(comm, call, earlier, now, ranks)
+    else:
+        comm.right_orders[head.fingerprint, before, place] = comm.next_number()
+
+
+def _check_traces(comm: Comm, call: Call, earlier: Met, now: Met, ranks: tuple[int, int]) -> None:
+    """Raise `CollectiveMismatch` unless two crossed calls are branches. A collective."""
+    mine = (steps(earlier.trace), steps(now.trace))
+    texts = _texts(comm, msgspec.json.encode(mine), ranks)
+    left, right = (msgspec.json.decode(text, type=tuple[list[TraceLevel], list[TraceLevel]]) for text in texts)
+    if are_branches(left, right):
+        return
+    expected, got = (
+        f"rank {rank}: {call.name} at {before[-1].text}, then at {after[-1].text}"
+        for rank, (before, after) in zip(ranks, (left, right), strict=True)
+    )
+    raise CollectiveMismatch(
+        "two calls of one kind were made in opposite orders, and each met the other",
+        expected=expected,
+        got=got,
+        fix="Make them in the same order on every rank, or send all values as one dict in one call. Calls that belong "
+        'together from different lines say so by the same `tag="..."`.',
+    )
+
+
+def _texts(comm: Comm, mine: bytes, ranks: Sequence[int]) -> list[bytes]:
+    """Gather texts of some ranks on every rank. A collective."""
+    text = as_tensor(mine if comm.rank in ranks else b"")
+    length = torch.tensor([text.numel()], dtype=torch.int64, device=comm.control)
+    sizes = [int(size) for size in all_gather_flat(comm, length).flatten()]
+    gathered = gather_bytes(comm, text, sizes)
+    assert gathered is not None  # without dst
+    parts = torch.split(gathered, sizes)
+    return [as_bytes(parts[rank]) for rank in ranks]

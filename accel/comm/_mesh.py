@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes of ranks: opened, adopted or made of open groups; their groups, and this rank's position."""
+"""Meshes of ranks: opened, adopted, merged or made of open groups; their groups, and this rank's position."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel.comm._agree import barrier
 from accel.comm._call import Call, call_site
-from accel.comm._handle import Comm
-from accel.comm._pending import peer_error
+from accel.comm._exchange import barrier
+from accel.comm._group import Comm
+from accel.comm._rounds import peer_error
 from accel.errors import ConfigError
 from accel.topology import MeshPosition, mesh_position
 
@@ -208,6 +208,20 @@ def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
     return kind.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names[at] for at in dims))
 
 
+def ranks_of_group(group: dist.ProcessGroup | None) -> frozenset[int] | None:
+    """Return the ranks of a group, as the default group counts them; None of a group that torch has not opened.
+
+    Args:
+        group: None for this rank alone.
+    """
+    try:
+        if group is None:
+            return frozenset([dist.get_rank(dist.group.WORLD)])
+        return frozenset(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):  # managed by somebody else; or there is no default group
+        return None
+
+
 def _open_group(rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> dist.ProcessGroup | None:
     """Open a group for each row of ranks, and return this rank's; None for a rank in no row."""
     listed = [list(row) for row in rows]
@@ -251,3 +265,102 @@ def _group_ranks(comm: Comm) -> list[int] | None:
             expected="the default group, or one of torch.distributed.new_group",
             where="mesh=",
         ) from error
+
+
+MERGED = "+"  # between the names of merged dimensions
+
+
+def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], timeout_s: float) -> DeviceMesh:
+    """Return the mesh around this rank with one dimension for each set of another mesh's dimensions.
+
+    The first call opens the groups, which the handle owns: a collective. Where no dimensions are merged the mesh is a
+    slice of the other, and nothing is opened.
+
+    Args:
+        comm: handle of the mesh's ranks.
+        mesh: with named dimensions.
+        parts: sets of dimensions by number, each for one dimension of the new mesh, named "dp_shard+cp"; an empty set
+            for a dimension of this rank alone.
+        timeout_s: time-out of collectives of the new groups, in seconds.
+
+    Raises:
+        CollectiveMismatch: ranks merge other dimensions.
+        PeerError: another rank was lost.
+    """
+    if all(len(part) == 1 for part in parts):
+        return mesh_of_dims(mesh, [part[0] for part in parts])
+    names = mesh.mesh_dim_names
+    assert names is not None
+    order = merged_order(mesh.ndim, parts)
+    grid = cast(Any, mesh.mesh).permute(*(dim for part in order for dim in part))
+    sizes = [math.prod(mesh.shape[dim] for dim in part) for part in order]
+    groups: list[dist.ProcessGroup] = []
+    for part in order:
+        along = group_along(comm, mesh, [names[dim] for dim in part], timeout_s) if len(part) != 1 else None
+        groups.append(mesh.get_group(part[0]) if len(part) == 1 else along or lone_group(comm, timeout_s))
+    titles = [MERGED.join(names[dim] for dim in part) or "whole" for part in order]
+    kind = cast(Any, DeviceMesh)
+    whole = kind.from_group(groups, mesh.device_type, grid.reshape(sizes), mesh_dim_names=tuple(titles))
+    return whole[tuple(titles[order.index(tuple(part))] for part in parts)]
+
+
+def merged_order(ndim: int, parts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the sets of dimensions in the order of the mesh that has them merged; a dimension of no part is one alone.
+
+    If the numbers ascend, ranks lie as before, and torch can combine dimensions of both meshes.
+
+    Args:
+        ndim: number of the mesh's dimensions.
+        parts: as of `merged_mesh`.
+    """
+    merged = {dim for part in parts for dim in part}
+    first = min(merged, default=0)
+    before = [(dim,) for dim in range(first)]
+    after = [(dim,) for dim in range(first, ndim) if dim not in merged]
+    return [*before, *map(tuple, parts), *after]
+
+
+def lone_group(comm: Comm, timeout_s: float) -> dist.ProcessGroup:
+    """Return a group of this rank alone, which the handle owns. No communication.
+
+    Args:
+        comm: handle on torch's default group.
+        timeout_s: time-out of collectives of the group, in seconds.
+    """
+    own = dist.get_rank(dist.group.WORLD)
+    key = ((own,),)
+    known = comm.along.get(key)
+    if known is None:
+        timeout = timedelta(seconds=timeout_s)
+        known = cast(Any, dist).new_group([own], timeout=timeout, use_local_synchronization=True, group_desc="alone")
+        comm.along[key] = known
+        comm.opened.append(known)
+    return known
+
+
+def grid_mesh(
+    comm: Comm, grids: Sequence[Sequence[int]], sizes: Mapping[str, int], device_type: str, timeout_s: float
+) -> DeviceMesh:
+    """Return the mesh of this rank's grid. The first call opens its groups, which the handle owns: a collective.
+
+    Args:
+        comm: handle of all ranks, on torch's default group.
+        grids: all ranks, each in one grid; the ranks of a grid in the order of its dimensions, the last fastest.
+        sizes: of the dimensions by name; a grid has their product of ranks.
+        device_type: of the mesh.
+        timeout_s: time-out of collectives of the groups, in seconds.
+
+    Raises:
+        CollectiveMismatch: ranks make other meshes.
+        PeerError: another rank was lost.
+    """
+    shape = tuple(sizes.values())
+    assert all(len(grid) == math.prod(shape) for grid in grids)
+    every = torch.tensor([list(grid) for grid in grids]).view(len(grids), *shape)
+    groups: list[dist.ProcessGroup] = []
+    for dim, (name, size) in enumerate(sizes.items()):
+        rows = cast("list[list[int]]", cast(Any, every.movedim(dim + 1, -1).reshape(-1, size)).tolist())
+        groups.append(group_of_rows(comm, rows, name, timeout_s) or lone_group(comm, timeout_s))
+    own = next(grid for grid in grids if comm.rank in grid)
+    ranks = torch.tensor(list(own)).view(shape)
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(sizes))

@@ -1,26 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first message of every call: of fixed size, with a fingerprint of the call and room for a small payload.
-
-Its size does not depend on the call. Ranks that make different calls therefore meet in it, compare fingerprints, and
-all raise `CollectiveMismatch`. The same message carries a rank's failure to the others.
-"""
+"""The first message of every call: of fixed size, with room for a small payload; reduced where ranks are many."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import msgspec
+import torch
 
-from accel.comm._answers import Answers
-from accel.comm._call import Call, call_place
-from accel.comm._disagreement import check_order, check_reduced_order, raise_failure, raise_mismatch, right_order
-from accel.comm._handle import Comm
-from accel.comm._header import HEADER_BYTES, Head, fingerprint, write_head
-from accel.comm._headers import start_gathered, start_range
-from accel.comm._order import Met
-from accel.comm._rounds import Combine
+from accel.comm._call import Call, Met, call_place
+from accel.comm._group import Comm
+from accel.comm._header import (
+    HEADER_BYTES,
+    Answers,
+    Head,
+    as_bytes,
+    check_order,
+    check_reduced_order,
+    check_steps,
+    complement,
+    fingerprint,
+    raise_failure,
+    raise_mismatch,
+    read_head,
+    right_order,
+    write_head,
+)
+from accel.comm._rounds import Combine, reduce_rows, start_reduction
+from accel.comm._torch import start_all_gather, start_all_reduce
 from accel.errors import describe
+
+_WORDS = slice(0, HEADER_BYTES)
+_PAYLOAD = slice(HEADER_BYTES, -HEADER_BYTES)
+_COMPLEMENT = slice(-HEADER_BYTES, None)
+
+
+class Heads(NamedTuple):
+    """All ranks' first messages; their headers only where these differ or report a failure."""
+
+    answers: Answers
+    heads: list[Head]
+
+
+class Range(NamedTuple):
+    """The reduced first message: minimum and maximum of each word of the headers, and the reduced payload."""
+
+    lowest: Head
+    highest: Head
+    payload: torch.Tensor
+
+
+def start_gathered(comm: Comm, sent: bytearray) -> Callable[[], Heads]:
+    """Begin to all-gather one message of each rank, from its header on. A collective; returns a function that waits."""
+    if comm.share is not None:
+        return comm.share(sent, _join)
+    received = bytearray(len(sent) * comm.size)
+    mine = torch.frombuffer(sent, dtype=torch.uint8)
+    rows = arriving = torch.frombuffer(received, dtype=torch.uint8)
+    if comm.control.type != "cpu":
+        mine = mine.to(comm.control)
+        arriving = rows.to(comm.control)
+    arrive = start_all_gather(comm, arriving, mine)
+
+    def wait() -> Heads:
+        arrive()
+        if arriving is not rows:
+            _ = rows.copy_(arriving)
+        return _read(received, comm.size)
+
+    return wait
+
+
+def start_range(comm: Comm, sent: bytearray, combine: Combine | None) -> Callable[[], Range]:
+    """Begin to reduce one message of each rank. A collective; returns a function that waits.
+
+    Args:
+        comm: an open handle of more than one rank.
+        sent: the header, the payload and room for another header; overwritten.
+        combine: reduces payloads; None for none.
+    """
+    sent[_COMPLEMENT] = complement(sent[_WORDS])
+    if comm.share is not None:
+        return comm.share(sent, partial(_reduce, combine=combine))
+    message = torch.frombuffer(sent, dtype=torch.uint8)
+    if comm.has_pairs:
+        arrive = start_reduction(comm, message, partial(_combine, combine=combine))
+    else:
+        arrive = _start_all_reduce(comm, message)
+
+    return lambda: _range(arrive())
+
+
+def _start_all_reduce(comm: Comm, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Reduce the headers on a device, whose backend has trees of its own; they are the whole message there."""
+    words = message.view(torch.int64).to(comm.control)
+    arrive = start_all_reduce(comm, words, "min")
+
+    def wait() -> torch.Tensor:
+        arrive()
+        return words.cpu().view(torch.uint8)
+
+    return wait
+
+
+def _reduce(messages: Sequence[bytearray], combine: Combine | None) -> Range:
+    """Reduce the messages of ranks of one process."""
+    first = messages[0]
+    if combine is None and all(message == first for message in messages):
+        return _range(torch.frombuffer(first, dtype=torch.uint8))
+    rows = torch.frombuffer(bytearray().join(messages), dtype=torch.uint8).view(len(messages), -1)
+    return _range(reduce_rows(rows, partial(_combine, combine=combine)))
+
+
+def _combine(lower: torch.Tensor, upper: torch.Tensor, combine: Combine | None) -> None:
+    for part in (_WORDS, _COMPLEMENT):
+        words = lower[..., part].view(torch.int64)
+        _ = torch.minimum(words, upper[..., part].view(torch.int64), out=words)
+    if combine is not None:
+        combine(lower[..., _PAYLOAD], upper[..., _PAYLOAD])
+
+
+def _range(message: torch.Tensor) -> Range:
+    lowest = as_bytes(message[_WORDS])
+    highest = complement(as_bytes(message[_COMPLEMENT]))
+    return Range(read_head(lowest), read_head(highest), message[_PAYLOAD])
+
+
+def _join(messages: Sequence[bytearray]) -> Heads:
+    return _read(bytearray().join(messages), len(messages))
+
+
+def _read(received: bytearray, ranks: int) -> Heads:
+    """Compare the headers of all ranks' messages."""
+    length = len(received) // ranks
+    header = received[:HEADER_BYTES]
+    first = read_head(header)
+    if not first.failed and all(received.startswith(header, rank * length) for rank in range(1, ranks)):
+        return Heads(Answers(True, first.payload_bytes, [first.payload_bytes] * ranks, received), [])
+    heads = [read_head(received, rank * length) for rank in range(ranks)]
+    same = all(head.is_like(first) for head in heads)
+    sizes = [head.payload_bytes for head in heads]
+    return Heads(Answers(same, max(sizes), sizes, received), heads)
+
 
 _MOST_BYTES = 8192
 _LEAST_BYTES = 512
@@ -75,15 +198,15 @@ def start(
         cause: the error itself, the cause of the error raised here.
 
     Raises:
-        CollectiveMismatch: ranks made different calls, or this call and the one before in different orders; on every
-            rank, by the returned function.
+        CollectiveMismatch: ranks made different calls, or this call and the one before in different orders, or decided
+            differently about an optimizer step before; on every rank, by the returned function.
         AccelError: a rank failed; the same error on every rank, by the returned function.
     """
     sent = blank(comm) if message is None else message
     if failure:
         payload_bytes, variant = len(failure), failure
     place = call_place() if call.ordered else b""
-    head = Head(fingerprint(call.name, call.detail), variant, payload_bytes, place, bool(failure))
+    head = Head(fingerprint(call.name, call.detail), variant, payload_bytes, place, comm.steps.digest, bool(failure))
     earlier = comm.met
     if call.ordered:
         comm.met = None
@@ -116,7 +239,7 @@ def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
     Raises:
         AccelError: always; the lowest failing rank's error, with the rank unless all failed alike.
     """
-    if comm.size == 1:
+    if comm.size == 1 or comm.lost:
         raise error
     record = describe(error)
     texts = {name: _sendable(getattr(record, name)) for name in ("problem", "expected", "got", "where", "fix")}
@@ -143,7 +266,7 @@ def _start_large(
 
     def wait() -> Answers:
         lowest, highest, reduced = arrive()
-        if highest.failed or lowest.fingerprint != highest.fingerprint:
+        if highest.failed or (lowest.fingerprint, lowest.steps) != (highest.fingerprint, highest.steps):
             answers, heads = start_gathered(comm, own)()
             _raise_differences(comm, call, heads, answers, failure, cause)
         if lowest.place != highest.place:
@@ -162,6 +285,7 @@ def _raise_differences(
         raise_failure(comm, heads, answers, failure, cause)
     if any(head.fingerprint != heads[0].fingerprint for head in heads):
         raise_mismatch(comm, call, heads)
+    check_steps(comm, call, heads)
 
 
 def _message_bytes(comm: Comm) -> int:

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from accel.comm._stores import append_note, read_notes
+from accel.comm._lost import append_note, read_notes
 from accel.endpoints import probe, retry
-from accel.env import LaunchEnv
+from accel.env import LaunchEnv, meeting_file
 from accel.errors import EnvError, ErrorRecord, PeerError, describe, rebuild
 
 _RETRY_S = 10.0
@@ -32,7 +32,17 @@ _CAME = "came"
 _TROUBLE = "trouble"
 _SETTLED = "settled"
 # Fields of `LaunchEnv` that may differ between ranks.
-_OWN = {"rank", "local_rank", "node_rank", "master_addr", "master_port", "restarts", "launcher", "sources"}
+_OWN = {
+    "rank",
+    "local_rank",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "init_method",
+    "restarts",
+    "launcher",
+    "sources",
+}
 
 
 class _Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +71,10 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
         PeerError: a rank did not come in time; or the address cannot be served or reached.
         EnvError: two processes have one rank, or settings differ between ranks; names the hosts.
     """
-    if env.rank:
+    file = meeting_file(env.init_method)
+    if file is not None and not os.path.isdir(os.path.dirname(file)):
+        raise _unreachable(env, FileNotFoundError(f"no folder {os.path.dirname(file)}"))  # torch would look for ever
+    if env.rank and file is None:
         _await_server(env, timeout_s)
     began = time.monotonic()
     while True:
@@ -87,7 +100,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
         absent = _absent(store, env.world_size) if store is not None else []
         raise PeerError(
             f"{', '.join(absent) or 'a rank'} did not come within {timeout_s:g} s",
-            expected=f"{env.world_size} ranks at {env.master_addr}:{env.master_port}",
+            expected=f"{env.world_size} ranks at {meeting_of(env)}",
             got=str(error).splitlines()[0],
             where="from_env",
             fix="See whether all processes were started, and what they printed.",
@@ -97,6 +110,19 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
 
 def _join(env: LaunchEnv, timeout: timedelta) -> Store:
     """Serve the master's address on all interfaces, or connect to its server, by torch's rendezvous."""
+    file = meeting_file(env.init_method)
+    if file is not None:
+        return FileStore(file, env.world_size)
+    if env.init_method.startswith("tcp://") and env.master_addr and env.master_port:
+        return TCPStore(  # torch's would leave it to torchrun's agent to serve that address
+            env.master_addr,
+            env.master_port,
+            env.world_size,
+            env.rank == 0,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     address = f"tcp://{env.master_addr}:{env.master_port}"
     found = cast(Any, dist).rendezvous(address, env.rank, env.world_size, timeout=timeout)
     return cast(Store, next(iter(found))[0])
@@ -109,6 +135,8 @@ def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
         None for another address, and for one that torchrun or an earlier opening serves.
     """
     if env.rank or env.master_addr not in _LOOPBACK or env.master_port is None:
+        return None
+    if meeting_file(env.init_method) is not None:
         return None
     if probe(env.master_addr, env.master_port, _SILENT_S) is None:
         return None
@@ -205,6 +233,11 @@ def _absent(store: Store, world_size: int) -> list[str]:
     return [f"rank {rank}" for rank in range(world_size) if str(rank) not in came]
 
 
+def meeting_of(env: LaunchEnv) -> str:
+    """Return the place where ranks meet, for errors."""
+    return meeting_file(env.init_method) or f"{env.master_addr}:{env.master_port}"
+
+
 def _settings(env: LaunchEnv, timeout_s: float) -> dict[str, str]:
     settings = {name: str(getattr(env, name)) for name in env.__struct_fields__ if name not in _OWN}
     return settings | {"timeout_s": f"{timeout_s:g}"}
@@ -215,13 +248,15 @@ def _decode(note: bytes) -> _Member:
 
 
 def _unreachable(env: LaunchEnv, error: Exception) -> PeerError:
-    doing, fix = "serve", "Choose another MASTER_PORT."
-    if env.rank:
+    doing, fix = "serve", "Choose another port."
+    if meeting_file(env.init_method) is not None:
+        doing, fix = "open", "Name a file in a folder that all ranks share."
+    elif env.rank:
         doing, fix = "reach", "See what rank 0 printed, and check name, port and firewall."
     return PeerError(
         f"rank {env.rank} cannot {doing} the address where ranks meet",
-        expected=f"{env.master_addr}:{env.master_port}",
+        expected=meeting_of(env),
         got=str(error).splitlines()[0],
-        where="MASTER_ADDR, MASTER_PORT",
+        where="init_method=" if env.init_method else "MASTER_ADDR, MASTER_PORT",
         fix=fix,
     )

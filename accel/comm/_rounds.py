@@ -1,21 +1,237 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of small tensors among many ranks, as rounds of messages between pairs of ranks.
-
-gloo sends small tensors round a ring, which takes W - 1 steps one after another, or straight to all W - 1 others. These
-take about log2(W) rounds.
-"""
+"""Collectives of small tensors among many ranks, as about log2(W) rounds of messages between pairs of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
-from accel.comm._handle import Comm
-from accel.comm._pairs import start_receive, start_send
-from accel.comm._pending import start_rounds
-from accel.comm._schedules import Block, Round, gather_rounds, gather_to_rounds, reduction_rounds
+from accel.comm._call import public_call
+from accel.comm._group import Comm
+from accel.comm._lost import absence
+from accel.errors import AccelError, PeerError
+
+
+class ReduceRound(NamedTuple):
+    """One rank's part in a round of a reduction.
+
+    Attributes:
+        target: rank that gets this rank's value; None for none.
+        source: rank whose value comes; None for none.
+        final: whether the value that comes is the result, and not another part of it.
+    """
+
+    target: int | None
+    source: int | None
+    final: bool = False
+
+
+class GatherRound(NamedTuple):
+    """One rank's part in a round of a gather, which moves a run of the ranks' rows.
+
+    Attributes:
+        target: rank that gets the first `sent` of the rows here; None for none.
+        source: rank whose rows come behind those here; None for none.
+        sent: number of rows to send.
+        received: number of rows to receive.
+    """
+
+    target: int | None
+    source: int | None
+    sent: int
+    received: int
+
+
+def reduction_rounds(rank: int, size: int) -> list[ReduceRound]:
+    """Reduce on all ranks by recursive doubling.
+
+    Each value that travels is that of a run of neighbouring ranks, so all ranks combine the same values, in rank order.
+    Ranks beyond a power of two hand their value to a neighbour and get the result from it.
+    """
+    power = 1 << (size.bit_length() - 1)
+    pairs = size - power
+    if rank < 2 * pairs and rank % 2:
+        return [ReduceRound(rank - 1, None), ReduceRound(None, rank - 1, final=True)]
+    place = rank // 2 if rank < 2 * pairs else rank - pairs
+    partners = [place ^ (1 << bit) for bit in range(power.bit_length() - 1)]
+    ranks = [2 * partner if partner < pairs else partner + pairs for partner in partners]
+    doubling = [ReduceRound(partner, partner) for partner in ranks]
+    if rank < 2 * pairs:
+        return [ReduceRound(None, rank + 1), *doubling, ReduceRound(rank + 1, None)]
+    return doubling
+
+
+def gather_rounds(rank: int, size: int) -> list[GatherRound]:
+    """Gather the rows of all ranks on all ranks by Bruck's algorithm.
+
+    Rows lie in the order of the ranks from this one on, and go round: rank, rank + 1, ..., rank - 1.
+    """
+    rounds: list[GatherRound] = []
+    held = 1
+    while held < size:
+        count = min(held, size - held)
+        rounds.append(GatherRound((rank - held) % size, (rank + held) % size, count, count))
+        held += count
+    return rounds
+
+
+def gather_to_rounds(rank: int, size: int, dst: int) -> list[GatherRound]:
+    """Gather the rows of all ranks on one rank along a binomial tree; the order of rows is that of `gather_rounds`."""
+    place = (rank - dst) % size
+    rounds: list[GatherRound] = []
+    held = 1
+    span = 1
+    while span < size:
+        if place & span:
+            rounds.append(GatherRound((rank - span) % size, None, held, 0))
+            break
+        if place + span < size:
+            count = min(span, size - place - span)
+            rounds.append(GatherRound(None, (rank + span) % size, 0, count))
+            held += count
+        span *= 2
+    return rounds
+
+
+T = TypeVar("T")
+
+_LOST = (
+    "gloo/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL error",
+    "NCCL communicator",
+)
+
+
+def start_transfer(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
+    """Begin transfers of all ranks; return a function that waits for their end.
+
+    Args:
+        comm: an open handle of more than one rank.
+        begin: begins the transfers; returns torch's handles on them.
+    """
+    return start_rounds(comm, (begin() for _ in range(1)), cuts=False)
+
+
+def start_rounds(comm: Comm, rounds: Iterator[list[Any]], *, cuts: bool = True) -> Callable[[], None]:
+    """Begin the first round of transfers; return a function that waits for it and runs the others.
+
+    Args:
+        comm: an open handle of more than one rank.
+        rounds: begins a round at each step, once the one before has ended; gives torch's handles.
+        cuts: whether a rank that loses a peer cuts its connections. A peer that waits for it in a later round has no
+            message under way with the lost rank, and would notice nothing.
+    """
+    number = comm.next_number()
+    began = time.monotonic()
+
+    def run(action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except AccelError:  # from a simulated group
+            raise
+        except RuntimeError as error:
+            if comm.alarm is not None and comm.alarm.rung():
+                raise peer_error(error, public_call()) or error from error
+            if cuts and comm.alarm is not None:
+                comm.alarm.cut()
+            raise absence(comm.roll, comm.rank, comm.size, number, time.monotonic() - began, error) from error
+
+    nothing: list[Any] = []
+    first = run(lambda: next(rounds, nothing))
+
+    def wait() -> None:
+        _wait_for(first)
+        for works in rounds:
+            _wait_for(works)
+
+    return lambda: run(wait)
+
+
+def guarded(action: Callable[[], T], others: Iterable[int]) -> T:
+    """Run a transfer between this rank and others; a lost connection becomes a `PeerError`."""
+    try:
+        return action()
+    except AccelError:  # from a simulated group
+        raise
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {', '.join(map(str, others))} has left or hangs",
+            expected="its part in a transfer",
+            got=str(error).splitlines()[0],
+            where=public_call(),
+            fix="See what it did last: its error, its other branch, or what it waits for.",
+        ) from error
+
+
+def peer_error(error: BaseException, name: str) -> PeerError | None:
+    """Convert the error of a lost connection to a `PeerError`; return None for any other error.
+
+    Args:
+        error: raised by a forward or backward in which torch runs collectives.
+        name: the call, for the message.
+    """
+    text = str(error)
+    if isinstance(error, PeerError) or not (isinstance(error, dist.DistError) or any(sign in text for sign in _LOST)):
+        return None
+    return PeerError(
+        f"{name} did not complete: {error}",
+        expected="every rank in this call",
+        fix="Another rank has left or hangs; look for its error first.",
+    )
+
+
+def _wait_for(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+_TAG = 0xACCE1  # keeps these messages apart from the user's own sends
+
+
+def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    """Send 1-d tensors to ranks that call `receive_flat`; return when all have received theirs.
+
+    Args:
+        comm: an open handle of more than one rank.
+        tensors: contiguous, by receiving rank.
+    """
+    pairs = [(rank, tensor.to(comm.control)) for rank, several in tensors.items() for tensor in several]
+    works = guarded(lambda: [(rank, start_send(comm, tensor, rank)) for rank, tensor in pairs], tensors)
+    for rank, work in works:
+        guarded(work.wait, [rank])
+
+
+def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
+    """Receive 1-d tensors from another rank; sends and receives match by order.
+
+    Args:
+        comm: an open handle of more than one rank.
+        tensors: contiguous, of the lengths and dtypes sent; overwritten.
+        source: the sending rank.
+    """
+    buffers = [tensor.to(comm.control) for tensor in tensors]
+    works = guarded(lambda: [start_receive(comm, buffer, source) for buffer in buffers], [source])
+    for tensor, buffer, work in zip(tensors, buffers, works, strict=True):
+        guarded(work.wait, [source])
+        if buffer is not tensor:
+            _ = tensor.copy_(buffer)
+
+
+def start_send(comm: Comm, tensor: torch.Tensor, dst: int) -> Any:
+    """Begin to send a contiguous tensor, unchanged until its end; return torch's handle."""
+    return cast(Any, dist).isend(tensor, group=comm.carrier(tensor), group_dst=dst, tag=_TAG)
+
+
+def start_receive(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
+    """Begin to overwrite a contiguous tensor with what a rank sends; return torch's handle."""
+    return cast(Any, dist).irecv(tensor, group=comm.carrier(tensor), group_src=source, tag=_TAG)
 
 
 class Combine(Protocol):
@@ -124,14 +340,16 @@ def _reduction(comm: Comm, state: list[torch.Tensor], combine: Combine) -> Itera
             state[0] = theirs
 
 
-def _gathering(comm: Comm, rows: torch.Tensor, rounds: Sequence[Block]) -> Iterator[list[Any]]:
+def _gathering(comm: Comm, rows: torch.Tensor, rounds: Sequence[GatherRound]) -> Iterator[list[Any]]:
     held = 1
     for each in rounds:
         yield _exchange(comm, each, rows[: each.sent], rows[held : held + each.received])
         held += each.received
 
 
-def _exchange(comm: Comm, each: Round | Block, sent: torch.Tensor, received: torch.Tensor | None) -> list[Any]:
+def _exchange(
+    comm: Comm, each: ReduceRound | GatherRound, sent: torch.Tensor, received: torch.Tensor | None
+) -> list[Any]:
     works: list[Any] = []
     if each.source is not None and received is not None:
         works.append(start_receive(comm, received, each.source))

@@ -10,10 +10,8 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from accel.comm._handle import Comm
-from accel.comm._pairs import start_receive, start_send
-from accel.comm._pending import start_transfer
-from accel.comm._rounds import start_gather, start_reduction
+from accel.comm._group import Comm
+from accel.comm._rounds import start_gather, start_receive, start_reduction, start_send, start_transfer
 
 ReduceOp = Literal["sum", "max", "min", "product"]
 
@@ -192,3 +190,21 @@ def _receive_all(comm: Comm, parts: Sequence[torch.Tensor]) -> list[Any]:
 
 def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
     return cast(Any, dist).broadcast(tensor, group=comm.carrier(tensor), group_src=source, async_op=True)
+
+
+def fills(operator: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operator of torch's collectives, of namespace c10d, writes to its first argument on this rank.
+
+    Args:
+        operator: as `__torch_dispatch__` gets it; its schema marks no argument as written.
+        args: its positional arguments.
+    """
+    schema = operator._schema
+    names = [each.name for each in schema.arguments]
+    if names[0].startswith("output"):
+        return True
+    if "root_rank" in names:
+        group = dist.ProcessGroup.unbox(args[names.index("process_group")])
+        is_root = group.rank() == args[names.index("root_rank")]
+        return is_root == schema.name.startswith("c10d::reduce")
+    return schema.name.endswith("_") and names[0].startswith("tensors")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         LeftOut as LeftOut,
         import_accelerate as import_accelerate,
     )
-    from accel.config._accelerate_deepspeed import translate_deepspeed as translate_deepspeed
+    from accel.config._accelerate_sections import translate_deepspeed as translate_deepspeed
     from accel.config._files import (
         DEFAULT_FILE as DEFAULT_FILE,
         decode as decode,
@@ -26,14 +26,23 @@ if TYPE_CHECKING:
         read_text as read_text,
         refuse_yaml as refuse_yaml,
     )
-    from accel.config._format import update_values as update_values
-    from accel.config._record import FIELDS as FIELDS, LaunchConfig as LaunchConfig
+    from accel.config._record import (
+        FIELDS as FIELDS,
+        SETTINGS as SETTINGS,
+        SOURCES_VARIABLE as SOURCES_VARIABLE,
+        GroupKeywords as GroupKeywords,
+        LaunchConfig as LaunchConfig,
+        SettingKeywords as SettingKeywords,
+        Settings as Settings,
+    )
     from accel.config._resolve import (
         CONFIG_VARIABLE as CONFIG_VARIABLE,
+        TORCHRUN_VARIABLES as TORCHRUN_VARIABLES,
         ConfigFile as ConfigFile,
         Resolved as Resolved,
         Source as Source,
         resolve as resolve,
+        update_values as update_values,
     )
     from accel.config._schema import (
         Field as Field,
@@ -41,26 +50,48 @@ if TYPE_CHECKING:
         from_text as from_text,
         to_text as to_text,
     )
-    from accel.config._settings import (
-        SETTINGS as SETTINGS,
-        SOURCES_VARIABLE as SOURCES_VARIABLE,
-        GroupKeywords as GroupKeywords,
-        SettingKeywords as SettingKeywords,
-        Settings as Settings,
-    )
-    from accel.config._torchrun import TORCHRUN_VARIABLES as TORCHRUN_VARIABLES
 
 __getattr__ = exports(
     __name__,
     {
-        "_accelerate": ("Imported", "LeftOut", "import_accelerate"),
-        "_accelerate_deepspeed": ("translate_deepspeed",),
-        "_files": ("DEFAULT_FILE", "decode", "decode_values", "encode", "read_config", "read_text", "refuse_yaml"),
-        "_format": ("update_values",),
-        "_record": ("FIELDS", "LaunchConfig"),
-        "_resolve": ("CONFIG_VARIABLE", "ConfigFile", "Resolved", "Source", "resolve"),
-        "_schema": ("Field", "from_plain", "from_text", "to_text"),
-        "_settings": ("SETTINGS", "SOURCES_VARIABLE", "GroupKeywords", "SettingKeywords", "Settings"),
-        "_torchrun": ("TORCHRUN_VARIABLES",),
+        "_accelerate": (
+            "Imported",
+            "LeftOut",
+            "import_accelerate",
+        ),
+        "_accelerate_sections": ("translate_deepspeed",),
+        "_files": (
+            "DEFAULT_FILE",
+            "decode",
+            "decode_values",
+            "encode",
+            "read_config",
+            "read_text",
+            "refuse_yaml",
+        ),
+        "_resolve": (
+            "update_values",
+            "CONFIG_VARIABLE",
+            "ConfigFile",
+            "Resolved",
+            "Source",
+            "resolve",
+            "TORCHRUN_VARIABLES",
+        ),
+        "_record": (
+            "FIELDS",
+            "LaunchConfig",
+            "SETTINGS",
+            "SOURCES_VARIABLE",
+            "GroupKeywords",
+            "SettingKeywords",
+            "Settings",
+        ),
+        "_schema": (
+            "Field",
+            "from_plain",
+            "from_text",
+            "to_text",
+        ),
     },
 )

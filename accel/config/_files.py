@@ -14,11 +14,9 @@ from typing import Any, cast
 
 import msgspec
 
-from accel.config._format import CHANGES, FORMAT_KEY, take_format
 from accel.config._record import FIELDS, LaunchConfig
-from accel.config._resolve import ConfigFile, resolve
-from accel.config._schema import Field, to_text
-from accel.config._sections import section_values, toml_key, toml_value
+from accel.config._resolve import CHANGES, FORMAT_KEY, ConfigFile, resolve, take_format
+from accel.config._schema import Field, section_values, to_text, toml_key, toml_value
 from accel.errors import ConfigError, did_you_mean
 
 DEFAULT_FILE = "accel.toml"

@@ -1,19 +1,195 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of sources, flag over variable over file over default, in one pure function."""
+"""The order of sources, flag over variable over file over default; older formats of files, and torchrun's variables."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from accel.config._format import is_old
-from accel.config._record import FIELDS, LaunchConfig, refuse_clash
+from accel.config._record import FIELDS, SETTINGS, SOURCES_VARIABLE, LaunchConfig, refuse_clash
 from accel.config._schema import Field, from_plain, from_text, to_text
-from accel.config._settings import SETTINGS, SOURCES_VARIABLE
-from accel.config._torchrun import read_torchrun
 from accel.errors import ConfigError, check_spelling, did_you_mean
+
+# A launch follows these, and ignores the others.
+TORCHRUN_VARIABLES = (
+    "PET_NPROC_PER_NODE",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "PET_RDZV_BACKEND",
+    "PET_RDZV_ENDPOINT",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+    "PET_MAX_RESTARTS",
+    "PET_RDZV_ID",
+    "PET_RDZV_CONF",
+    "PET_ROLE",
+)
+# `timeout` is what hosts of a fixed number have in place of `join_timeout`.
+_OPTIONS = MappingProxyType(
+    {"timeout": "rdzv_timeout_s", "join_timeout": "rdzv_timeout_s", "last_call_timeout": "rdzv_last_call_s"}
+)
+_RDZV_PORT, _MASTER_PORT = "29400", "29500"  # torchrun's defaults
+
+
+def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the fields that torchrun's variables set: for each the variable, and the text of our own one.
+
+    Raises:
+        ConfigError: the hosts are to meet in another way than at a port of one of them.
+    """
+    given = {name: text for name in TORCHRUN_VARIABLES if (text := environ.get(name, "").strip())}
+    if (backend := given.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
+        raise ConfigError(
+            "hosts meet at a port of one of them, and in no other way",
+            expected="c10d or static",
+            got=repr(backend),
+            where="PET_RDZV_BACKEND",
+        )
+    names = {
+        "nproc_per_node": "PET_NPROC_PER_NODE",
+        "nnodes": "PET_NNODES",
+        "max_restarts": "PET_MAX_RESTARTS",
+        "rdzv_id": "PET_RDZV_ID",
+        "role": "PET_ROLE",
+    }
+    if ":" not in given.get("PET_NNODES", ""):  # torchrun, too, lets hosts that come and go take any place
+        names["node_rank"] = "PET_NODE_RANK"
+    found = {field: (name, given[name]) for field, name in names.items() if name in given}
+    if given.get("PET_NPROC_PER_NODE") == "gpu":
+        found["nproc_per_node"] = ("PET_NPROC_PER_NODE", "auto")
+    if endpoint := given.get("PET_RDZV_ENDPOINT"):
+        host, _, port = endpoint.rpartition(":")
+        whole = port.isdecimal() and (":" not in host or host.endswith("]"))
+        found["rdzv_endpoint"] = ("PET_RDZV_ENDPOINT", endpoint if whole else _joined(endpoint, _RDZV_PORT))
+    elif host := given.get("PET_MASTER_ADDR"):
+        found["rdzv_endpoint"] = ("PET_MASTER_ADDR", _joined(host, given.get("PET_MASTER_PORT", _MASTER_PORT)))
+    timeouts, _ = rendezvous_fields(given.get("PET_RDZV_CONF", ""))
+    found |= {field: ("PET_RDZV_CONF", text) for field, text in timeouts.items()}
+    return found
+
+
+def rendezvous_fields(text: str) -> tuple[dict[str, str], list[str]]:
+    """Return the fields that torchrun's `--rdzv-conf` sets, and the names of its options that set none.
+
+    Args:
+        text: pairs such as "join_timeout=900,last_call_timeout=10", in seconds.
+    """
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    options = {name.strip(): value.strip() for name, _, value in pairs}
+    found = {_OPTIONS[name]: value for name, value in options.items() if name in _OPTIONS}
+    return found, [name for name in options if name not in _OPTIONS]
+
+
+def _joined(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+FORMAT_KEY = "format"
+_FOREIGN = ("compute_environment", "distributed_type", "mixed_precision", "num_processes")  # keys of Accelerate's files
+
+
+class FormatChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The change of keys from one format to the next.
+
+    Attributes:
+        renamed: pairs of an old key and its new name.
+        removed: pairs of an old key and the reason why nothing takes its place.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    removed: tuple[tuple[str, str], ...] = ()
+
+
+# CHANGES[n] leads from format n to n + 1. A renamed or removed key gets an entry in a new last element.
+CHANGES: tuple[FormatChange, ...] = (FormatChange(),)  # format 1: files have the key `format`
+
+
+class Updated(NamedTuple):
+    """The values of a file in the present format, and a line for each change."""
+
+    values: dict[str, Any]
+    changes: tuple[str, ...]
+
+
+def take_format(
+    values: Mapping[str, Any], path: str, changes: Sequence[FormatChange] = CHANGES
+) -> tuple[int, dict[str, Any]]:
+    """Return the format of a file, and its values without it.
+
+    Raises:
+        ConfigError: it is no format, or one of a newer release.
+    """
+    rest = dict(values)
+    given = rest.pop(FORMAT_KEY, 0)
+    if type(given) is not int or not 0 <= given <= len(changes):
+        raise ConfigError(
+            "a file of a newer release" if type(given) is int and given > len(changes) else "not a format of files",
+            expected=f"{FORMAT_KEY} = {len(changes)} at most",
+            got=repr(given),
+            where=path,
+            fix="Update accel, or write the file anew with `accel config`.",
+        )
+    return given, rest
+
+
+def is_old(key: str, changes: Sequence[FormatChange] | None = None) -> bool:
+    """Return whether a key is one of an older format."""
+    changes = CHANGES if changes is None else changes
+    return any(key in dict(change.renamed) or key in dict(change.removed) for change in changes)
+
+
+def update_values(values: Mapping[str, Any], path: str, changes: Sequence[FormatChange] = CHANGES) -> Updated:
+    """Return a file's values in the present format. No communication.
+
+    Args:
+        values: keys and decoded values of a file of any format.
+        path: its name, for messages.
+        changes: change from each format to the next.
+
+    Raises:
+        ConfigError: it is of a newer release; or what cannot be mapped, all of it.
+    """
+    given, found = take_format(values, path, changes)
+    told: list[str] = []
+    problems: list[str] = []
+    for change in changes[given:]:
+        for old, new in change.renamed:
+            if old in found and new in found:
+                problems.append(f"{old!r} and its new name {new!r} are both set")
+            elif old in found:
+                found = {new if key == old else key: value for key, value in found.items()}
+                told.append(f"{old} is now {new}")
+        for old, why in change.removed:
+            if old in found:
+                told.append(f"{old} = {found.pop(old)!r} is gone: {why}")
+    fields = {field.name: field for field in FIELDS}
+    for key in list(found):
+        if (same := key.replace("-", "_").lower()) != key and same in fields and same not in found:  # as in a flag
+            found = {same if name == key else name: value for name, value in found.items()}
+            told.append(f"{key} is now {same}")
+    for key, value in found.items():
+        if key not in fields:
+            problems.append(f"{key!r} is no key: {did_you_mean(key, fields)}".rstrip("."))
+            continue
+        try:
+            _ = from_plain(fields[key], value, where=f"key {key}")
+        except ConfigError as error:
+            problems.append(str(error).rstrip("."))
+    if problems:
+        foreign = any(key in _FOREIGN for key in found)
+        raise ConfigError(
+            "keys that cannot be mapped",
+            got="; ".join(problems),
+            where=path,
+            fix=f"Turn one of Accelerate's into ours with `accel config import {path}`." if foreign else "",
+        )
+    if given < len(changes):
+        told.append(f"{FORMAT_KEY} = {len(changes)}, from {given or 'none'}")
+    return Updated(found, tuple(told))
+
 
 CONFIG_VARIABLE = "ACCEL_CONFIG"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a record, from its annotations: their words, and their values from text and from decoded files."""
+"""Fields of a record, from its annotations: their words, and their values from text, sections and decoded files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,202 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
-from accel.config._record_text import record_from_plain, record_from_text, record_to_text
-from accel.config._sections import section_text
 from accel.errors import AccelError, ConfigError, did_you_mean
-from accel.formats import precision_fix
+from accel.formats import own_name, precision_fix
+
+
+def record_from_text(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
+    """Return the keys and values that a text spells, for `record_from_plain`.
+
+    Raises:
+        ConfigError: it is neither pairs of known fields nor JSON.
+    """
+    if text.startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ConfigError("malformed JSON", got=str(error)) from None
+    values: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals:
+            raise ConfigError("not a pair", expected="name=value", got=repr(pair))
+        _put(kind, values, name, value)
+    return values
+
+
+def record_from_plain(kind: type[msgspec.Struct], values: Mapping[str, Any]) -> Any:
+    """Return the record of decoded values. Texts stand for numbers and booleans too, as in pairs.
+
+    Raises:
+        ConfigError: an unknown key, or as the record itself raises.
+        msgspec.ValidationError: a value that its field does not take.
+    """
+    _check_names(kind, values, "")
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):  # what the record's own check raised
+            raise error.__cause__ from None
+        raise
+
+
+def record_to_text(record: msgspec.Struct) -> str:
+    """Return the text of a record: pairs of the fields that are not at their defaults, or JSON."""
+    kind = type(record)
+    try:
+        text = ",".join(_pairs(record, ""))
+        if text and record_from_plain(kind, record_from_text(kind, text)) == record:
+            return text
+    except (ConfigError, msgspec.ValidationError):
+        pass  # pairs do not spell it
+    values: dict[str, Any] = msgspec.to_builtins(record)
+    defaults: dict[str, Any] = msgspec.to_builtins(kind())
+    return msgspec.json.encode({name: value for name, value in values.items() if value != defaults[name]}).decode()
+
+
+def _put(kind: type[msgspec.Struct], values: dict[str, Any], name: str, value: str) -> None:
+    """Put one pair into the values of a record, or of the record or mapping inside."""
+    field, _, inside = name.partition(".")
+    described = _fields(kind).get(field)
+    if described is None:
+        raise _unknown(field, _fields(kind), kind, "")
+    kinds = _alternatives(described)
+    record = next((each.cls for each in kinds if isinstance(each, inspect.StructType)), None)
+    has_parts = bool(inside) and (record is not None or any(isinstance(each, inspect.DictType) for each in kinds))
+    if inside and not has_parts:
+        raise ConfigError("no such field", expected=f"{field}, which has no parts", got=repr(name))
+    if has_parts:
+        parts = values.setdefault(field, {})
+        if not isinstance(parts, dict) or (record is None and inside in parts):
+            raise _twice(name)
+        if record is not None:
+            _put(record, cast(dict[str, Any], parts), inside, value)
+        else:
+            parts[inside] = value
+    elif any(isinstance(each, inspect.VarTupleType) for each in kinds) and not _is_single(described, value):
+        entries = values.setdefault(field, [])
+        if not isinstance(entries, list):
+            raise _twice(name)
+        cast(list[str], entries).append(value)
+    elif field in values:
+        raise _twice(name)
+    else:
+        values[field] = value
+
+
+def _twice(name: str) -> ConfigError:
+    return ConfigError("a field is named twice", got=repr(name), fix="Name it once.")
+
+
+def _is_single(described: inspect.Type, value: str) -> bool:
+    """Return whether a text is a value of another alternative than the list."""
+    for kind in _alternatives(described):
+        if isinstance(kind, inspect.LiteralType) and value in kind.values:
+            return True
+        if isinstance(kind, inspect.IntType) and value.isdecimal():
+            return True
+    return False
+
+
+def _pairs(record: msgspec.Struct, prefix: str) -> list[str]:
+    found: list[str] = []
+    for info in msgspec.structs.fields(record):
+        value = getattr(record, info.name)
+        name = f"{prefix}{info.name}"
+        if value == info.default:
+            continue
+        if isinstance(value, msgspec.Struct):
+            found += _pairs(value, f"{name}.")
+        elif isinstance(value, Mapping):
+            mapping = cast("Mapping[str, object]", value)
+            found += [f"{name}.{key}={_spelled(each)}" for key, each in mapping.items()]
+        elif isinstance(value, tuple):
+            found += [f"{name}={_spelled(each)}" for each in cast("tuple[object, ...]", value)]
+        else:
+            found.append(f"{name}={_spelled(value)}")
+    return found
+
+
+def _spelled(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _check_names(kind: type[msgspec.Struct], values: Mapping[str, Any], path: str) -> None:
+    fields = _fields(kind)
+    for name, value in values.items():
+        if name not in fields:
+            raise _unknown(name, fields, kind, path)
+        inside = (each.cls for each in _alternatives(fields[name]) if isinstance(each, inspect.StructType))
+        if isinstance(value, Mapping) and (record := next(inside, None)) is not None:
+            _check_names(record, cast("Mapping[str, Any]", value), f"{path}{name}.")
+
+
+def _unknown(name: str, fields: Mapping[str, object], kind: type[msgspec.Struct], path: str) -> ConfigError:
+    return ConfigError(
+        "unknown field", expected=f"a field of {kind.__name__}", got=repr(path + name), fix=did_you_mean(name, fields)
+    )
+
+
+def _fields(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
+    described = cast(inspect.StructType, inspect.type_info(kind))
+    return {field.name: field.type for field in described.fields}
+
+
+def _alternatives(described: inspect.Type) -> tuple[inspect.Type, ...]:
+    while isinstance(described, inspect.Metadata):
+        described = described.type
+    return described.types if isinstance(described, inspect.UnionType) else (described,)
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def section_text(value: object) -> object:
+    """Return a section, or a record of one, as the text of a JSON object; another value as it is.
+
+    Raises:
+        ValueError: a value that no file in both formats can hold.
+    """
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value)
+    elif isinstance(value, str) and value.startswith("{"):
+        value = json.loads(value)
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(_without_none(cast(Mapping[str, Any], value)), allow_nan=False)
+    except (TypeError, RecursionError) as error:  # such as a date of TOML
+        raise ValueError(str(error)) from None
+
+
+def section_values(text: str) -> dict[str, Any] | None:
+    """Return the values of a section from its text; None for a text of another kind."""
+    return json.loads(text) if text.startswith("{") else None
+
+
+def toml_value(value: object) -> str:
+    """Return a value as TOML has it, a mapping as an inline table."""
+    if isinstance(value, Mapping):
+        pairs = cast(Mapping[str, Any], value).items()
+        return f"{{{', '.join(f'{toml_key(name)} = {toml_value(each)}' for name, each in pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, cast(list[object], value)))}]"
+    # JSON spells the others alike, but for one character that TOML wants escaped
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_key(name: str) -> str:
+    """Return a key as TOML has it."""
+    return name if _BARE.fullmatch(name) else toml_value(name)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        pairs = cast(Mapping[str, Any], value).items()
+        return {name: _without_none(each) for name, each in pairs if each is not None}
+    return value
+
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -99,7 +291,7 @@ def from_text(field: Field, text: str, *, where: str, error: type[AccelError] = 
     Raises:
         AccelError: the field does not take it; of the class `error`.
     """
-    return _convert(field, _spelled(field, text.strip()), where=where, got=text, error=error)
+    return _convert(field, _from_words(field, text.strip()), where=where, got=text, error=error)
 
 
 def to_text(value: object) -> str:
@@ -114,6 +306,8 @@ def to_text(value: object) -> str:
 def _convert(field: Field, value: object, *, where: str, got: object, error: type[AccelError]) -> Any:
     shown = _shown(got)
     try:
+        if field.name == "precision":
+            value = own_name(value)
         if field.section:
             value = section_text(value)
         if field.record is not None and isinstance(value, str) and ("=" in value or value.startswith("{")):
@@ -139,7 +333,7 @@ def _convert(field: Field, value: object, *, where: str, got: object, error: typ
 
 def _unquoted(field: Field, text: str) -> str:
     """Return the advice for a number or truth in quotes; empty for any other text."""
-    spelled = _spelled(field, text.strip())
+    spelled = _from_words(field, text.strip())
     try:
         _ = msgspec.convert(spelled, field.type)
     except (msgspec.ValidationError, ValueError):
@@ -152,7 +346,7 @@ def _shown(got: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _spelled(field: Field, text: str) -> object:
+def _from_words(field: Field, text: str) -> object:
     for kind in field.kinds:
         if isinstance(kind, inspect.BoolType):
             return _BOOLEANS.get(text.lower(), text)

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's place, device and settings, and its handle on its peers."""
+"""A rank's place, device and settings, its handle on its peers, and refusals of calls that leave the context out."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Self, cast
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel.comm import Comm
+from accel.brought import raise_unknown
+from accel.comm import Comm, group_along, group_of_rows
 from accel.config import Settings
 from accel.env import LaunchEnv
+from accel.errors import ConfigError
 from accel.formats import Precision, StrategyName
-from accel.topology import AXES, STRATEGY_DIMENSION, Axes, Axis, MeshPosition, Plan, without_mesh
+from accel.topology import AXES, STRATEGY_DIMENSION, Axes, Axis, MeshPosition, Plan, rank_rows, without_mesh
 from accel.tree import Container
 
 
@@ -151,3 +156,86 @@ def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) 
         position=without_mesh(comm.rank, comm.size),
         comm=comm,
     )
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def context_first(function: F) -> F:
+    """Decorate a public function of `ctx`: a call that begins with something else raises `ConfigError`.
+
+    The error of an unknown keyword says what to write in its place.
+
+    The check stands around the function, because Python reports a missing last argument before the body runs.
+    """
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(args[0] if args else kwargs.get("ctx"), DistContext):
+            _refuse(function, args)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            raise_unknown(function, kwargs, error)
+            raise
+
+    # Reports name the outermost frame of this package as the public call.
+    checked.__code__ = checked.__code__.replace(co_name=function.__name__)
+    functools.update_wrapper(checked, function)
+    return cast(F, checked)
+
+
+def check_context(ctx: object, call: str) -> None:
+    """Raise `ConfigError` for what a method got in place of the context.
+
+    Args:
+        ctx: the method's argument.
+        call: the right call, such as "mean.value(ctx)".
+    """
+    if not isinstance(ctx, DistContext):
+        raise forgotten(call, type(ctx).__name__)
+
+
+def forgotten(call: str, got: str) -> ConfigError:
+    """Make the error of a call without the context."""
+    fix = "The context is the `ctx` of `with accel.session() as ctx`."
+    return ConfigError("pass the context first", expected=f"`{call}`", got=got, fix=fix)
+
+
+def _refuse(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    others = "" if len(inspect.signature(function).parameters) == 1 else ", ..."
+    raise forgotten(f"accel.{function.__name__}(ctx{others})", type(args[0]).__name__ if args else "no context")
+
+
+@context_first
+def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks along axes of the mesh, for torch's own functions.
+
+    It holds this rank and those whose coordinates differ from its own along these axes alone, in the mesh's order. The
+    first call for several axes of more than one rank is a collective, which opens the group; the session closes it.
+    Call it on all ranks.
+
+    Args:
+        ctx: the context.
+        axes: names as for `ctx.axis`.
+
+    Returns:
+        The group; None where it would have this rank alone.
+
+    Raises:
+        ConfigError: no mesh has an axis of that name.
+        CollectiveMismatch: ranks name other axes.
+        PeerError: another rank was lost.
+        ContextClosedError: the context is closed.
+
+    Example:
+        >>> accel.group_of(accel.single(), "dp_shard", "cp") is None
+        True
+    """
+    ctx.comm.check_open()
+    data = STRATEGY_DIMENSION.get(ctx.strategy, "data")
+    own = list(dict.fromkeys(found for name in axes for found in ctx.position.find(name, data)))
+    if ctx.mesh is None or ctx.mesh.mesh_dim_names is None:
+        return ctx.comm.group if own and ctx.world_size > 1 else None
+    if "ep" in own and "ep" not in ctx.mesh.mesh_dim_names:
+        return group_of_rows(ctx.comm, rank_rows(ctx.axes, *own), "_".join(own), ctx.timeout_s)
+    return group_along(ctx.comm, ctx.mesh, own, ctx.timeout_s)

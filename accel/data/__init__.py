@@ -12,15 +12,19 @@ from accel.data._epoch import Order as Order, order as order
 from accel.data._loader import (
     Loader as Loader,
     prepare_loader as prepare_loader,
+    unwrapped_loader as unwrapped_loader,
 )
-from accel.data._metrics import gather_for_metrics as gather_for_metrics
 from accel.data._plan import (
     BatchPlan as BatchPlan,
-    Plan as Plan,
+    EpochPlan as EpochPlan,
     SampleCount as SampleCount,
     Shard as Shard,
     shard as shard,
 )
-from accel.data._progress import progress as progress
-from accel.data._steps import skip_first_batches as skip_first_batches, total_steps as total_steps
+from accel.data._progress import (
+    gather_for_metrics as gather_for_metrics,
+    progress as progress,
+    skip_first_batches as skip_first_batches,
+    total_steps as total_steps,
+)
 from accel.data.stream import StreamLoader as StreamLoader

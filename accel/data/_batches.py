@@ -20,8 +20,16 @@ from accel.data._cursor import Cursor, Positioned, check_entry
 from accel.data._epoch import Epoch, plan_epoch
 from accel.data._loader import Loader
 from accel.data._plan import BatchBounds, SampleCount, Shard, copies_of
-from accel.data._read_error import read_error
-from accel.data._requests import Request, RequestedDataset, RequestQueue, has_epochs, read_here, requests, seed_base
+from accel.data._requests import (
+    Request,
+    RequestedDataset,
+    RequestQueue,
+    has_epochs,
+    read_error,
+    read_here,
+    requests,
+    seed_base,
+)
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._batches import stream_batches
 from accel.data.stream._loader import StreamLoader
@@ -61,6 +69,9 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
 
         def __getitem__(self, key: object) -> NoReturn:
             raise _not_the_data(f"batch.data[{key!r}]", f"batch[{key!r}]")
+
+        def keys(self) -> NoReturn:  # which Python asks for
+            raise _not_the_data("model(**batch.data)", "model(**batch), or its keys")
 
     @property
     def weight(self) -> int:
@@ -121,9 +132,9 @@ def batches(
     with shared_failure(ctx.comm, Call("batches", site=call_site())):
         cursor = _cursor(state)
     if isinstance(loader, StreamLoader):
-        yield from _stream_batches(ctx, loader, cursor)
+        yield from _stream_batches(ctx, loader, cursor, trains=state is not None)
     else:
-        yield from _sharded_batches(ctx, loader, cursor)
+        yield from _sharded_batches(ctx, loader, cursor, trains=state is not None)
     if state is not None:
         loader.passes.complete(cursor)
 
@@ -137,17 +148,22 @@ def _cursor(state: Positioned | Cursor | None) -> Cursor:
     return state  # checked with the loader
 
 
-def _stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[Batch]:
+def _stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor, *, trains: bool) -> Generator[Batch]:
     start = cursor
     asked = perf_counter()
     for data, step in stream_batches(ctx, loader, cursor):
         wait = perf_counter() - asked
-        yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
+        try:
+            yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
+        except GeneratorExit:
+            if trains:
+                loader.passes.leave(start, step.next)
+            raise
         asked = perf_counter()
         start = step.next
 
 
-def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Generator[Batch]:
+def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor, *, trains: bool) -> Generator[Batch]:
     asked = perf_counter()
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
@@ -166,7 +182,12 @@ def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor) -> Genera
     for data, part in moved(read, ctx.device, ctx.containers, ahead=loader.num_workers > 0):
         valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
         wait = perf_counter() - asked
-        yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
+        try:
+            yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
+        except GeneratorExit:
+            if trains:
+                loader.passes.leave(start, part.next)
+            raise
         asked = perf_counter()
         start = part.next
 
@@ -176,6 +197,8 @@ def _checked_epoch(ctx: DistContext, loader: Loader, cursor: Cursor) -> Epoch:
         raise DataError("the loader is not prepared", got=type(loader).__name__, fix="Use accel.prepare_loader first.")
     check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
     loader.passes.check(cursor)
+    if ctx.is_main_process:
+        loader.passes.tell_left(cursor)
     source = loader.source
     now = len(source.dataset) if source.size is not None else None
     if now != source.size:

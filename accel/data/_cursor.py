@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol, Self, cast, runtime_checkable
@@ -111,15 +113,18 @@ class Positioned(Protocol):
 
 
 class LastPass:
-    """Start of the last complete training pass over a loader. Holds the cursor weakly.
+    """Start of the last complete training pass over a loader, and where the last one was left. Holds cursors weakly.
 
-    A pass trains if gradients are enabled. Only the same object counts: an equal new cursor means a new start.
+    A pass trains if gradients are enabled. Only the same object counts: an equal new cursor means a new start, or a
+    resumed run.
     """
 
-    __slots__ = ("_last",)
+    __slots__ = ("_last", "_left", "_told")
 
     def __init__(self) -> None:
         self._last: weakref.ref[Cursor] | None = None
+        self._left: tuple[weakref.ref[Cursor], ...] = ()
+        self._told = False
 
     def __reduce__(self) -> tuple[type[LastPass], tuple[()]]:
         return LastPass, ()  # another process begins without a memory
@@ -142,6 +147,24 @@ class LastPass:
         """Note a complete pass from a cursor. Evaluation leaves the memory as it is."""
         if torch.is_grad_enabled():
             self._last = weakref.ref(cursor)
+
+    def leave(self, *cursors: Cursor) -> None:
+        """Note a pass that its loop left before the end: the cursors before and after its last batch."""
+        if not sys.is_finalizing() and torch.is_grad_enabled():  # torch goes before a generator that nobody ended
+            self._left = tuple(map(weakref.ref, cursors))
+
+    def tell_left(self, cursor: Cursor) -> None:
+        """Log once that a training pass begins inside an epoch which the loop before left by `break`."""
+        if self._told or not cursor.consumed or not torch.is_grad_enabled():
+            return
+        if any(left() is cursor for left in self._left):
+            self._told = True
+            logging.getLogger("accel.data").warning(
+                "this pass goes on inside epoch %d, behind %d samples of it, where the loop before left the epoch by "
+                "`break`. To begin the next epoch instead, write `state = state.next_epoch()` after the loop",
+                cursor.epoch,
+                cursor.consumed,
+            )
 
 
 def advance(cursor: Cursor, consumed: int, *, is_last: bool) -> Cursor:

@@ -38,7 +38,7 @@ class SampleCount(int):
         return count
 
 
-class Plan(msgspec.Struct, frozen=True):
+class EpochPlan(msgspec.Struct, frozen=True):
     """Plan of an epoch's global batches of one size.
 
     Attributes:
@@ -183,7 +183,7 @@ class BatchBounds(msgspec.Struct, frozen=True):
         return at
 
 
-def shard(plan: Plan, cursor: Cursor, rank: int, world_size: int) -> Shard:
+def shard(plan: EpochPlan, cursor: Cursor, rank: int, world_size: int) -> Shard:
     """Return a rank's part of the global batch at the cursor.
 
     Shards are contiguous in the epoch's order, in rank order, and differ by at most one sample.

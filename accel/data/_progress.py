@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`progress`: position in the epoch and rate of all ranks, as a line of text on the main rank."""
+"""Steps of a prepared loader, `progress` as a line of text, and `gather_for_metrics` without padding."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import TextIO
+from typing import Any, Literal, TextIO, TypeVar, cast, overload
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
+from accel.collectives import gather, gather_object
+from accel.comm import Call, shared_failure
 from accel.context import DistContext, context_first
 from accel.data._batches import Batch
-from accel.errors import ConfigError
+from accel.data._cursor import Cursor
+from accel.data._epoch import plan_epoch, skip_steps
+from accel.data._loader import Lengths, Loader, prepare_loader
+from accel.data._plan import Tail, check_count
+from accel.errors import ConfigError, DataError, TreeError
 from accel.terminal import ProgressBar
+from accel.tree import leaves, map_tensors
 
 
 @context_first
@@ -95,3 +103,213 @@ def _facts(values: Mapping[str, float | torch.Tensor]) -> str:
                 where=f"progress(values=), {name}",
             )
     return "".join(f"  {name} {float(value):.4g}" for name, value in values.items())
+
+
+def skip_first_batches(cursor: Cursor, steps: int, loader: Loader) -> Cursor:
+    """Return the cursor after some steps of its epoch, without reading them. No communication.
+
+    Arithmetic for batches of one size; otherwise the epoch is drawn and cut.
+
+    Args:
+        cursor: the start position.
+        steps: number of global batches to skip.
+        loader: the prepared loader.
+
+    Raises:
+        ConfigError: a negative number of steps.
+        DataError: the epoch has fewer steps, the cursor is another dataset's, or the loader reads a stream.
+    """
+    if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - others take the loader first
+        raise DataError(
+            "only steps of a prepared loader over positions can be skipped",
+            expected="skip_first_batches(cursor, steps, loader)",
+            got=f"{type(loader).__name__} for the loader",
+        )
+    if type(steps) is not int or steps < 0:
+        raise ConfigError("not a number of steps", expected="0 or more", got=repr(steps), where="skip_first_batches")
+    return skip_steps(plan_epoch(loader.source, cursor), steps)
+
+
+def total_steps(
+    loader: Loader | DataLoader[Any],
+    *,
+    ctx: DistContext | None = None,
+    global_batch: int | None = None,
+    tail: Tail | None = None,
+    batch_tokens: int | None = None,
+    lengths: Lengths | None = None,
+    batches_per_step: int | None = None,
+    data_parallel: tuple[int, int] | None = None,
+    accumulation: int = 1,
+    epochs: int = 1,
+) -> int:
+    """Return the number of optimizer steps of a run, for a schedule's length. Pure arithmetic, no communication.
+
+    It is the same on all ranks. With `global_batch` it is also the same on any number of ranks. The epoch's last window
+    steps even if it is not full. A schedule that is prepared in one line with its loader needs the number before: then
+    pass torch's DataLoader, with the context and the keywords that `prepare_loader` gets.
+
+    Args:
+        loader: from `prepare_loader`; or a DataLoader over a map-style dataset, with `ctx`.
+        ctx: the context, for a DataLoader alone.
+        global_batch, tail, batch_tokens, lengths, batches_per_step, data_parallel: for a DataLoader alone, as for
+            `prepare_loader`.
+        accumulation: micro-batches in a full window.
+        epochs: passes over the loader.
+
+    Raises:
+        ConfigError: a number below 1; a DataLoader without `ctx`; or arguments of a DataLoader beside a prepared one.
+        DataError: a stream, a loader that cannot be sharded, or one whose epochs have no fixed number of steps.
+
+    Example:
+        >>> rows = torch.utils.data.TensorDataset(torch.arange(100))
+        >>> loader = accel.prepare_loader(accel.single(), torch.utils.data.DataLoader(rows, batch_size=8))
+        >>> accel.total_steps(loader, accumulation=4, epochs=3)  # 13 batches are 4 windows
+        12
+    """
+    check_count(accumulation, "not a number of micro-batches", where="total_steps(accumulation=)")
+    check_count(epochs, "not a number of epochs", where="total_steps(epochs=)")
+    cut = {
+        "global_batch": global_batch,
+        "tail": tail,
+        "batch_tokens": batch_tokens,
+        "lengths": lengths,
+        "batches_per_step": batches_per_step,
+        "data_parallel": data_parallel,
+    }
+    prepared = _prepared(loader, ctx, {name: value for name, value in cut.items() if value is not None})
+    return epochs * -(-len(prepared) // accumulation)
+
+
+def _prepared(loader: object, ctx: DistContext | None, cut: dict[str, Any]) -> Loader:
+    """Return the prepared loader whose steps are counted.
+
+    Args:
+        loader: as the user passed it.
+        ctx: the context, if one was passed.
+        cut: those keywords of `prepare_loader` that were passed.
+    """
+    if isinstance(loader, Loader):
+        if ctx is not None or cut:
+            raise ConfigError(
+                "a prepared loader is cut already",
+                expected="total_steps(loader, accumulation=..., epochs=...)",
+                got=", ".join(f"{name}=" for name in [*(["ctx"] if ctx is not None else []), *cut]),
+                where="total_steps",
+                fix="Leave them out; prepare_loader takes them.",
+            )
+        return loader
+    raw = cast("DataLoader[Any]", loader) if isinstance(loader, DataLoader) else None
+    if raw is None or isinstance(cast("object", raw.dataset), IterableDataset):
+        raise DataError(
+            "only a loader over positions has a fixed number of steps",
+            expected="a loader from accel.prepare_loader, or torch's DataLoader over a map-style dataset",
+            got=type(cast("object", loader)).__name__,
+            where="total_steps",
+            fix="The length of a stream is for the script to know: give the schedule a number of steps.",
+        )
+    if ctx is None:
+        raise ConfigError(
+            "the number of ranks that share a DataLoader is not known",
+            expected="total_steps(loader, ctx=ctx, ...), or a prepared loader",
+            got="a DataLoader without ctx=",
+            where="total_steps",
+            fix="Pass ctx=ctx, and the keywords that prepare_loader gets.",
+        )
+    return cast("Loader", prepare_loader(ctx, raw, **cut))
+
+
+T = TypeVar("T")
+
+
+@overload
+def gather_for_metrics(
+    ctx: DistContext, tree: Sequence[T], batch: Batch, *, use_gather_object: Literal[True], tag: str | None = None
+) -> list[T]: ...
+
+
+@overload
+def gather_for_metrics(
+    ctx: DistContext, tree: T, batch: Batch, *, use_gather_object: Literal[False] = False, tag: str | None = None
+) -> T: ...
+
+
+@context_first
+def gather_for_metrics(
+    ctx: DistContext, tree: Any, batch: Batch, *, use_gather_object: bool = False, tag: str | None = None
+) -> Any:
+    """Gather per-sample tensors, or objects, of all ranks, real samples only. A collective.
+
+    Over an epoch, each sample of the dataset is gathered once, for every world size and tail policy.
+
+    Args:
+        ctx: the context.
+        tree: nested containers of tensors of shape [batch.rows, ...]. A tensor of shape [] counts as one value of
+            this rank; it is left out if the rank's batch holds no real sample. With `use_gather_object` a list of
+            batch.rows objects that pickle takes, such as texts.
+        batch: the batch that the tensors were computed on.
+        use_gather_object: whether objects are gathered, as by `gather_object`, instead of tensors.
+        tag: name of the call, compared between ranks if any rank passes one; see `gather`.
+
+    Returns:
+        The same containers, tensors of shape [real samples of all ranks, ...]; or a list of as many objects.
+
+    Raises:
+        DataError: a tensor whose first dimension is not the batch's, or not a list of as many objects; on every rank.
+        ConfigError: an object that cannot be pickled, as `gather_object`; on every rank.
+        CollectiveMismatch, TreeError: as `gather`. Tensors that differ in another dimension than the first need
+            `pad_across_processes` before.
+
+    Example:
+        >>> counted = 0
+        >>> for batch in accel.batches(ctx, loader, accel.Cursor()):
+        ...     inputs, targets = batch.data
+        ...     counted += len(accel.gather_for_metrics(ctx, (model(inputs) - targets).square(), batch))
+        >>> counted == len(dataset)
+        True
+    """
+    with shared_failure(ctx.comm, Call("gather_for_metrics")):
+        if use_gather_object:
+            _check_objects(tree, batch)
+        else:
+            _check_rows(ctx, tree, batch)
+    if use_gather_object:
+        return [each for part in gather_object(ctx, list(tree)[: batch.weight], tag=tag) for each in part]
+    return gather(ctx, map_tensors(lambda leaf: _real_rows(leaf, batch), tree, ctx.containers), tag=tag)
+
+
+def _check_rows(ctx: DistContext, tree: object, batch: Batch) -> None:
+    for path, leaf in leaves(tree, ctx.containers):
+        if isinstance(leaf, str | bytes):
+            raise TreeError(
+                "only tensors are gathered for metrics",
+                expected="a tensor",
+                got=f"{type(leaf).__name__} {leaf!r:.40}",
+                where=f"gather_for_metrics, {path}",
+                fix="Send texts with accel.gather_for_metrics(ctx, texts, batch, use_gather_object=True).",
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] != batch.rows:
+            raise DataError(
+                "a tensor that does not belong to the batch",
+                expected=f"{batch.rows} rows",
+                got=f"shape {list(leaf.shape)}",
+                where=f"gather_for_metrics, {path}",
+                fix="Pass values with one row a sample, or use gather.",
+            )
+
+
+def _check_objects(objects: object, batch: Batch) -> None:
+    listed = isinstance(objects, Sequence) and not isinstance(objects, str | bytes)
+    count = len(cast("Sequence[object]", objects)) if listed else None
+    if count != batch.rows:
+        raise DataError(
+            "not an object for each row of the batch",
+            expected=f"a list of {batch.rows}",
+            got=type(cast("object", objects)).__name__ + (f" of {count}" if listed else ""),
+            where="gather_for_metrics, use_gather_object=True",
+            fix="Pass one object a sample, or use gather_object for one object a rank.",
+        )
+
+
+def _real_rows(leaf: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return leaf.reshape(1)[: min(batch.weight, 1)] if leaf.ndim == 0 else leaf[: batch.weight]

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's requests for samples, and their answers: each sample with random streams of its own, here or in workers."""
+"""A rank's requests for samples, and their answers or errors: each sample with random streams of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random as python_random
+import re
 import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from accel.data._cursor import Cursor
 from accel.data._epoch import DrawnOrder, Epoch, Order
-from accel.data._plan import BatchBounds, Plan, Shard, shard
+from accel.data._plan import BatchBounds, EpochPlan, Shard, shard
 from accel.random import Key, isolated_rng
 
 _FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for
@@ -27,7 +30,7 @@ Request = tuple[Shard, list[int]]
 
 def requests(epoch: Epoch, rank: int, world_size: int) -> Iterator[Request]:
     """Yield a rank's shards of the rest of an epoch, with their samples; stand-ins repeat a sample of the step."""
-    if isinstance(epoch.plan, Plan):
+    if isinstance(epoch.plan, EpochPlan):
         return _equal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))
     return _unequal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))
 
@@ -42,7 +45,9 @@ def _unequal_requests(
         cursor = part.next
 
 
-def _equal_requests(this: Order | DrawnOrder, plan: Plan, cursor: Cursor, place: tuple[int, int]) -> Iterator[Request]:
+def _equal_requests(
+    this: Order | DrawnOrder, plan: EpochPlan, cursor: Cursor, place: tuple[int, int]
+) -> Iterator[Request]:
     epoch, size, chunk = cursor.epoch, plan.global_batch, _FIRST
     while cursor.epoch == epoch:
         part = shard(plan, cursor, *place)
@@ -269,3 +274,48 @@ def seed_streams(base: int, position: int) -> None:
     torch.default_generator.manual_seed(word & 0x7FFFFFFFFFFFFFFF)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(word >> 32)  # torch takes the lower half, and both are Mersenne twisters
+
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)')
+_IN_WORKER = re.compile(r"Caught \w+ in (?:DataLoader )?(worker process \d+)\.\nOriginal Traceback ")
+_LIBRARIES = tuple(
+    folder + os.sep for folder in (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
+)
+
+
+class ReadError(NamedTuple):
+    """Cause and place of a failed read.
+
+    Attributes:
+        cause: class and message.
+        place: "data.py:7 in __getitem__, worker process 0"; empty where no line is the user's.
+    """
+
+    cause: str
+    place: str
+
+
+def read_error(error: BaseException) -> ReadError:
+    """Return cause and place of an error; torch's error for a worker holds the worker's traceback as text."""
+    text = str(error)
+    in_worker = _IN_WORKER.match(text)
+    if in_worker is None:
+        frames = [(each.filename, str(each.lineno), each.name) for each in traceback.extract_tb(error.__traceback__)]
+        return ReadError(f"{type(error).__name__}: {error}", _users(frames))
+    lines = text.splitlines()
+    at = max((i for i, line in enumerate(lines) if _FRAME.fullmatch(line)), default=0)
+    said = [line for line in lines[at + 1 :] if not line.startswith("    ")]
+    begins = max((i for i, line in enumerate(lines) if line.endswith("(most recent call last):")), default=0)
+    found = [match.groups() for line in lines[begins:] if (match := _FRAME.fullmatch(line))]
+    frames = [(file, number, name) for file, number, name in found]
+    place = ", ".join(filter(None, (_users(frames), in_worker[1])))
+    return ReadError("\n".join(said).strip() or type(error).__name__, place)
+
+
+def _users(frames: list[tuple[str, str, str]]) -> str:
+    """Return the innermost frame of the user's own code."""
+    for file, number, name in reversed(frames):
+        installed = {"site-packages", "dist-packages"} & set(file.split(os.sep))
+        if not installed and not file.startswith(("<", *_LIBRARIES)):
+            return f"{os.path.basename(file)}:{number} in {name}"
+    return ""

@@ -5,6 +5,6 @@
 in, a `LaunchEnv` out, so that a test needs no monkeypatch and two contexts can come from two mappings.
 """
 
-from accel.env._read import read_env as read_env
+from accel.env._launchers import Tasks as Tasks, TpuPod as TpuPod, read_pod as read_pod, read_tasks as read_tasks
+from accel.env._read import meeting_file as meeting_file, read_env as read_env
 from accel.env._record import LaunchEnv as LaunchEnv
-from accel.env._tpu import TpuPod as TpuPod, read_pod as read_pod

@@ -1,21 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each launcher's variables as a place in the job. Every function is pure, and returns None for another's variables.
-
-A place is a `LaunchEnv` without settings.
-"""
+"""Each launcher's variables as a place in the job. Every function is pure, and returns None for another's variables."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, cast
 
-from accel.env._record import LaunchEnv
-from accel.env._slurm import first_host, tasks_per_node
-from accel.env._tpu import process_hosts
-from accel.env._values import below, integer
+from accel.env._record import LaunchEnv, below, integer
 from accel.errors import EnvError
+
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_FIRST = re.compile(r"((?:[^\[\],\s]|\[[^\]]*\])+)(,|$)")
+_RANGE = re.compile(r"\[(\d+)[^\]]*\]")
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return how many tasks each node has: "2(x3),1" is [2, 2, 2, 1].
+
+    Raises:
+        EnvError: the text is no such list.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part.strip())
+        if found is None:
+            where = "SLURM_STEP_TASKS_PER_NODE"
+            raise EnvError("not a list of tasks per node", expected="such as 2(x3),1", got=repr(text), where=where)
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def first_host(text: str) -> str:
+    """Return the first host of a list: of "n[08-10,12],login" it is "n08".
+
+    Raises:
+        EnvError: the text is no such list.
+    """
+    first = _FIRST.match(text)
+    host = _RANGE.sub(r"\1", first[1]) if first else ""
+    if not host or "[" in host:
+        wanted = "such as n[08-10,12],login"
+        raise EnvError("not a list of hosts", expected=wanted, got=repr(text), where="SLURM_STEP_NODELIST")
+    return host
+
+
+class TpuPod(NamedTuple):
+    """This host among those of a slice of TPUs.
+
+    Attributes:
+        worker: number of this host.
+        hosts: names of all hosts, in order of their numbers.
+    """
+
+    worker: int
+    hosts: tuple[str, ...]
+
+
+def pod_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the hosts of the slice of TPUs that this machine belongs to; none where no variable names them."""
+    return tuple(_host(name) for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip())
+
+
+def read_pod(environ: Mapping[str, str]) -> TpuPod | None:
+    """Return which of several TPU hosts this is; None for a host alone, and for one that says nothing.
+
+    Raises:
+        EnvError: a host without a number among the others.
+    """
+    hosts = pod_hosts(environ)
+    if len(hosts) < 2:
+        return None
+    worker = integer(environ, "TPU_WORKER_ID", beside=("TPU_WORKER_HOSTNAMES",))
+    below("TPU_WORKER_ID", worker, "the hosts in TPU_WORKER_HOSTNAMES", len(hosts))
+    return TpuPod(worker, hosts)
+
+
+def process_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Return the host of each process that `torch_xla.launch` has started; none for other processes.
+
+    Raises:
+        EnvError: processes do not fill one host after another, or hosts have different numbers of them.
+    """
+    if "CLOUD_TPU_TASK_ID" not in environ:
+        return []
+    hosts = [_host(each) for each in environ.get("TPU_PROCESS_ADDRESSES", "").split(",") if each.strip()]
+    local = hosts.count(hosts[0]) if hosts else 1
+    if len(hosts) % local or hosts != [hosts[at] for at in range(0, len(hosts), local) for _ in range(local)]:
+        raise EnvError(
+            "the processes do not fill one host after another, as many on each",
+            got=f"TPU_PROCESS_ADDRESSES={environ['TPU_PROCESS_ADDRESSES']}",
+            where="the environment",
+            fix="Let `accel launch --device xla` or torch_xla.launch start them, on every host.",
+        )
+    return hosts
+
+
+def _host(address: str) -> str:
+    """Return a host's name or number without the port behind it."""
+    host, separator, port = address.strip().rpartition(":")
+    if not separator or not port.isdecimal() or (":" in host and not host.startswith("[")):  # or IPv6 without a port
+        return address.strip()
+    return host.strip("[]")
+
 
 _PORT = 29500
 _LOCALHOST = "127.0.0.1"
@@ -298,3 +388,46 @@ def _master_port(environ: Mapping[str, str], world_size: int, *, job: str = "") 
         return None
     default = 20000 + zlib.crc32(job.encode()) % 10000 if job else _PORT
     return integer(environ, "MASTER_PORT", least=1, most=65535, default=default)
+
+
+_SLURM = "SLURM_STEP_NUM_TASKS"
+_COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+class Tasks(NamedTuple):
+    """Processes that run the same command.
+
+    Attributes:
+        variable: the variable that says so, with its value.
+        number: number of processes.
+        first_host: host of the first; empty if unknown.
+    """
+
+    variable: str
+    number: int
+    first_host: str = ""
+
+
+def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
+    """Return the processes that Slurm, an MPI or SageMaker has started with this one; None if it is alone.
+
+    A rank is alone: what it launches belongs to it. So is a batch script, which has its job's variables, and no step's.
+    """
+    if "RANK" in environ:
+        return None
+    if "SLURM_STEP_ID" in environ and (count := _count(environ, _SLURM)) > 1:
+        with contextlib.suppress(EnvError):
+            return Tasks(f"{_SLURM}={count}", count, first_host(environ.get("SLURM_STEP_NODELIST", "")))
+        return Tasks(f"{_SLURM}={count}", count)
+    for name in _COUNTS:
+        if (count := _count(environ, name)) > 1:
+            return Tasks(f"{name}={count}", count)
+    with contextlib.suppress(ValueError, TypeError):
+        hosts = sorted(map(str, json.loads(environ.get("SM_HOSTS", "[]"))))
+        return Tasks(f"SM_HOSTS={environ['SM_HOSTS']}", len(hosts), hosts[0]) if len(hosts) > 1 else None
+    return None
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 1

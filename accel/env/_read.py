@@ -1,23 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a mapping to the record: the place by the launcher that left its variables, and the settings."""
+"""From a mapping to the record: the place by the launcher's variables, the settings, and where ranks meet."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from accel.config import SETTINGS, SOURCES_VARIABLE, from_text
-from accel.env._launchers import check_unplaced, find_place
-from accel.env._record import LaunchEnv
-from accel.env._tpu import pod_hosts
-from accel.env._values import integer
-from accel.errors import EnvError, check_spelling
+from accel.env._launchers import check_unplaced, find_place, pod_hosts
+from accel.env._record import LaunchEnv, integer
+from accel.errors import ConfigError, EnvError, check_spelling
 from accel.topology import fit_axes
 
 
-def read_env(environ: Mapping[str, str]) -> LaunchEnv:
+def with_meeting(environ: Mapping[str, str], init_method: str) -> Mapping[str, str]:
+    """Return a launcher's variables with the address that an `init_method` names.
+
+    Raises:
+        ConfigError: not a place where ranks can meet.
+    """
+    host, port = _address(init_method)
+    return {**environ, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def meeting_file(init_method: str) -> str | None:
+    """Return the path of the file that an `init_method` names; None if it names none."""
+    return unquote(urlsplit(init_method).path) if init_method.startswith("file://") else None
+
+
+def _address(init_method: str) -> tuple[str, int]:
+    """Return host and port; of a file those that stand for it."""
+    try:
+        parts = urlsplit(init_method)
+        host, port = parts.hostname or "", parts.port or 0
+    except (ValueError, AttributeError, TypeError) as error:
+        raise _no_meeting(init_method) from error
+    bare = not parts.query and not parts.fragment
+    if parts.scheme == "tcp" and bare and host and port and parts.path in ("", "/"):
+        return host, port
+    if parts.scheme == "file" and bare and not parts.netloc and len(parts.path) > 1:
+        return "localhost", 1  # ranks meet in the file; the variables need an address all the same
+    raise _no_meeting(init_method)
+
+
+def _no_meeting(init_method: object) -> ConfigError:
+    return ConfigError(
+        "not a place where ranks can meet",
+        expected='"env://", "tcp://HOST:PORT" or "file:///PATH"',
+        got=repr(init_method),
+        where="init_method=",
+        fix="Ranks are numbered by the launcher: set RANK and WORLD_SIZE.",
+    )
+
+
+def read_env(environ: Mapping[str, str], *, init_method: str | None = None) -> LaunchEnv:
     """Read a launcher's variables, or none, and the `ACCEL_*` settings out of a mapping.
 
     Known are those of `accel launch` and torchrun, Open MPI, MVAPICH, MPICH and Intel MPI, Slurm's `srun`, Kubeflow's
@@ -25,14 +64,19 @@ def read_env(environ: Mapping[str, str]) -> LaunchEnv:
 
     Args:
         environ: variable names to values, `os.environ` or any other mapping.
+        init_method: place where ranks meet instead of the variables' address, as for `from_env`.
 
     Returns:
         The record; rank 0 of 1 for a process that no launcher started.
 
     Raises:
         EnvError: variables contradict each other, are missing beside others, or hold what they cannot mean.
+        ConfigError: an `init_method` that names no such place.
     """
     values, sources = _settings(environ)
+    if init_method not in (None, "", "env://"):
+        environ = with_meeting(environ, init_method)
+        values["init_method"] = init_method
     place = find_place(environ) or _alone(environ)
     by_slurm = integer(environ, "SLURM_RESTART_COUNT", default=0) if place.launcher == "slurm" else 0
     restarts = integer(environ, "TORCHELASTIC_RESTART_COUNT", default=by_slurm) if place.launcher != "none" else 0
@@ -81,6 +125,6 @@ def _launcher_sources(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the flags and files behind variables that a launcher has set, by "NAME=value"."""
     try:
         return msgspec.json.decode(environ.get(SOURCES_VARIABLE) or "{}", type=dict[str, str])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         fix = f"Unset {SOURCES_VARIABLE}: `accel launch` sets it for its ranks."
         raise EnvError("not what a launcher writes", got=str(error), where=SOURCES_VARIABLE, fix=fix) from None

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         built as built,
         from_config as from_config,
         from_function as from_function,
+        from_timm as from_timm,
         function_of as function_of,
         measure as measure,
         read_config as read_config,
+        timm_maker as timm_maker,
     )
     from accel.estimate._choices import (
         Choice as Choice,
@@ -28,16 +30,24 @@ if TYPE_CHECKING:
         Job as Job,
         Refusal as Refusal,
         choose_meshes as choose_meshes,
+        list_meshes as list_meshes,
+        mesh_problem as mesh_problem,
     )
-    from accel.estimate._cost import Hosts as Hosts, StepTime as StepTime, step_time as step_time
+    from accel.estimate._cost import (
+        Hosts as Hosts,
+        StepTime as StepTime,
+        Traffic as Traffic,
+        step_time as step_time,
+        step_traffic as step_traffic,
+    )
     from accel.estimate._headers import (
+        cached_model as cached_model,
         from_headers as from_headers,
         has_weights as has_weights,
+        is_model_name as is_model_name,
         name_headers as name_headers,
         read_headers as read_headers,
     )
-    from accel.estimate._hub_cache import cached_model as cached_model, is_model_name as is_model_name
-    from accel.estimate._meshes import list_meshes as list_meshes, mesh_problem as mesh_problem
     from accel.estimate._plan import (
         OPTIMIZERS as OPTIMIZERS,
         STRATEGIES as STRATEGIES,
@@ -50,10 +60,11 @@ if TYPE_CHECKING:
         plan_memory as plan_memory,
     )
     from accel.estimate._rank_memory import RankMemory as RankMemory, rank_memory as rank_memory
-    from accel.estimate._step import Step as Step
-    from accel.estimate._timm import from_timm as from_timm, timm_maker as timm_maker
-    from accel.estimate._traffic import Traffic as Traffic, step_traffic as step_traffic
-    from accel.estimate._transformer import Transformer as Transformer, read_transformer as read_transformer
+    from accel.estimate._transformer import (
+        EstimatedStep as EstimatedStep,
+        Transformer as Transformer,
+        read_transformer as read_transformer,
+    )
 
 __getattr__ = exports(
     __name__,
@@ -67,12 +78,33 @@ __getattr__ = exports(
             "function_of",
             "measure",
             "read_config",
+            "from_timm",
+            "timm_maker",
         ),
-        "_choices": ("Choice", "Choices", "Job", "Refusal", "choose_meshes"),
-        "_cost": ("Hosts", "StepTime", "step_time"),
-        "_hub_cache": ("cached_model", "is_model_name"),
-        "_headers": ("from_headers", "has_weights", "name_headers", "read_headers"),
-        "_meshes": ("list_meshes", "mesh_problem"),
+        "_choices": (
+            "Choice",
+            "Choices",
+            "Job",
+            "Refusal",
+            "choose_meshes",
+            "list_meshes",
+            "mesh_problem",
+        ),
+        "_cost": (
+            "Hosts",
+            "StepTime",
+            "step_time",
+            "Traffic",
+            "step_traffic",
+        ),
+        "_headers": (
+            "cached_model",
+            "is_model_name",
+            "from_headers",
+            "has_weights",
+            "name_headers",
+            "read_headers",
+        ),
         "_plan": (
             "OPTIMIZERS",
             "STRATEGIES",
@@ -84,10 +116,14 @@ __getattr__ = exports(
             "fewest_ranks",
             "plan_memory",
         ),
-        "_rank_memory": ("RankMemory", "rank_memory"),
-        "_step": ("Step",),
-        "_timm": ("from_timm", "timm_maker"),
-        "_traffic": ("Traffic", "step_traffic"),
-        "_transformer": ("Transformer", "read_transformer"),
+        "_rank_memory": (
+            "RankMemory",
+            "rank_memory",
+        ),
+        "_transformer": (
+            "EstimatedStep",
+            "Transformer",
+            "read_transformer",
+        ),
     },
 )

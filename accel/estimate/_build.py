@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+
 _LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # models with inputs as labels
 
 
@@ -105,7 +106,7 @@ def read_config(path: Path) -> DescribedModel:
     """
     try:
         fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("the file cannot be read", expected="JSON", got=str(error), where=str(path)) from error
     if find_spec("transformers") is None:
         raise MissingExtraError(
@@ -289,3 +290,35 @@ def _without_values(source: str) -> Generator[None]:
             where=source,
             fix="Check --input; code that looks at a tensor's values cannot run.",
         ) from error
+
+
+def from_timm(name: str, inputs: Sequence[Input] = ()) -> Model:
+    """Return the model that timm has under a name, without its weights. Takes the extra `timm`.
+
+    Args:
+        name: such as "resnet50" or "vit_base_patch16_224.augreg_in1k".
+        inputs: images, to count activations.
+
+    Raises:
+        MissingExtraError: timm is not installed.
+        ConfigError: timm has no such model, or the model cannot run without values.
+    """
+    return measure(timm_maker(name), f"timm/{name}", inputs)
+
+
+def timm_maker(name: str) -> Callable[[], nn.Module]:
+    """Return the function that builds a model of timm.
+
+    Raises:
+        MissingExtraError: timm is not installed.
+    """
+    try:
+        timm: Any = import_module("timm")
+    except ImportError as error:
+        raise MissingExtraError(
+            "a model of timm needs timm, which does not import",
+            got=str(error),
+            where=f"timm/{name}",
+            fix="Run `pip install 'accel[timm]'`.",
+        ) from error
+    return lambda: timm.create_model(name, pretrained=False)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's shapes from the headers of its safetensors files, or of files of torch.save; no weight is read."""
+"""A model's shapes from the headers of its files, at a path or in the Hub's local cache; no weight is read."""
 
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import chain
@@ -11,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, did_you_mean
 from accel.estimate._plan import Model, Parameter
 from accel.storage import INDEX, WEIGHTS, Header, TensorHeader, decode_index, read_header
 
@@ -51,9 +52,15 @@ def read_headers(path: Path) -> Sequence[Header]:
 
     Raises:
         ConfigError: the path holds no weights.
-        CheckpointError: a header is damaged.
+        CheckpointError: a header is damaged, or an index names tensors that its files lack.
     """
-    return [_header(file) for file in _files(path)]
+    files, listed = _files(path)
+    headers = {file.name: _header(file) for file in files}
+    lost = [name for name, file in listed.items() if name not in headers[file].tensors]
+    if lost:
+        got = f"{len(lost)} names, such as {lost[0]!r} in {listed[lost[0]]}"
+        raise CheckpointError("the index names tensors that its files lack", got=got, where=str(path))
+    return list(headers.values())
 
 
 def name_headers(path: Path, headers: Sequence[Header]) -> str:
@@ -66,7 +73,8 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FOUND)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """Return the files at a path, and the file of each tensor if there is an index."""
     if path.is_dir():
         if not has_weights(path):
             raise ConfigError(
@@ -77,11 +85,11 @@ def _files(path: Path) -> list[Path]:
             )
         path = next(path / name for name in _FOUND if (path / name).is_file())
     if path.suffix != ".json":
-        return [path]
+        return [path], {}
     index = decode_index(path.read_bytes())
     if index is None:
         raise CheckpointError("the index cannot be read", expected="an index of files of weights", where=str(path))
-    return [path.parent / name for name in index.files]
+    return [path.parent / name for name in index.files], index.weight_map
 
 
 def _header(file: Path) -> Header:
@@ -120,3 +128,57 @@ def _pickled(file: Path) -> Header:
         found[name] = TensorHeader(dtype=dtype, shape=shape, data_offsets=(end, end + size))
         end += size
     return Header(tensors=found, metadata={}, end=0)
+
+
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(@[\w.-]+)?", re.ASCII)
+
+
+def cached_model(name: str, environ: Mapping[str, str]) -> Path:
+    """Return the folder of a model's files in the cache.
+
+    Args:
+        name: "organisation/model", or with a revision "organisation/model@v1"; else that of `main`.
+        environ: variables that say where the cache is: HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME or HOME.
+
+    Raises:
+        ConfigError: the model, or that revision of it, is not there.
+    """
+    repository, _, revision = name.partition("@")
+    cache = _cache(environ)
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    if not folder.is_dir():
+        known = [each.name.removeprefix("models--").replace("--", "/") for each in cache.glob("models--*")]
+        hint = did_you_mean(repository, known) if known else ""
+        raise ConfigError(
+            "there is no such source, nor such a model in the cache of the Hub",
+            expected=f"a path, module:function, timm/NAME, or a model in {cache}",
+            got=repr(name),
+            fix=hint if hint.startswith("Did") else f"Fetch it first: hf download {repository} config.json",
+        )
+    wanted = revision or "main"
+    reference = folder / "refs" / wanted
+    snapshot = folder / "snapshots" / (reference.read_text().strip() if reference.is_file() else wanted)
+    if not snapshot.is_dir():
+        there = sorted(each.name for each in folder.glob("refs/*"))
+        raise ConfigError(
+            "the cache of the Hub has no such revision of the model",
+            expected=" or ".join(there) or "a revision",
+            got=repr(wanted),
+            where=str(folder),
+        )
+    return snapshot
+
+
+def is_model_name(source: str) -> bool:
+    """Return whether a text may be the name of a model on the Hub, and is not that of a file."""
+    return _NAME.fullmatch(source) is not None and not source.endswith(_FILES)
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    if cache := environ.get("HF_HUB_CACHE"):
+        return Path(cache)
+    if home := environ.get("HF_HOME"):
+        return Path(home) / "hub"
+    general = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    return Path(general) / "huggingface" / "hub"

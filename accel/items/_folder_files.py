@@ -16,7 +16,7 @@ import torch
 
 from accel.checkpoint import Item
 from accel.errors import CheckpointError, ConfigError
-from accel.items._folder import Folder
+from accel.items._kinds import Folder
 from accel.items._source import Change, ItemLoad, fields_in
 from accel.storage import disk_errors
 

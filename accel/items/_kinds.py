@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
@@ -16,12 +16,46 @@ from torch import nn
 from accel.checkpoint import ItemKind, Kept, is_record
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
-from accel.items._folder import Folder
 from accel.parallel import ENGINES, engine_items, is_divided, unwrap_model
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """An item whose state is a folder of files: functions write it for a save, and read it for a load.
+
+    Takes what another library saves its own way, such as an adapter of PEFT or an engine's checkpoint, into the same
+    commit: the files are part of the checkpoint, their digests are in its manifest, and stores of objects take them.
+
+    On a save, `save(folder)` runs on every rank, each with an empty folder of its own on its host, and may be a
+    collective. The checkpoint gets the files of all ranks, by their paths in the folder; of a path that several ranks
+    wrote, with as many bytes, the lowest rank's. Empty folders are not kept.
+
+    On a load, after every check, `load(folder)` runs on every rank, with a folder of all files, or those of `select`.
+    It runs after the other items have taken their state, but before the tensors of modules are copied in place. If it
+    raises, or another rank fails, the other items get their former state back; what `load` did itself stays. The
+    folders are deleted when the functions have returned, so nothing may keep files of them open.
+
+    Attributes:
+        save: writes files into a folder; None where only loads are made. It gets the folder's path.
+        load: reads them; None where only saves are made.
+        select: whether this rank needs the file at a path, such as "rank-3/model.pt"; None for all files.
+        scratch: parent of the temporary folders, on a disk with room for the files; None for the system's folder of
+            temporary files.
+
+    Example:
+        >>> adapter = accel.Folder(save=peft_model.save_pretrained, load=lambda path: load_adapter(peft_model, path))
+        >>> accel.save_state(ctx, "runs/demo", {"adapter": adapter, "optimizer": optimizer}, step=3)
+    """
+
+    save: Callable[[Path], object] | None = None
+    load: Callable[[Path], object] | None = None
+    select: Callable[[str], bool] | None = None
+    scratch: str | Path | None = None
+
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _BITS = ("8", "16", "32", "64")

@@ -19,11 +19,9 @@ from accel.errors import CheckpointError
 from accel.items._bases import Sums
 from accel.items._kinds import check_items
 from accel.items._matching import Matching, apply_changes, match_items, undo_changes
-from accel.items._parts import check_taken
-from accel.items._readers import agree_on_readers
-from accel.items._source import Change, LoadOptions
-from accel.items._transforms import LoadTransform
-from accel.storage import RemotePath, Span, as_place
+from accel.items._saving import check_taken
+from accel.items._source import Change, LoadOptions, LoadTransform, agree_on_readers
+from accel.storage import RemotePath, Span, as_place, lag_of
 
 
 class Loaded(dict[str, Any]):
@@ -97,7 +95,7 @@ def load_state(
             "no checkpoint in this folder",
             expected="a folder that save_state has written to, or a checkpoint's own",
             where=str(path),
-            fix="See whether the path is right, and on a file system that every node shares.",
+            fix=f"See whether the path is right, and on a file system that every node shares.{lag_of(path)}",
         )
     return loaded
 

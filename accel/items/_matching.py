@@ -15,9 +15,9 @@ from accel.context import DistContext
 from accel.data import Cursor
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
-from accel.items._folder import Folder
 from accel.items._folder_files import FolderLoad
 from accel.items._kinds import (
+    Folder,
     Part,
     Stateful,
     are_numbers,
@@ -31,9 +31,18 @@ from accel.items._kinds import (
 from accel.items._module import ModuleLoad, ModuleState, module_states, parameter_names
 from accel.items._optimizer import OptimizerLoad
 from accel.items._rng import apply_rng, joins_ranks, read_rows, rehearse_rng, wanted_rows
-from accel.items._source import MISSING, UNASKED, Change, CheckpointSource, ItemLoad, LoadOptions, Problems, Wanted
+from accel.items._source import (
+    MISSING,
+    UNASKED,
+    Change,
+    CheckpointSource,
+    ItemLoad,
+    LoadOptions,
+    Problems,
+    Wanted,
+    transformed_names,
+)
 from accel.items._stateful import StatefulLoad
-from accel.items._transforms import transformed_names
 from accel.items._value import ValueLoad
 from accel.metrics import Metrics, StepStatistics
 from accel.optim import Accumulation, parameters_of

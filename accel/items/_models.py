@@ -15,14 +15,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.checkpoint import Recipe, check_tensor, checksum, tied
+from accel.checkpoint import (
+    Recipe,
+    Strided,
+    apply_recipes,
+    check_recipes,
+    check_tensor,
+    checksum,
+    in_file,
+    inverse,
+    tied,
+)
 from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
-from accel.items._recipes import StoredTensors
-from accel.items._stages import StagedTensors, staged_tensors
-from accel.items._whole import facts, live_tensors
-from accel.parallel import whole_model
+from accel.items._whole import StagedTensors, facts, live_tensors, staged_tensors
+from accel.parallel import check_filled, whole_model
 from accel.storage import (
     encode_index,
     file_names,
@@ -35,10 +43,75 @@ from accel.storage import (
     publish_weights,
     remove_flat,
     stage_files,
+    stored_dtype,
     take_lock,
+    torch_dtypes,
     write_tensors,
 )
 from accel.tensors import full_tensor, is_dtensor
+
+_WHERE = "save_model, rename="
+
+
+class StoredTensors:
+    """The tensors that recipes were made from, made again one at a time.
+
+    Attributes:
+        facts: tensors on the meta device, by stored name.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor], rename: Sequence[Recipe]
+    ) -> None:
+        """Plan by names and shapes alone.
+
+        Args:
+            tensors: the model's tensors by name.
+            whole: returns one of them whole; a collective, which every rank calls alike.
+            rename: recipes from stored tensors to the model's.
+
+        Raises:
+            CheckpointError: a recipe does not fit the model.
+            ConfigError: `rename` is no sequence of recipes.
+        """
+        check_recipes(rename, "a sequence of accel.Recipe, which lead in both directions")
+        model: dict[str, Strided] = {}
+        for name, tensor in tensors.items():
+            dtype = stored_dtype(tensor.dtype)
+            assert dtype is not None, name
+            model[name] = in_file(dtype, tensor.shape, tensor.element_size(), name, 0)
+        self._stored = apply_recipes(model, inverse(rename), _WHERE)
+        self._whole = whole
+        self._last: tuple[str, torch.Tensor] | None = None
+        dtypes = torch_dtypes()
+        self.facts = {
+            name: torch.empty(each.shape, dtype=dtypes[each.dtype], device="meta")
+            for name, each in self._stored.items()
+        }
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a stored tensor, in memory of its own unless the model has it as it is. A collective."""
+        stored = self._stored[name]
+        made: torch.Tensor | None = None
+        for part in stored.parts:
+            source = self._source(part.file)
+            itemsize = source.element_size()
+            strides = [stride // itemsize for stride in part.strides]
+            view = source.as_strided(part.box.shape, strides, source.storage_offset() + part.start // itemsize)
+            if part.box.shape == stored.shape:
+                return view.contiguous()
+            if made is None:
+                made = torch.empty(stored.shape, dtype=source.dtype, device=source.device)
+            index = tuple(slice(at, at + n) for at, n in zip(part.box.offset, part.box.shape, strict=True))
+            _ = made[index].copy_(view)
+        return torch.empty_like(self.facts[name], device="cpu") if made is None else made
+
+    def _source(self, name: str) -> torch.Tensor:
+        """Return a tensor of the model whole; the last one is kept, as its parts mostly follow each other."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self._whole(name).contiguous()
+        return self._last[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +158,7 @@ def save_model(
             failed; the same on every rank.
         CollectiveMismatch: ranks hold different models, or passed different sizes.
         ConfigError: the folder is a URL, `max_shard_size` is no size, or `rename` is no sequence of recipes.
+        PrepareError: the model was prepared empty, and nobody has filled it.
 
     Reference: the layout is that of transformers' `save_pretrained`.
     """
@@ -94,6 +168,7 @@ def save_model(
     with shared_failure(ctx.comm, Call("save_model", size, site)):
         limit = parse_size(max_shard_size, "save_model, max_shard_size=")
         model = whole_model(ctx, model)
+        check_filled(model, where="save_model")
         live = live_tensors(model)
     stages = staged_tensors(ctx, model, live)
     with shared_failure(ctx.comm, Call("save_model", size, site)):

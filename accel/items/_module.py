@@ -22,12 +22,30 @@ from accel.checkpoint import (
 from accel.errors import CheckpointError
 from accel.items._bases import BASE, compare_base
 from accel.items._kinds import type_name
-from accel.items._overlaps import overlap_change
-from accel.items._source import Change, ItemLoad, belongs, facts, fields_in
-from accel.items._transforms import SaveTransform, transformed_tensors
+from accel.items._source import Change, ItemLoad, SaveTransform, belongs, facts, fields_in, transformed_tensors
 from accel.parallel import is_pipelined, unwrap_model, wrapped_name
-from accel.parallel.pipeline import pipeline_of
+from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import is_absent, is_dtensor, local_part, part_names, state_tensors, stored_values
+
+
+def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Change | None:
+    """Return the change of a live tensor to a value; None if elements with shared memory would differ.
+
+    Args:
+        where: name of the tensor.
+        live: the tensor.
+        value: value of the same shape.
+    """
+    reach = sum(stride * (size - 1) for stride, size in zip(live.stride(), live.shape, strict=True))
+    memory = live.detach().as_strided((reach + 1,), (1,))
+    before = memory.clone()
+    after = memory.clone()
+    value = value.to(memory.device, memory.dtype)
+    places = torch.arange(memory.numel(), device=memory.device).as_strided(live.shape, live.stride())
+    after[places.reshape(-1)] = value.reshape(-1)
+    same = torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (after[places], value)))
+    return Change(where, partial(memory.copy_, after), partial(memory.copy_, before)) if same else None
+
 
 _OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
 

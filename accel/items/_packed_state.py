@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of optimizers in 8 and 4 bits by torchao: blocks of codes with a scale each, stored as plain tensors.
-
-Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861. Those of bitsandbytes hold plain
-tensors and need nothing of this.
-"""
+"""State of optimizers that is no plain tensor by parameter: blocks of codes of torchao, and shares of torch's ZeRO."""
 
 from __future__ import annotations
 
@@ -14,6 +10,8 @@ from typing import Any, cast
 import torch
 
 from accel.errors import CheckpointError, MissingExtraError
+from accel.items._kinds import local_optimizer
+from accel.optim import parameters_of
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, is_dtensor, local_part
 
@@ -164,3 +162,41 @@ def _class_of(kind: str) -> Any:
             where="load_state",
             fix="Run `pip install 'accel[torchao]'`.",
         ) from error
+
+
+def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state in torch's form, of all groups and of this rank's parameters.
+
+    Raises:
+        CheckpointError: see `local_optimizer`.
+    """
+    local = local_optimizer(optimizer)
+    packed = local.state_dict()
+    place = _places(optimizer)
+    mine = [place[id(parameter)] for parameter in parameters_of([local])]
+    return packed | {
+        "state": {mine[at]: entries for at, entries in packed["state"].items()},
+        "param_groups": _indexed(optimizer.param_groups, place),
+    }
+
+
+def load_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load this rank's part of a state in torch's form. Mutates the optimizer; groups are replaced."""
+    local = local_optimizer(optimizer)
+    params = parameters_of([optimizer])
+    place = _places(local)
+    entries = cast("dict[int, Any]", state["state"])
+    options = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    mine = {place[id(params[at])]: each for at, each in entries.items() if id(params[at]) in place}
+    groups = [old | new for old, new in zip(_indexed(local.param_groups, place), options, strict=True)]
+    local.load_state_dict(state | {"state": mine, "param_groups": groups})
+    optimizer.param_groups = [old | new for old, new in zip(optimizer.param_groups, options, strict=True)]
+
+
+def _places(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    return {id(parameter): at for at, parameter in enumerate(parameters_of([optimizer]))}
+
+
+def _indexed(groups: list[dict[str, Any]], place: dict[int, int]) -> list[dict[str, Any]]:
+    params = [group["params"] for group in groups]
+    return [group | {"params": [place[id(each)] for each in of]} for group, of in zip(groups, params, strict=True)]

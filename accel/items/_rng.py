@@ -173,7 +173,7 @@ def _decoded(saved: Saved, row: torch.Tensor) -> Row:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         return msgspec.msgpack.decode(data[_LENGTH_BYTES:][:length], type=Row)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CheckpointError(f"not a rank's row: {error}", where=f"{saved.path}, tensor {RANKS}") from error
 
 

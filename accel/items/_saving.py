@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import msgspec
 import torch
@@ -28,10 +28,10 @@ from accel.checkpoint import (
 from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, NonFiniteError, check_choice
-from accel.items._bases import BASE, Sums, has_sums, without_base
-from accel.items._folder import Folder
+from accel.items._bases import BASE, Sums, has_sums, join_bases, without_base
 from accel.items._folder_files import capture_folder
 from accel.items._kinds import (
+    Folder,
     Stateful,
     TrainableOnly,
     check_items,
@@ -43,14 +43,94 @@ from accel.items._kinds import (
     without_wrappers,
 )
 from accel.items._module import capture_module, capture_tensors, module_states
-from accel.items._optimizer import capture_optimizer
-from accel.items._parts import join_values, own_values
+from accel.items._optimizer import OptimizerValue, ParameterGroup, ParamFacts, capture_optimizer
 from accel.items._rng import capture_row
+from accel.items._source import SaveTransform
 from accel.items._stateful import capture_stateful
-from accel.items._transforms import SaveTransform
 from accel.items._value import capture_value
 from accel.storage import RemotePath, as_place
 from accel.tensors import local_part
+
+
+def own_values(content: Content, divided: Iterable[str]) -> bytes:
+    """Return this rank's values of divided items. No communication."""
+    return msgspec.msgpack.encode({name: content.items[name].value for name in sorted(divided)})
+
+
+def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str, Item]:
+    """Return a checkpoint's items, with the values of divided ones joined over ranks.
+
+    Args:
+        mine: items of this rank.
+        said: results of `own_values`, by rank.
+
+    Raises:
+        CheckpointError: the parts do not fit together; the same on every rank.
+    """
+    ranks = [msgspec.msgpack.decode(each, type=dict[str, Any]) if each else {} for each in said]
+    items = dict(mine)
+    for name in sorted(set[str]().union(*ranks)):
+        if missing := [rank for rank, own in enumerate(ranks) if name not in own]:
+            raise CheckpointError(
+                "an item that is a part on some ranks and whole on others",
+                expected="a Part, or a ZeroRedundancyOptimizer, on every rank",
+                got=f"none on rank {', '.join(map(str, missing))}",
+                where=name,
+            )
+        values = [own[name] for own in ranks]
+        items[name] = msgspec.structs.replace(items[name], value=_join(name, items[name].kind, values))
+    return items
+
+
+def check_taken(left: Sequence[Set[str]]) -> None:
+    """Raise unless some rank loads each stored tensor and parameter of `Part`s.
+
+    Args:
+        left: entries that a rank does not load, by rank.
+
+    Raises:
+        CheckpointError: no rank loads an entry; each is named.
+    """
+    if lost := sorted(name for name in left[0] if all(name in other for other in left)):
+        raise CheckpointError(
+            "stored, but in no rank's part:" + "".join(f"\n  {name}" for name in lost),
+            fix="Build the parts so that together they are the whole, or pass strict=False.",
+        )
+
+
+def _join(name: str, kind: str, values: list[Any]) -> Any:
+    if kind == "optimizer":
+        joined = _join_optimizers([msgspec.convert(value, OptimizerValue) for value in values], name)
+        return msgspec.to_builtins(joined)
+    extras: dict[str, Any] = {}
+    for value in reversed(values):
+        extras |= value
+    if BASE in extras:
+        extras[BASE] = join_bases(name, [value[BASE] for value in values])
+    return extras
+
+
+def _join_optimizers(values: Sequence[OptimizerValue], item: str) -> OptimizerValue:
+    """Join the state of a divided optimizer. Where several ranks hold a value, the lowest rank wins."""
+    counts = [len(value.groups) for value in values]
+    if len(set(counts)) > 1:
+        raise CheckpointError(
+            "ranks have other numbers of parameter groups",
+            expected="the groups on every rank, empty ones where it has no such parameters",
+            got=f"by rank: {', '.join(map(str, counts))}",
+            where=item,
+        )
+    groups: list[ParameterGroup] = []
+    for same in zip(*(value.groups for value in values), strict=True):
+        names = dict.fromkeys(name for group in same for name in group.params)
+        groups.append(ParameterGroup(tuple(names), same[0].options))
+    params: dict[str, ParamFacts] = {}
+    state: dict[str, Any] = {}
+    for value in reversed(values):
+        params |= value.params
+        state |= value.state
+    return OptimizerValue(tuple(groups), params, state, values[0].rest)
+
 
 SaveMode = Literal["sync", "async"]
 

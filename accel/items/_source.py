@@ -8,18 +8,114 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 
-from accel.checkpoint import Box, Classes, Item, Kept, Making, Saved, decode, held_box, named_classes, tensors_in
+from accel.checkpoint import (
+    Box,
+    Classes,
+    Item,
+    Kept,
+    Making,
+    Saved,
+    TensorEntry,
+    check_tensor,
+    decode,
+    held_box,
+    named_classes,
+    tensors_in,
+)
+from accel.comm import Call, Comm, exchange, reduce_ints
 from accel.context import DistContext
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, ConfigError
 from accel.items._kinds import is_floating
 from accel.items._rng import Row, with_parts
-from accel.items._transforms import LoadTransform
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, is_dtensor, local_part
+
+T = TypeVar("T")
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A stored tensor of a module, for a `transform` that gives it another name, several, or none.
+
+    Attributes:
+        name: name in the file.
+        dtype: torch's name, such as "float32".
+        shape: shape of the whole tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+SaveTransform = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+LoadTransform = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
+
+
+def transformed_names(entries: Mapping[str, TensorEntry], transform: LoadTransform) -> dict[str, str]:
+    """Return the names to load the tensors of modules by, each with its name in the file.
+
+    Args:
+        entries: the checkpoint's tensors of modules, aliases included.
+        transform: the user's transform.
+
+    Raises:
+        ConfigError: the result is no dict of the function's arguments by name.
+    """
+    given = {name: Stored(name, each.dtype, each.shape) for name, each in entries.items()}
+    found = _checked(transform(given), Stored, "load_state")
+    for name, stored in found.items():
+        if given.get(stored.name) != stored:
+            raise _refusal("load_state", f"{stored!r} as {name!r}")
+    return {name: stored.name for name, stored in found.items()}
+
+
+def transformed_tensors(
+    tensors: Mapping[str, torch.Tensor], modules: Iterable[str], transform: SaveTransform
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to save of modules, by name.
+
+    Args:
+        tensors: tensors of modules, by name.
+        modules: names of items.
+        transform: the user's transform.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored.
+        ConfigError: the result is no dict of tensors by names that begin with a module's.
+    """
+    found = _checked(transform(tensors), torch.Tensor, "save_state")
+    for name, tensor in found.items():
+        if not name.startswith(tuple(f"{item}." for item in modules)):
+            raise _refusal("save_state", f"the name {name!r}, which begins with no item that is a module")
+        check_tensor(tensor, name)
+    return {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in found.items()}
+
+
+def _checked(found: object, kind: type[T], caller: str) -> dict[str, T]:
+    """Check the result of a user's function: a dict of such values by name."""
+    if not isinstance(found, Mapping):
+        raise _refusal(caller, type(found).__name__)
+    pairs = cast("Mapping[Any, Any]", found)
+    for name, value in pairs.items():
+        if not isinstance(name, str) or not isinstance(value, kind):
+            raise _refusal(caller, f"{type(value).__name__} under {name!r}")
+    return dict(pairs)
+
+
+def _refusal(caller: str, got: str) -> ConfigError:
+    return ConfigError(
+        "a transform with an invalid result",
+        expected="some of what it was given, by names that begin with an item's",
+        got=got,
+        where=f"{caller}, transform=",
+        fix="Return a new dict, such as {name.replace('old.', 'new.'): value for name, value in tensors.items()}.",
+    )
+
 
 Facts = tuple[str, tuple[int, ...]]  # dtype and shape
 Wanted = tuple[str, Box | None]  # a tensor's name, and the part that this rank reads; None for all of it
@@ -292,3 +388,25 @@ def fields_in(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError("not a stored value", got=type(value).__name__, where=f"item {name}")
     return cast("dict[str, Any]", value)
+
+
+_BITS = 8
+
+
+def agree_on_readers(comm: Comm, call: Call, mine: Sequence[int]) -> list[list[int]]:
+    """Return the `main_readers` of each file. A collective.
+
+    Args:
+        comm: an open handle.
+        call: the expected call of all ranks.
+        mine: bytes that this rank reads of each file.
+    """
+    most = reduce_ints(comm, call, mine, "max")
+    reads = [bool(largest) and 2 * own >= largest for own, largest in zip(mine, most, strict=True)]
+    places = torch.arange(_BITS, dtype=torch.uint8)
+    padded = torch.zeros(-(-len(reads) // _BITS) * _BITS, dtype=torch.uint8)
+    padded[: len(reads)] = torch.tensor(reads, dtype=torch.uint8)
+    packed = (padded.view(-1, _BITS) << places).sum(1, dtype=torch.uint8)
+    rows = torch.stack(exchange(comm, call, packed))
+    bits = (rows.unsqueeze(-1) >> places & 1).flatten(1)
+    return [[int(rank) for rank in bits[:, at].nonzero()] for at in range(len(reads))]

@@ -7,18 +7,85 @@ import logging
 from collections.abc import Mapping
 from typing import overload
 
+import msgspec
 import torch
 from torch import nn
 
 from accel.checkpoint import check_tensor
 from accel.collectives import check_rank
-from accel.comm import Call, barrier, call_site, shared_failure
+from accel.comm import Call, Comm, barrier, broadcast_flat, call_site, exchange_values, shared_failure
 from accel.context import DistContext, context_first
 from accel.items._module import clean_name
-from accel.items._stages import StagedTensors, staged_tensors
-from accel.parallel import whole_model
+from accel.parallel import check_filled, unwrap_model, whole_model
+from accel.parallel.axes.pipeline import pipeline_of
 from accel.storage import dtype_name
 from accel.tensors import full_tensor, is_dtensor, state_tensors, stored_values
+
+
+class _Held(msgspec.Struct, frozen=True):
+    """A tensor that a rank holds, as the others see it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StagedTensors:
+    """The tensors of all stages of a model.
+
+    Attributes:
+        facts: tensors on the meta device by name, in the order of the whole model.
+        aliases: of each tied name but the first one of its tensor, that first name.
+    """
+
+    def __init__(self, ctx: DistContext, comm: Comm, ranks: list[dict[str, _Held]], order: Mapping[str, int]) -> None:
+        self._ctx = ctx
+        self._comm = comm
+        self._owners: dict[str, int] = {}
+        found: dict[str, torch.Tensor] = {}
+        for rank, held in enumerate(ranks):
+            for name, each in held.items():
+                if self._owners.setdefault(name, rank) == rank:
+                    found[name] = torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta")
+        self.facts = dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
+        self.aliases: dict[str, str] = {}
+
+    def whole(self, name: str, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor whole. A collective along the pipeline, and of the mesh of a DTensor.
+
+        Args:
+            name: one of `facts`.
+            own: tensors of this rank.
+        """
+        fact = self.facts[name]
+        if self._comm.rank == self._owners[name]:
+            found = full_tensor(own[name]).to(self._ctx.device).contiguous()  # one that streams is on the host
+        else:
+            found = torch.empty(fact.shape, dtype=fact.dtype, device=self._ctx.device)
+        if found.numel():
+            broadcast_flat(self._comm, found, source=self._owners[name])
+        return found
+
+
+def staged_tensors(ctx: DistContext, model: nn.Module, own: Mapping[str, torch.Tensor]) -> StagedTensors | None:
+    """Return the tensors of all stages of a model; None of a model without a pipeline. A collective along it.
+
+    Args:
+        ctx: the context.
+        model: from `prepare_model`.
+        own: tensors of this rank, by name.
+    """
+    pipeline = pipeline_of(unwrap_model(model))
+    if pipeline is None:
+        return None
+    mine = {name: _Held(dtype_name(each.dtype), tuple(each.shape)) for name, each in own.items()}
+    ranks = exchange_values(pipeline.comm, Call("tensors of stages"), mine, dict[str, _Held])
+    order = {name: at for at, name in enumerate(pipeline.order)}
+    found = StagedTensors(ctx, pipeline.comm, ranks, order)
+    for names in pipeline.names:
+        first, *others = sorted(names, key=lambda name: order.get(name, len(order)))
+        found.aliases |= dict.fromkeys(others, first)
+    return found
+
 
 _EXTRA_STATE = "_extra_state"
 
@@ -51,11 +118,13 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
         CheckpointError: a tensor has no values, or is sparse or quantized; the same on every rank.
         CollectiveMismatch: ranks hold different models.
         ConfigError: no such rank.
+        PrepareError: the model was prepared empty, and nobody has filled it.
     """
     site = call_site()
     with shared_failure(ctx.comm, Call("get_state_dict", f"dst={dst}", site)):
         check_rank(ctx, dst, "get_state_dict, dst=")
         model = whole_model(ctx, model)
+        check_filled(model, where="get_state_dict")
         tensors = live_tensors(model)
     if (stages := staged_tensors(ctx, model, tensors)) is not None:
         barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(stages.facts)]), site))

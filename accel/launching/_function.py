@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch a function instead of a script: from a notebook, a test, or any program.
-
-Each rank is a fresh interpreter. A fork would start sooner, but a process whose OpenMP threads have computed, or that
-has touched CUDA, has forks that hang or fail.
-"""
+"""Launch a function instead of a script: from a notebook, on Colab and Kaggle too, from a test, or any program."""
 
 from __future__ import annotations
 
@@ -12,28 +8,126 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from itertools import takewhile
-from typing import Any, Literal, TypeVar, cast
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from accel.brought import answered
 from accel.config import TORCHRUN_VARIABLES, LaunchConfig, Resolved, Source, resolve, to_text
-from accel.errors import ConfigError, LaunchError
+from accel.errors import ConfigError, LaunchError, escaped
 from accel.formats import PrecisionName
-from accel.launching._attempts import run_attempts, run_to_end
-from accel.launching._children import Children
-from accel.launching._hosted_notebook import choose_device, rank_environ, read_hosted
-from accel.launching._journal import open_journal
-from accel.launching._launch import make_log_dir, plan_here, record_dir
-from accel.launching._parcel import drop_results, pack, read_call, receive_error, receive_value, send_call, unpack
-from accel.launching._placed import CALLED
-from accel.launching._plan import HostPosition, LaunchPlan, ProcessPlan, check_mesh
-from accel.launching._record_changes import first_record
-from accel.launching._report import tell
-from accel.launching._signals import listening
-from accel.launching._supervisor import Ending, Peers
-from accel.launching._target import Target
+from accel.launching._launch import CALLED, make_log_dir, plan_here, record_dir
+from accel.launching._target import LaunchTarget
+from accel.launching.local._children import Children
+from accel.launching.local._function_rank import (
+    drop_results,
+    pack,
+    read_call,
+    receive_error,
+    receive_value,
+    send_call,
+    unpack,
+)
+from accel.launching.local._machine import read_machine
+from accel.launching.local._plan import HostPosition, LaunchPlan, ProcessPlan, check_mesh
+from accel.launching.local._signals import listening
+from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts, run_to_end
+from accel.launching.reports._journal import first_record, open_journal
+from accel.launching.reports._report import tell
 from accel.terminal import is_notebook_stream
+from accel.xla import has_begun, not_installed
+
+_KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"
+_COLAB = ("COLAB_RELEASE_TAG", "COLAB_GPU", "COLAB_TPU_1VM")
+_REMOTE = ("COLAB_TPU_ADDR", "XRT_TPU_CONFIG")  # a TPU behind the network, which torch_xla left with its release 2.1
+# Kaggle sets the first to "local": with it, processes of XLA look for each other there (pytorch/xla issue 8215). With
+# the second, a process counts as one that torch_xla has started.
+_MISLEADING = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
+
+
+class HostedNotebook(NamedTuple):
+    """The host of a notebook.
+
+    Attributes:
+        name: its name.
+        tpu: type of its TPU, such as v5e-8; "a TPU" if unknown, empty without one.
+        is_remote: whether the TPU is behind the network.
+    """
+
+    name: Literal["Colab", "Kaggle"]
+    tpu: str = ""
+    is_remote: bool = False
+
+
+def read_hosted(environ: Mapping[str, str]) -> HostedNotebook | None:
+    """Return the host of this notebook from its variables; None elsewhere."""
+    if _KAGGLE in environ:
+        name = "Kaggle"
+    elif any(variable in environ for variable in _COLAB):
+        name = "Colab"
+    else:
+        return None
+    has_tpu = environ.get("COLAB_TPU_1VM") == "1" or environ.get("PJRT_DEVICE", "").upper() == "TPU"
+    tpu = environ.get("TPU_ACCELERATOR_TYPE") or ("a TPU" if has_tpu else "")
+    is_remote = not tpu and any(environ.get(variable) for variable in _REMOTE)
+    return HostedNotebook(name, "a TPU" if is_remote else tpu, is_remote)
+
+
+def choose_device(
+    config: LaunchConfig, hosted: HostedNotebook | None, modules: Mapping[str, ModuleType]
+) -> LaunchConfig:
+    """Return the settings of a launch for the TPU of a hosted notebook, where it has one and nobody chose a device.
+
+    Args:
+        config: settings of the launch.
+        hosted: host of this notebook; None elsewhere.
+        modules: modules that this process has imported.
+
+    Raises:
+        MissingExtraError: torch_xla is not installed.
+        LaunchError: the TPU cannot be reached, its chips cannot be counted, or this process has begun to use it.
+    """
+    on_xla = config.device.partition(":")[0] == "xla"
+    if hosted is None or not hosted.tpu or not (on_xla or config.device == "auto"):
+        return config
+    where = f"{hosted.name}, {hosted.tpu}"
+    on_cpu = 'config=LaunchConfig(device="cpu")'
+    if hosted.is_remote:
+        raise LaunchError(
+            "the TPU of this notebook is behind the network, where torch_xla no longer reaches it",
+            where=where,
+            fix=f"Choose a runtime with a TPU VM, or compute on the CPU with {on_cpu}.",
+        )
+    if find_spec("torch_xla") is None:
+        raise not_installed(
+            "only torch_xla drives the TPU of this notebook, and it is not installed", where, f"or pass {on_cpu}"
+        )
+    if has_begun(modules):
+        raise LaunchError(
+            "this process holds the TPU, which one process at a time can use",
+            got="XLA devices in use before the launch",
+            where=where,
+            fix="Restart the kernel, and use XLA devices in the launched function only.",
+        )
+    if config.nproc_per_node not in ("auto", 1) and not read_machine().tpu_chips:
+        raise LaunchError(
+            "the chips of this TPU are two devices of XLA's each, or cannot be seen, and take one process",
+            expected="nproc=1",
+            got=f"nproc={config.nproc_per_node}",
+            where=where,
+        )
+    return config if on_xla else msgspec.structs.replace(config, device="xla")
+
+
+def rank_environ(environ: Mapping[str, str], hosted: HostedNotebook | None) -> Mapping[str, str]:
+    """Return the variables for ranks: those of a hosted notebook, without what misleads XLA there."""
+    if hosted is None or not hosted.tpu:
+        return environ
+    return {name: text for name, text in environ.items() if name not in _MISLEADING}
+
 
 T = TypeVar("T")
 _REDRAW_S = 0.5  # in a notebook, which keeps and sends all that is ever printed
@@ -90,21 +184,21 @@ def launch(
 
 def _run(
     name: str, folder: str, config: LaunchConfig, sources: Mapping[str, Source], environ: Mapping[str, str]
-) -> tuple[Ending, int]:
+) -> tuple[LaunchEnd, int]:
     """Run the function that lies in a folder on ranks of this machine; return their end and their number."""
-    target = Target(kind="module", name=CALLED, args=(folder,))
+    target = LaunchTarget(kind="module", name=CALLED, args=(folder,))
     redraw_s = _REDRAW_S if is_notebook_stream(sys.stderr) else 0.0
     count = len(plan_here(target, config, environ, record_dir=folder).processes)
     make_log_dir(config.log_dir)
 
-    def start(failed: int, _last: Ending) -> tuple[LaunchPlan, Peers]:
+    def start(failed: int, _last: LaunchEnd) -> tuple[LaunchPlan, Peers]:
         plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
         if failed:
             tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
             drop_results(folder)
         return msgspec.structs.replace(plan, redraw_s=redraw_s), Peers()
 
-    shown = Target(kind="program", name=name)
+    shown = LaunchTarget(kind="program", name=name)
     with listening() as signals, open_journal(shown, first_record(shown, config, sources)) as journal:
         ending = run_attempts(start, signals, max_restarts=config.max_restarts, shows_last=False, journal=journal)
     return ending, count
@@ -157,12 +251,13 @@ def launch_placed(
             return _outcome(run_to_end(plan, children), folder, nproc)
 
 
+@answered
 def notebook_launcher(
     fn: Callable[..., T],
     args: Sequence[Any] = (),
     *,
     nproc: int | Literal["auto"] = "auto",
-    precision: PrecisionName | None = None,
+    precision: PrecisionName | Literal["no"] | None = None,
     max_restarts: int | None = None,
 ) -> list[T]:
     """Run `fn(ctx, *args)` on every GPU or TPU chip of this machine, from a notebook; `accel.launch` otherwise.
@@ -186,6 +281,7 @@ def notebook_launcher(
     return launch(fn, args, config=_resolve(flags, os.environ).config)
 
 
+@answered
 def debug_launcher(fn: Callable[..., T], args: Sequence[Any] = (), *, nproc: int = 2) -> list[T]:
     """Run `fn(ctx, *args)` on processes that compute on the CPU; like `accel.launch` with other defaults.
 
@@ -245,7 +341,7 @@ def _refuse_without_effect(config: LaunchConfig, *names: str) -> None:
             )
 
 
-def _outcome(ending: Ending, folder: str, world_size: int) -> list[Any]:
+def _outcome(ending: LaunchEnd, folder: str, world_size: int) -> list[Any]:
     """Return the values of all ranks, or raise what ended the launch."""
     __tracebackhide__ = True
     if ending.stopped:
@@ -266,14 +362,14 @@ def _value(folder: str, rank: int) -> Any:
     return unpack(packed, f"the value of rank {rank}")
 
 
-def _stopped(ending: Ending) -> BaseException:
+def _stopped(ending: LaunchEnd) -> BaseException:
     """Raise the signal here, as without a launch; return the exception to raise if a handler goes on."""
     tell(ending.report)
     signal.raise_signal(ending.stopped)
     return LaunchError(f"the launch was stopped by {signal.Signals(ending.stopped).name}")
 
 
-def _failure(ending: Ending, folder: str, world_size: int) -> BaseException:
+def _failure(ending: LaunchEnd, folder: str, world_size: int) -> BaseException:
     """Return the exception of the first failing rank, with a note of its rank, the other failures and the place."""
     assert ending.first is not None
     rank, lines = ending.first.rank, ending.report.splitlines()
@@ -286,5 +382,5 @@ def _failure(ending: Ending, folder: str, world_size: int) -> BaseException:
     rest = raised.traceback if raised is not None else "\n".join(lines[len(told) :])
     note = "\n".join(line for line in (about, *told[1:], rest) if line)
     if note:
-        error.add_note(note)
+        error.add_note(escaped(note.expandtabs(4)))
     return error

@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launch of a script: checks, a plan for this machine, and its supervision or an agent for several hosts."""
+"""A launch of a script, or of one placed rank: checks, a plan for this machine, and its supervision or an agent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+import msgspec
+
 from accel.config import LaunchConfig, Source, resolve
 from accel.errors import LaunchError
-from accel.launching._attempts import run_attempts
-from accel.launching._hosts import await_first_host, await_name, check_endpoint, run_agent
-from accel.launching._journal import open_journal
-from accel.launching._machine import read_machine
-from accel.launching._plan import HostPosition, LaunchPlan, check_mesh, plan_launch
-from accel.launching._record_changes import first_record
-from accel.launching._report import tell
-from accel.launching._signals import listening
-from accel.launching._supervisor import Ending, Peers
-from accel.launching._target import Target, check_target
-from accel.launching._tpu import on_pod
+from accel.launching._target import LaunchTarget, check_target
+from accel.launching.hosts._hosts import await_first_host, await_name, check_endpoint, check_tasks, run_agent
+from accel.launching.local._machine import on_pod, read_machine
+from accel.launching.local._plan import HostPosition, LaunchPlan, check_mesh, plan_launch
+from accel.launching.local._signals import Orphans, listening
+from accel.launching.local._supervisor import LaunchEnd, Peers, run_attempts
+from accel.launching.reports._journal import first_record, open_journal
+from accel.launching.reports._report import tell
 
-WORKER_PATH = str(Path(__file__).with_name("_worker.py"))
+WORKER_PATH = str(Path(__file__).with_name("local") / "_worker.py")
 
 
 def run_launch(
@@ -38,6 +42,7 @@ def run_launch(
     kind: Literal["script", "module", "program"] = "script",
     environ: Mapping[str, str],
     summary: bool = False,
+    is_command: bool = False,
 ) -> int:
     """Run a script on N processes of this machine, alone or together with launches on other hosts, and wait for them.
 
@@ -49,45 +54,63 @@ def run_launch(
         kind: kind of `script`.
         environ: base environment of each process; `os.environ` is never written.
         summary: whether the last line on stderr reports the end of a run of several ranks, or of one with log files.
+        is_command: whether this process does nothing but launch. Then it adopts, on Linux, what ranks leave behind, and
+            ends it after a failure; and a signal ends it even while it is stuck.
 
     Returns:
         The exit status: 0, the failing rank's, or 128 plus the number of the signal that stopped the launch.
 
     Raises:
         LaunchError: the script cannot be run, the machine has too few GPUs, or the system refuses a process; or the
-            first of several hosts does not resolve, or does not answer.
+            first of several hosts does not resolve, or does not answer; or several tasks of a scheduler start a launch
+            each, and nothing says whether they are one job.
         ConfigError: a variable has an invalid value.
         EnvError: `environ` has another setting that the processes would refuse.
     """
-    target = Target(kind=kind, name=script, args=tuple(args))
+    target = LaunchTarget(kind=kind, name=script, args=tuple(args))
     if config is None:
         resolved = resolve({}, environ)
         config = on_pod(resolved, environ)
         sources = resolved.sources
     check_target(target, environ)
     if config.hosts[1] > 1:
-        return _launch_on_hosts(target, config, environ, sources, summary=summary)
+        return _launch_on_hosts(target, config, environ, sources, summary=summary, is_command=is_command)
+    check_tasks(sources, environ)
     first = first_record(target, config, sources)
-    with record_dir() as folder, listening() as signals, open_journal(target, first) as journal:
+    with (
+        Orphans() if is_command else contextlib.nullcontext() as orphans,
+        record_dir() as folder,
+        listening(is_guarded=is_command) as signals,
+        open_journal(target, first) as journal,
+    ):
 
-        def start(failed: int, _last: Ending) -> tuple[LaunchPlan, Peers]:
+        def start(failed: int, _last: LaunchEnd) -> tuple[LaunchPlan, Peers]:
             plan = plan_here(target, config, environ, record_dir=folder, position=HostPosition(restarts=failed))
             if failed:
                 tell(f"accel: all ranks start again, restart {failed} of {config.max_restarts}\n")
             make_log_dir(config.log_dir)
             return plan, Peers()
 
-        return run_attempts(start, signals, max_restarts=config.max_restarts, summary=summary, journal=journal).status
+        ending = run_attempts(
+            start, signals, max_restarts=config.max_restarts, summary=summary, journal=journal, orphans=orphans
+        )
+        return ending.status
 
 
 def _launch_on_hosts(
-    target: Target, config: LaunchConfig, environ: Mapping[str, str], sources: Mapping[str, Source], *, summary: bool
+    target: LaunchTarget,
+    config: LaunchConfig,
+    environ: Mapping[str, str],
+    sources: Mapping[str, Source],
+    *,
+    summary: bool,
+    is_command: bool,
 ) -> int:
     fewest, most = config.hosts  # raises now what the agent would raise
     plan = plan_here(target, config, environ, record_dir="", port=1, position=HostPosition(num_nodes=fewest))
     for hosts in range(fewest + 1, most + 1):
         check_mesh(config, hosts * len(plan.processes))
-    with listening() as signals:
+    with listening(is_guarded=is_command) as signals:
         if stopped := await_name(config, environ, signals):
             return 128 + stopped
         _ = check_endpoint(config)
@@ -95,11 +118,11 @@ def _launch_on_hosts(
         if stopped := await_first_host(config, signals):
             return 128 + stopped
         record = first_record(target, config, sources)
-        return run_agent(target, config, environ, signals, record, summary=summary)
+        return run_agent(target, config, environ, signals, record, summary=summary, is_command=is_command)
 
 
 def plan_here(
-    target: Target,
+    target: LaunchTarget,
     config: LaunchConfig,
     environ: Mapping[str, str],
     *,
@@ -173,3 +196,146 @@ def record_dir() -> tempfile.TemporaryDirectory[str]:
             got=str(error),
             fix="Make room in it, or set TMPDIR to another one.",
         ) from error
+
+
+CALLED = "accel.launching.local._function_rank"
+_CHUNK_BYTES = 1 << 20
+_REACT_S = 0.1
+_ENDING_S = 5.0  # between the end of the output and that of the process
+
+
+class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """The position of one placed rank.
+
+    Attributes:
+        rank, world_size: of the job.
+        local_rank, local_world_size: of its host.
+        node_rank: rank of its host.
+        master_addr, port: address of rank 0.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    port: int
+
+
+class RankNews(msgspec.Struct, frozen=True, kw_only=True):
+    """News of a rank since the last look.
+
+    Attributes:
+        out, err: output.
+        status: exit status, or minus the number of the signal that killed it; None while it runs.
+        files: content of the files that it has left, by name; empty while it runs.
+    """
+
+    out: bytes = b""
+    err: bytes = b""
+    status: int | None = None
+    files: dict[str, bytes] = {}
+
+
+class PlacedRank:
+    """A rank as the worker process on its host holds it. No torch, no communication."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="accel-rank-", ignore_cleanup_errors=True)
+        self._open: dict[int, str] = {}
+
+    def free_port(self) -> int:
+        """Return a TCP port of this host that is free at the moment."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def start(self, position: RankPosition, config: LaunchConfig, call: bytes) -> None:
+        """Start the process of the rank.
+
+        Args:
+            position: its position.
+            config: settings of the launch.
+            call: packed function, as `send_call` wrote it.
+
+        Raises:
+            LaunchError, EnvError: as `plan_launch` does.
+            OSError: the system refuses the process.
+        """
+        folder = self._folder.name
+        _ = Path(folder, "call").write_bytes(call)
+        plan = plan_launch(
+            LaunchTarget(kind="module", name=CALLED, args=(folder,)),
+            msgspec.structs.replace(config, nproc_per_node=1, log_dir=""),
+            environ=os.environ,
+            machine=read_machine(),
+            interpreter=(sys.executable, WORKER_PATH),
+            parent_pid=os.getpid(),
+            port=position.port,
+            record_dir=folder,
+            position=HostPosition(
+                node_rank=position.rank, num_nodes=position.world_size, master_addr=position.master_addr
+            ),
+        ).processes[0]
+        place = {
+            "LOCAL_RANK": position.local_rank,
+            "LOCAL_WORLD_SIZE": position.local_world_size,
+            "NODE_RANK": position.node_rank,
+            "GROUP_RANK": position.node_rank,
+            "GROUP_WORLD_SIZE": position.world_size // position.local_world_size,
+        }
+        self._process = subprocess.Popen(
+            plan.command,
+            env=plan.environ | {name: str(value) for name, value in place.items()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._open = {self._process.stdout.fileno(): "out", self._process.stderr.fileno(): "err"}
+
+    def look(self) -> RankNews:
+        """Return what has come from the rank; wait a moment if nothing has."""
+        process = self._process
+        if process is None:
+            return RankNews()
+        read = {"out": b"", "err": b""}
+        ready, _, _ = select.select(list(self._open), [], [], _REACT_S)
+        for fd in ready:
+            chunk = os.read(fd, _CHUNK_BYTES)
+            read[self._open[fd]] += chunk
+            if not chunk:
+                del self._open[fd]
+        if not self._open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _ = process.wait(_REACT_S)
+        status = process.poll()
+        if status is not None and ready and self._open:
+            status = None  # its last output comes first
+        files = {} if status is None else {each.name: each.read_bytes() for each in self._left()}
+        return RankNews(out=read["out"], err=read["err"], status=status, files=files)
+
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to the rank if it has not ended; with `group`, also to processes that it has started."""
+        if self._process is None:
+            return
+        if not group:
+            self._process.send_signal(number)
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        """Kill what is left, and remove the files."""
+        self.signal(signal.SIGKILL, group=True)
+        deadline = time.monotonic() + _ENDING_S
+        while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(_REACT_S)
+        self._folder.cleanup()
+
+    def _left(self) -> list[Path]:
+        return [each for each in Path(self._folder.name).iterdir() if each.is_file() and each.name != "call"]

@@ -4,5 +4,8 @@
 from accel.metrics._flops import FlopCount as FlopCount, count_flops as count_flops
 from accel.metrics._kinds import Kind as Kind, Weight as Weight
 from accel.metrics._record import Metrics as Metrics, running_metrics as running_metrics
-from accel.metrics._step_times import straggler as straggler
-from accel.metrics._steps import StepStatistics as StepStatistics, step_statistics as step_statistics
+from accel.metrics._steps import (
+    StepStatistics as StepStatistics,
+    step_statistics as step_statistics,
+    straggler as straggler,
+)

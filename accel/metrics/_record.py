@@ -12,17 +12,15 @@ import torch
 
 from accel.context import DistContext, check_context
 from accel.errors import ConfigError, check_choice, did_you_mean
-from accel.metrics._adding import States, add_others
-from accel.metrics._groups import Groups, Scalars, fetched
-from accel.metrics._kinds import KINDS, START, Kind, Weight, merged_number
-from accel.metrics._nested import Nested
-from accel.metrics._reading import gather_rows
+from accel.metrics._adding import Groups, Scalars, States, add_others, fetched
+from accel.metrics._kinds import KINDS, START, Kind, Nested, Weight, merged_number
 from accel.metrics._rows import (
+    MetricsRow,
     Number,
-    Row,
     combine_nested,
     combine_numbers,
     filled,
+    gather_rows,
     nested_row,
     rank_values,
     spread_of,
@@ -162,7 +160,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
         Raises:
             msgspec.ValidationError: the part does not fit.
         """
-        stored = msgspec.convert(part, _RankPart)
+        stored = msgspec.convert(part, _MetricsPart)
         if unknown := {*stored.numbers, *stored.nested} - self.kinds.keys():
             raise msgspec.ValidationError(f"numbers of {', '.join(sorted(unknown))}, which are not declared")
         numbers = {name: value for name, (value, _) in stored.numbers.items()}
@@ -214,13 +212,13 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
         )
 
 
-def own_row(metrics: Metrics) -> Row:
+def own_row(metrics: Metrics) -> MetricsRow:
     """Return this rank's states as plain numbers. Waits for the device."""
     scalars = fetched(Scalars(metrics.numbers, metrics.weights, metrics.groups))
-    return Row(scalars, {name: nested_row(state) for name, state in metrics.nested.items()})
+    return MetricsRow(scalars, {name: nested_row(state) for name, state in metrics.nested.items()})
 
 
-def read_values(metrics: Metrics, rows: Sequence[Row]) -> dict[str, Any]:
+def read_values(metrics: Metrics, rows: Sequence[MetricsRow]) -> dict[str, Any]:
     """Return the values of all ranks' rows together; see `Metrics.read`."""
     found = values_of(metrics.kinds, rows, metrics.nested)
     for name in metrics.by_rank:
@@ -233,7 +231,7 @@ def emptied(metrics: Metrics) -> Metrics:
     return Metrics(metrics.kinds, metrics.by_rank)
 
 
-class _RankPart(msgspec.Struct, frozen=True):
+class _MetricsPart(msgspec.Struct, frozen=True):
     numbers: dict[str, Number]
     nested: dict[str, tuple[Any, float]]
 

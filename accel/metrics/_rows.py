@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's row of a record of metrics as plain numbers, and all ranks' rows combined by kind. Pure."""
+"""One rank's row of a record of metrics, and the one collective that combines all ranks' rows."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from accel.comm import as_bytes
+from accel.comm import Call, as_bytes, as_tensor, call_site, exchange, shared_failure
+from accel.context import DistContext
 from accel.errors import DataError
-from accel.metrics._kinds import START, Kind, merged, merged_number
-from accel.metrics._nested import Nested, Shapes, shapes_of
+from accel.metrics._kinds import START, Kind, Nested, Shapes, merged, merged_number, shapes_of
 from accel.tree import map_leaves, tensors
 
 Number = tuple[float, float]  # state and weight
@@ -36,7 +36,7 @@ class NestedRow(msgspec.Struct, frozen=True, array_like=True):
     outline: Any
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class MetricsRow(msgspec.Struct, frozen=True, array_like=True):
     """One rank's states by name."""
 
     numbers: dict[str, Number] = {}
@@ -86,7 +86,7 @@ def value_of(kind: Kind, name: str, state: float, weight: float) -> float:
     return int(state)
 
 
-def values_of(kinds: Mapping[str, Kind], rows: Sequence[Row], own: Mapping[str, Nested]) -> dict[str, Any]:
+def values_of(kinds: Mapping[str, Kind], rows: Sequence[MetricsRow], own: Mapping[str, Nested]) -> dict[str, Any]:
     """Return the values over all ranks by name, in the order of the declaration; none where all weights are 0.
 
     Args:
@@ -111,7 +111,7 @@ def values_of(kinds: Mapping[str, Kind], rows: Sequence[Row], own: Mapping[str, 
     return found
 
 
-def rank_values(kind: Kind, name: str, rows: Sequence[Row]) -> dict[int, float]:
+def rank_values(kind: Kind, name: str, rows: Sequence[MetricsRow]) -> dict[int, float]:
     """Return the values of single ranks by rank; ranks without one are left out."""
     states = {rank: row.numbers[name] for rank, row in enumerate(rows) if name in row.numbers}
     return {rank: value_of(kind, name, *state) for rank, state in states.items() if state[1]}
@@ -141,7 +141,7 @@ def filled(containers: Any, shapes: Shapes, elements: torch.Tensor) -> Any:
     return map_leaves(lambda _: next(new), containers)
 
 
-def _nested_rows(name: str, rows: Sequence[Row]) -> list[NestedRow]:
+def _nested_rows(name: str, rows: Sequence[MetricsRow]) -> list[NestedRow]:
     """Return the ranks' states of a metric of several numbers, all of one form; none of a scalar."""
     nested = {rank: row.nested[name] for rank, row in enumerate(rows) if name in row.nested}
     if not nested:
@@ -163,3 +163,24 @@ def _nested_rows(name: str, rows: Sequence[Row]) -> list[NestedRow]:
 
 def _form(shapes: Shapes) -> str:
     return ", ".join(f"{path} {list(shape)}" for path, shape in shapes)
+
+
+def gather_rows(
+    ctx: DistContext, name: str, kinds: Mapping[str, Kind], own: Callable[[], MetricsRow]
+) -> list[MetricsRow]:
+    """Return the rows of all ranks, in rank order. A collective.
+
+    Args:
+        ctx: the context.
+        name: name of the call, for errors.
+        kinds: the declared names, which ranks compare.
+        own: returns this rank's row; waits for its device.
+
+    Raises:
+        CollectiveMismatch: ranks declare different metrics; on every rank.
+    """
+    call = Call(name, "\n".join(f"{metric}: {kind}" for metric, kind in kinds.items()), call_site())
+    with shared_failure(ctx.comm, call):
+        row = own()
+    payload = as_tensor(msgspec.msgpack.encode(row))
+    return [msgspec.msgpack.decode(as_bytes(each), type=MetricsRow) for each in exchange(ctx.comm, call, payload)]

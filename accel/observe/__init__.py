@@ -2,7 +2,6 @@
 """Trackers of a run, written to in the background; profiles of its steps."""
 
 from accel.observe import trackers as trackers
-from accel.observe._handle import Trackers as Trackers
 from accel.observe._log import (
     log as log,
     log_artifact as log_artifact,
@@ -11,10 +10,18 @@ from accel.observe._log import (
     log_table as log_table,
 )
 from accel.observe._logger import RankLogger as RankLogger, get_logger as get_logger, rich_handler as rich_handler
-from accel.observe._media import Artifact as Artifact, Figure as Figure, Images as Images, Table as Table
 from accel.observe._profile import Profile as Profile, profile as profile
-from accel.observe._tracker import Ending as Ending, Run as Run, Tracker as Tracker
+from accel.observe._tracker import (
+    Artifact as Artifact,
+    Ending as Ending,
+    Figure as Figure,
+    Images as Images,
+    Run as Run,
+    Table as Table,
+    Tracker as Tracker,
+)
 from accel.observe._tracking import (
+    Trackers as Trackers,
     end_trackers as end_trackers,
     get_tracker as get_tracker,
     init_trackers as init_trackers,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of chosen ranks by torch.profiler: a trace for each rank, named by it, in a run's folder."""
+"""Profiles of chosen ranks by torch.profiler, and snapshots of CUDA's memory, in a run's folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,31 @@ from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.observe._memory_history import recording, write_snapshot
 from accel.run_folder import PROFILE
+
+_MOST_EVENTS = 100_000  # allocations and frees, the newest
+
+
+@contextlib.contextmanager
+def recording() -> Generator[None]:
+    """Record allocations of CUDA with their stacks in the block."""
+    cuda: Any = torch.cuda.memory
+    cuda._record_memory_history(max_entries=_MOST_EVENTS)
+    try:
+        yield
+    finally:
+        cuda._record_memory_history(enabled=None)
+
+
+def write_snapshot(path: Path) -> None:
+    """Write a snapshot of the memory, and of what was recorded.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    cuda: Any = torch.cuda.memory
+    cuda._dump_snapshot(str(path))
+
 
 T = TypeVar("T")
 Schedule = Callable[[int], ProfilerAction]

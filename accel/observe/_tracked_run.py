@@ -1,19 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run that trackers write: its steps, its writers, and the part that a checkpoint holds."""
+"""The run that trackers write: its steps, its writers, its `run.json`, and the part that a checkpoint holds."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError, did_you_mean
-from accel.observe._tracker import Ending, Run, Tracker
+from accel.observe._tracker import Config, Ending, Run, Tracker
 from accel.observe._writer import LostRecords, Write, Writer
-from accel.run_folder import RUN
+from accel.run_folder import (
+    RUN,
+    RUN_EVENT,
+    RunRecord,
+    Setting,
+    ask_git,
+    hide_in_text,
+    installed_versions,
+    read_json,
+    read_run,
+    write_json,
+)
+
+
+class _OpenRunFile(msgspec.Struct, frozen=True):
+    path: str
+    record: RunRecord
+
+
+def run_file(ctx: DistContext, hidden: Sequence[str]) -> Tracker:
+    """Return the tracker that writes `run.json`.
+
+    Args:
+        ctx: the context, for its settings.
+        hidden: dotted names of credentials in the run's configuration.
+    """
+    fields: dict[str, Any] = {
+        "hidden": tuple(hidden),
+        "settings": _settings(ctx),
+        "world_size": ctx.world_size,
+    }
+    return Tracker(
+        RUN,
+        start=lambda run, config: _start(run, config, fields),
+        log=lambda live, values, step: None,
+        finish=_finish,
+    )
+
+
+def _start(run: Run, config: Config, fields: dict[str, Any]) -> _OpenRunFile:
+    source = ask_git(_script_folder())
+    folder = run.folder_for(RUN)
+    folder.mkdir(parents=True, exist_ok=True)
+    now = time.time()
+    before = read_run(folder)
+    times: dict[str, Any] = {"started_s": now}
+    if before is not None and before.id == run.id:
+        times = {"started_s": before.started_s, "resumed_s": (*before.resumed_s, now), "lost": before.lost}
+    facts = {"config": dict(config), "versions": installed_versions(), "source": source()}
+    record = RunRecord(id=run.id, project=run.project, name=run.name, **times, **facts, **fields)
+    opened = _OpenRunFile(str(folder / RUN), record)
+    write_json(opened.path, record)
+    sys.audit(RUN_EVENT, str(folder))
+    return opened
+
+
+def _finish(opened: _OpenRunFile, ending: Ending) -> None:
+    error = hide_in_text(ending.error)
+    ended = msgspec.structs.replace(_current(opened), status=ending.status, error=error, ended_s=time.time())
+    write_json(opened.path, ended)
+
+
+def note_lost(opened: Any, text: str) -> None:
+    """Note in an open `run.json` which records the run's files lack."""
+    assert isinstance(opened, _OpenRunFile)
+    write_json(opened.path, msgspec.structs.replace(_current(opened), lost=hide_in_text(text)))
+
+
+def _current(opened: _OpenRunFile) -> RunRecord:
+    return read_json(opened.path, RunRecord) or opened.record
+
+
+def _settings(ctx: DistContext) -> dict[str, Setting]:
+    values: dict[str, object] = msgspec.to_builtins(ctx.settings, enc_hook=str)
+    if (precision := ctx.precision.name) != "custom":
+        values["precision"] = precision
+    return {name: Setting(_text(value), ctx.launched.get(name, "")) for name, value in values.items()}
+
+
+def _text(value: object) -> str:
+    return hide_in_text(msgspec.json.encode(value).decode() if isinstance(value, dict) else str(value))
+
+
+def _script_folder() -> str:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.dirname(os.path.abspath(file)) if file else os.getcwd()
+
 
 _FLUSH_S = 30.0
 _RESTART_S = 10.0
@@ -58,7 +147,7 @@ class TrackedRun:
         *,
         room_bytes: int,
     ) -> None:
-        self.run = run
+        self.run: Run = run
         self.all = tuple(trackers)
         self._config = config
         self._mine = tuple(mine)
@@ -68,6 +157,7 @@ class TrackedRun:
         self._lines = run.lines
         self._began = self._ended = False
         self._told = set[str]()
+        self._gaps = dict[str, str]()
         self._writers = self._make_writers()
 
     def advance(self, step: int, where: str) -> None:
@@ -148,23 +238,32 @@ class TrackedRun:
         if self._ended:
             return ""
         self._ended = True
-        for writer in self._writers:
-            if writer.tracker.name == RUN:  # also of a run that failed before its first record
-                writer.put(lambda live: None, 0)
-        lost = _end_writers(self._writers, ending, patience_s)
+        began = time.monotonic()
+        own = [writer for writer in self._writers if writer.tracker.name == RUN]
+        for writer in own:  # also of a run that failed before its first record
+            writer.put(lambda live: None, 0)
+        lost = _end_writers([writer for writer in self._writers if writer not in own], ending, patience_s)
+        self._note_gaps(lost)
+        lost += _end_writers(own, ending, max(_SILENT_S, began + patience_s - time.monotonic()))
         for each in lost:
             logging.getLogger("accel.observe").warning("%s", each)
         return "; ".join(map(str, lost))
 
     def save(self) -> SavedRun:
-        """Return the run for a checkpoint, once local files hold all its steps.
+        """Return the run for a checkpoint, once local files hold all its steps but those that are lost for good.
 
         Raises:
-            CheckpointError: a local file lacks some of them, or could not be written in time.
+            CheckpointError: a local file could not be written, or not in time.
         """
         until = time.monotonic() + _FLUSH_S
         for writer in self._writers:
             writer.flush(until - time.monotonic())
+        lost = [lost for writer in self._writers if writer.tracker.flush is not None and (lost := writer.trouble())]
+        for each in lost:
+            if each.tracker not in self._gaps:
+                text = "the run's files lack records, and its checkpoints go on without them: %s"
+                logging.getLogger("accel.observe").warning(text, each)
+        self._note_gaps(lost)
         return SavedRun(self.run.project, self.run.id, self.run.name, self._step, self._lines)
 
     def load(self, saved: SavedRun) -> None:
@@ -191,6 +290,17 @@ class TrackedRun:
         self._lines = saved.lines
         self._first_steps.clear()
         self._writers = self._make_writers()
+
+    def _note_gaps(self, lost: Sequence[LostRecords]) -> None:
+        """Note in the run's record what its files lack."""
+        gaps = {each.tracker: str(each) for each in lost if _is_durable(self._writers, each.tracker)}
+        if gaps.items() <= self._gaps.items():
+            return
+        self._gaps |= gaps
+        text = "; ".join(self._gaps.values())
+        for writer in self._writers:
+            if writer.tracker.name == RUN:
+                writer.put(lambda live: note_lost(live, text), 0)
 
     def _make_writers(self) -> list[Writer]:
         return [Writer(tracker, self.run, self._config, self._room_bytes) for tracker in self._mine]

@@ -1,20 +1,237 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tracker as a record of functions, and the records that it is handed."""
+"""A tracker as a record of functions, and the records that it is handed: values, images, tables, figures, files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import msgspec
+import torch
 
-from accel.errors import ConfigError
-from accel.observe._media import Artifact, Figure, Images, Table
+from accel.errors import ConfigError, check_choice
+
+Cell = str | int | float | bool | None
+
+_COLORS = {1: 0, 3: 2, 4: 6}  # channels to PNG's types: grey, RGB, RGBA
+
+
+class Images(msgspec.Struct, frozen=True):
+    """Images of one name.
+
+    Attributes:
+        name: their name.
+        tensors: each [height, width, channels], uint8, on the CPU; 1, 3 or 4 channels.
+    """
+
+    name: str
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+
+class Table(msgspec.Struct, frozen=True):
+    """A table of texts and numbers.
+
+    Attributes:
+        name: its name.
+        columns: their names.
+        rows: one value a column each.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about."""
+        return sum(64 + (len(cell) if isinstance(cell, str) else 0) for row in self.rows for cell in row)
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """A drawn figure.
+
+    Attributes:
+        name: its name.
+        png: the picture as a PNG file.
+    """
+
+    name: str
+    png: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return len(self.png)
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """A file or folder to be stored with the run.
+
+    Attributes:
+        name: its name.
+        path: absolute path of a file or folder, read in the background.
+    """
+
+    name: str
+    path: Path
+
+
+def split_images(name: str, images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return single images. No copy.
+
+    Args:
+        name: their name.
+        images: [N, C, H, W], [C, H, W] or [H, W], or a sequence of the last two; uint8, bool, or floats from 0 to 1.
+
+    Raises:
+        ConfigError: another shape or dtype.
+    """
+    if isinstance(images, torch.Tensor):
+        images = list(images) if images.ndim == 4 else [images]
+    single = images if isinstance(images, Sequence) else [images]  # pyright: ignore[reportUnnecessaryIsInstance]
+    for image in single:
+        _check_image(name, image)
+    return list(single)
+
+
+def make_images(name: str, images: Sequence[torch.Tensor]) -> Images:
+    """Copy images of `split_images` to bytes on the CPU."""
+    return Images(name, tuple(_pixels(image) for image in images))
+
+
+def make_table(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Copy a table.
+
+    Raises:
+        ConfigError: a row of another length, or a value that is neither text nor number.
+    """
+    made = tuple(tuple(_cell(name, value) for value in row) for row in rows)
+    for at, row in enumerate(made):
+        if len(row) != len(columns):
+            raise ConfigError(
+                "a row does not fit the columns",
+                expected=f"{len(columns)} values",
+                got=str(len(row)),
+                where=f"log_table, {name}, row {at}",
+            )
+    return Table(name, tuple(columns), made)
+
+
+def make_figure(name: str, figure: object) -> Figure:
+    """Draw a figure.
+
+    Args:
+        name: its name.
+        figure: of matplotlib, or another object whose `savefig(file, format="png")` draws it.
+
+    Raises:
+        ConfigError: another object.
+    """
+    if not callable(getattr(figure, "savefig", None)):
+        raise ConfigError(
+            "this is no figure that can be drawn",
+            expected="a figure of matplotlib",
+            got=type(figure).__name__,
+            where=f"log_figure, {name}",
+            fix="Draw it into a tensor, and use log_images.",
+        )
+    file = io.BytesIO()
+    cast(Any, figure).savefig(file, format="png")
+    return Figure(name, file.getvalue())
+
+
+def make_artifact(name: str | None, path: str | os.PathLike[str]) -> Artifact:
+    """Return the record of a file or folder, under its own name by default."""
+    absolute = Path(os.path.abspath(path))
+    return Artifact(name or absolute.name, absolute)
+
+
+def png_of(pixels: torch.Tensor) -> bytes:
+    """Encode [height, width, channels] of uint8 as a PNG file (https://www.w3.org/TR/png/)."""
+    height, width, channels = pixels.shape
+    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.reshape(height, -1)], dim=1)  # filter 0 a row
+    head = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
+    data = zlib.compress(bytes(rows.untyped_storage()), 6)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _check_image(name: str, image: torch.Tensor) -> None:
+    if not isinstance(image, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        facts = {"expected": "tensors", "got": type(image).__name__, "where": f"log_images, {name}"}
+        raise ConfigError("this is no image", fix="Pass torch.as_tensor(...) of it, [C, H, W].", **facts)
+    channels = 1 if image.ndim == 2 else image.shape[0] if image.ndim == 3 else 0
+    if channels not in _COLORS or not image.numel():
+        raise ConfigError(
+            "this is no image",
+            expected="[C, H, W] with 1, 3 or 4 channels, or [H, W]",
+            got=f"shape {list(image.shape)}",
+            where=f"log_images, {name}",
+            fix="Turn [H, W, C] by permute(2, 0, 1)." if image.ndim == 3 and image.shape[2] in _COLORS else "",
+        )
+    if not image.is_floating_point() and image.dtype not in (torch.uint8, torch.bool):
+        raise ConfigError(
+            "images of this dtype have no known range",
+            expected="uint8, bool, or floats from 0 to 1",
+            got=str(image.dtype),
+            where=f"log_images, {name}",
+        )
+
+
+def _pixels(image: torch.Tensor) -> torch.Tensor:
+    image = image.detach()
+    if image.ndim == 2:
+        image = image.unsqueeze(0)
+    if image.is_floating_point():
+        image = image.float().nan_to_num(0.0).clamp(0, 1).mul(255).round()
+    elif image.dtype == torch.bool:
+        image = image.to(torch.uint8).mul(255)
+    return image.to("cpu", torch.uint8, copy=True).permute(1, 2, 0).contiguous()
+
+
+def _cell(name: str, value: object) -> Cell:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    item = getattr(value, "item", None)  # scalars of numpy
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        return cast(Cell, item())
+    raise ConfigError(
+        "tables hold texts and numbers", got=type(value).__name__, where=f"log_table, {name}", fix="Use str(...)."
+    )
+
 
 Config = Mapping[str, Any]
 Values = Mapping[str, float]
 Ranks = Literal["main", "host", "every"]
+
+_NEEDED = ("start", "log", "finish")
+_PARAMETERS = {
+    "start": "run, config",
+    "log": "live, values, step",
+    "finish": "live, ending",
+    "flush": "live",
+    "log_images": "live, images, step",
+    "log_table": "live, table, step",
+    "log_figure": "live, figure, step",
+    "log_artifact": "live, artifact, step",
+    "first_step": "run",
+    "check": "run",
+}
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +296,9 @@ class Tracker(msgspec.Struct, frozen=True):
         first_step: lowest step of an earlier run in the place that `start` would write to; None for none.
         check: raises if the tracker cannot work here, before anything starts.
         ranks: processes that write: rank 0, the first rank of each host, or every rank.
+
+    Raises:
+        ConfigError: when it is made: a name that is no printable text, no function where one belongs, or unknown ranks.
     """
 
     name: str
@@ -93,3 +313,18 @@ class Tracker(msgspec.Struct, frozen=True):
     first_step: Callable[[Run], int | None] | None = None
     check: Callable[[Run], object] | None = None
     ranks: Ranks = "main"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError("not a name", expected="printable text", got=repr(self.name), where="Tracker, name=")
+        where = f"tracker {self.name}"
+        for field, parameters in _PARAMETERS.items():
+            value = getattr(self, field)
+            if not callable(value) and (value is not None or field in _NEEDED):
+                raise ConfigError(
+                    "not a function",
+                    expected=f"{field}({parameters}){'' if field in _NEEDED else ', or None'}",
+                    got=f"{type(value).__name__} {value!r:.40}",
+                    where=f"{where}, {field}=",
+                )
+        check_choice(self.ranks, get_args(Ranks), "unknown ranks", where=f"{where}, ranks=")

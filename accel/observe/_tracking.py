@@ -1,26 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tracking`: the trackers of a run, opened and finished on every rank."""
+"""`tracking`: the trackers of a run, opened and finished on every rank, with its configuration."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 import uuid
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
 
 import msgspec
 
 from accel.comm import Call, agreed_values, call_site, exchange_values
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, TrackerError, check_choice
-from accel.observe._config import plain_config
-from accel.observe._handle import Trackers
-from accel.observe._run_file import run_file
-from accel.observe._tracked_run import TrackedRun
+from accel.errors import CheckpointError, ConfigError, TrackerError
+from accel.observe._tracked_run import SavedRun, TrackedRun, run_file
 from accel.observe._tracker import Ending, Ranks, Run, Tracker
+from accel.run_folder import hide_in_config
+
+
+def plain_config(config: object) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a configuration that may be stored.
+
+    Args:
+        config: a mapping, msgspec Struct, dataclass, object with attributes such as argparse's Namespace, or None.
+
+    Returns:
+        Values as JSON has them, other objects as their text, and stars in place of credentials; and the dotted names of
+        these.
+
+    Raises:
+        ConfigError: not a configuration.
+    """
+    if config is None:
+        return {}, ()
+    fields: object
+    if isinstance(config, Mapping | msgspec.Struct) or _is_dataclass(config):
+        fields = cast(object, config)
+    elif hasattr(config, "__dict__") and not isinstance(config, type) and not callable(config):
+        fields = vars(config)
+    else:
+        raise ConfigError(
+            "not a configuration",
+            expected="a mapping, a Struct, a dataclass or a Namespace",
+            got=type(config).__name__,
+            where="tracking, config=",
+        )
+    plain = cast("dict[str, Any]", msgspec.to_builtins(fields, str_keys=True, enc_hook=str))
+    return hide_in_config(plain)
+
+
+def _is_dataclass(config: object) -> bool:
+    return dataclasses.is_dataclass(config) and not isinstance(config, type)
+
+
+class Trackers:
+    """The trackers of a run, from `tracking`. An item for `save_state` and `resume`, such as `"trackers": trackers`.
+
+    A checkpoint holds the run's identity and its last logged step. It commits once local files hold all steps up to
+    that. A run that loads it is the same run in each tracker that can go on, and local files are cut back to that step.
+
+    Args:
+        tracked: the run and its writers.
+        strict, debug: as for `tracking`.
+    """
+
+    def __init__(self, tracked: TrackedRun, *, strict: bool, debug: bool) -> None:
+        self.tracked = tracked
+        self.strict = strict
+        self.debug = debug
+
+    def __repr__(self) -> str:
+        return f"Trackers({', '.join(tracker.name for tracker in self.tracked.all)}; run {self.run.name})"
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self.tracked.run
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run's identity and last logged step, once local files hold all steps up to it.
+
+        Raises:
+            CheckpointError: a local file lacks some of them, or could not be written in time.
+        """
+        return msgspec.structs.asdict(self.tracked.save())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the run of a checkpoint after its last step. Trackers that have started are finished.
+
+        Raises:
+            CheckpointError: no saved run, or one of another project; or a local file is still being written.
+        """
+        try:
+            saved = msgspec.convert(state_dict, SavedRun)
+        except msgspec.ValidationError as error:
+            raise CheckpointError("not a run of trackers", got=str(error), where="load_state_dict") from error
+        self.tracked.load(saved)
+
 
 _ROOM_BYTES = 64 * 2**20
 _FINISH_S = 30.0
@@ -250,7 +330,6 @@ def _check(project: str, to: Sequence[Tracker], run: str | None, room_bytes: int
                 got=f"{type(tracker).__name__} {tracker!r:.40}",
                 where="tracking, to=",
             )
-        check_choice(tracker.ranks, get_args(Ranks), "unknown ranks", where=f"tracker {tracker.name}, ranks=")
     names = [tracker.name for tracker in to]
     if len(set(names)) < len(names):
         fix = 'Give one another name: msgspec.structs.replace(tracker, name="second").'

@@ -18,6 +18,9 @@ from accel.observe._tracker import Ending, Run, Tracker
 
 Write = Callable[[Any], object]
 
+_RETRY_S = 1.0
+_TRIES = 2  # after which a checkpoint, or the end of the run, waits no longer
+
 
 class LostRecords(msgspec.Struct, frozen=True):
     """Records that a tracker did not get.
@@ -49,7 +52,8 @@ class Writer:
     """A tracker's live run, in a thread of its own: one that hangs holds up no other one.
 
     The thread is a daemon, so that it cannot hold the interpreter back. It starts with the first record. A process
-    forked from this one writes nothing.
+    forked from this one writes nothing. A tracker with a `flush` writes to a disk, which may be full for a while: what
+    it raises an `OSError` at waits, with the records behind it, and is tried again.
 
     Args:
         tracker: the tracker.
@@ -72,7 +76,12 @@ class Writer:
         self._started = self._is_live = self._done = False
         self._live: Any = None
         self._dropped = self._failed = self._taken = self._ended_records = 0
+        self._queued = 0
         self._error = ""
+        self._held = ""  # why the call that the thread is in is to be tried again
+        self._tries = 0  # calls so far that are to be tried again
+        self._asked = 0  # how often somebody has waited for the disk
+        self._last_tries = 0  # since the end
 
     def put(self, write: Write, size: int) -> None:
         """Queue a record. Never waits for the tracker.
@@ -85,8 +94,7 @@ class Writer:
             return
         with self._changed:
             self._start()
-            self._waiting.append((write, size))
-            self._bytes += size
+            self._queue(write, size)
             while self._bytes > self._room_bytes and len(self._waiting) > 1:
                 _, dropped = self._waiting.popleft()
                 self._bytes -= dropped
@@ -110,10 +118,10 @@ class Writer:
         raise ConfigError(f"the tracker {self.tracker.name} did not start", got=got, where="get_tracker")
 
     def flush(self, patience_s: float) -> None:
-        """Wait until all records are written and durable, if the tracker has a `flush`.
+        """Wait until all records are written and durable, if the tracker has a `flush`; but for those that are lost.
 
         Raises:
-            CheckpointError: some are lost, or it took too long.
+            CheckpointError: the disk still refuses some, or it took too long.
         """
         flush = self.tracker.flush
         if flush is None or not self._started:
@@ -125,17 +133,17 @@ class Writer:
             ready.set()
 
         with self._changed:
-            self._waiting.append((write, 0))
+            number = self._queue(write, 0)
+            self._asked += 1
             self._changed.notify_all()
-            until = time.monotonic() + patience_s
-            while not (ready.is_set() or self._failed) and (left := until - time.monotonic()) > 0:
-                _ = self._changed.wait(left)
-            if ready.is_set() and not (self._failed or self._dropped):
-                return
+            enough = self._tries + _TRIES
+            _ = self._changed.wait_for(lambda: self._is_through(number) or self._tries >= enough, max(0.0, patience_s))
+            if ready.is_set() or (self._is_through(number) and not self._is_live):
+                return  # of a tracker that never began, all records are lost
             lost = self._lost(f"not written within {patience_s:g} s")
         raise CheckpointError(
             "the run's files lack records of steps that the checkpoint counts as logged",
-            got=str(lost),
+            got=self._held or str(lost),
             where=f"tracker {self.tracker.name}",
             fix="Free its disk, or leave the tracker out of `to`.",
         )
@@ -149,6 +157,7 @@ class Writer:
         """Let the thread write the waiting records, finish the tracker, and end."""
         with self._changed:
             self._ending = ending
+            self._asked += 1
             self._changed.notify_all()
 
     def has_ended(self, until: float) -> bool:
@@ -171,6 +180,17 @@ class Writer:
         if not self._started:
             self._started = True
             threading.Thread(target=self._work, name=f"accel-tracker-{self.tracker.name}", daemon=True).start()
+
+    def _queue(self, write: Write, size: int) -> int:
+        """Append a record; return its number, from 1."""
+        self._waiting.append((write, size))
+        self._bytes += size
+        self._queued += 1
+        return self._queued
+
+    def _is_through(self, number: int) -> bool:
+        """Return whether a record has been written or lost."""
+        return self._done or self._ended_records + self._dropped >= number
 
     def _lost(self, why_unfinished: str) -> LostRecords:
         ended = self._done or not self._started
@@ -212,19 +232,45 @@ class Writer:
             return write
 
     def _call(self, name: str, work: Callable[[], object]) -> bool:
-        """Call a function of the tracker; return whether it came back without an error."""
+        """Call a function of the tracker, again where the disk may take it later; return whether it came back."""
         self._busy = name
-        try:
-            _ = work()
-        except BaseException as error:  # a library may exit its thread
-            if not self._error:
-                self._error = f"{name}: {type(error).__name__}: {error}"
-                self._warn(f"failed, and its records are lost: {self._error}")
-            with self._changed:
-                self._changed.notify_all()
-            return False
-        self._busy = ""
-        return True
+        while True:
+            try:
+                _ = work()
+            except BaseException as error:  # a library may exit its thread
+                text = f"{name}: {type(error).__name__}: {error}"
+                if name != "finish" and self._may_pass(error) and self._await_retry(text):
+                    continue
+                if not self._error:
+                    self._error = text
+                    self._warn(f"failed, and its records are lost: {self._error}")
+                with self._changed:
+                    self._changed.notify_all()
+                return False
+            self._busy = ""
+            if self._held:
+                self._held = ""
+                logging.getLogger("accel.observe").info("tracker %s writes again", self.tracker.name)
+            return True
+
+    def _may_pass(self, error: BaseException) -> bool:
+        is_missing = isinstance(error, FileNotFoundError)  # such as an artifact
+        return self.tracker.flush is not None and isinstance(error, OSError) and not is_missing
+
+    def _await_retry(self, text: str) -> bool:
+        """Wait until a call is to be tried again; return False at the end of the run, after the last trial."""
+        with self._changed:
+            if not self._held:
+                self._warn(f"cannot write, keeps its records and tries again: {text}")
+            self._held = text
+            self._tries += 1
+            self._last_tries += self._ending is not None
+            self._changed.notify_all()
+            if self._last_tries > _TRIES:
+                return False
+            asked = self._asked
+            _ = self._changed.wait_for(lambda: self._asked != asked, _RETRY_S)
+            return True
 
     def _warn(self, text: str) -> None:
         logging.getLogger("accel.observe").warning("tracker %s %s", self.tracker.name, text)

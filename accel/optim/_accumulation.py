@@ -82,6 +82,8 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
         begun = msgspec.structs.replace(self, micro=micro, sync=last or micro == self.steps)
         if micro == 1 and "spent" in vars(self):
             vars(begun)["spent"] = vars(self)["spent"]
+        if micro > 1:
+            return keep_losses(self, begun)
         return begun
 
     def add(
@@ -206,3 +208,10 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
                 where="Accumulation",
                 fix="Save after optimizer_step.",
             )
+
+
+def keep_losses(window: Accumulation, later: Accumulation) -> Accumulation:
+    """Return a later record of a window, with what is known of its losses beside the fields. Mutates the record."""
+    if "losses" in vars(window):
+        vars(later)["losses"] = vars(window)["losses"]
+    return later

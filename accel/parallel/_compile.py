@@ -1,23 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile in place: nothing is wrapped, so names of parameters, checkpoints and types stay as they are."""
+"""torch.compile and activation checkpointing in place: names, checkpoints and types stay as they are."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import (
+    checkpoint,  # pyright: ignore[reportUnknownVariableType] - dynamo knows the name
+    create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from accel.context import DistContext
 from accel.errors import ConfigError, check_choice
 from accel.formats import Compile, CompileMode
-from accel.mixins import Mixin, add_mixin
-from accel.parallel._checkpointing import Recomputed
+from accel.mixins import Mixin, add_mixin, remove_mixin
+from accel.parallel._modules import Select, selected, unwrap_model
 from accel.parallel._private import is_compiled
-from accel.parallel._select import Select, selected
-from accel.parallel._unwrap import unwrap_model
 
 M = TypeVar("M", bound=nn.Module)
+Keep: TypeAlias = Literal["products"] | Sequence[str]
+
+# Products and attention: most of a block's time, and few of the tensors that it makes.
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+class Recomputed(Mixin, nn.Module):
+    """Stands before the class of a block that is computed again in backward.
+
+    Attributes:
+        kept: names of the operators whose outputs are kept.
+    """
+
+    kept: tuple[str, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward, remembering its inputs and what is kept only."""
+        forward = cast(Any, super()).forward
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        contexts: dict[str, Any] = {}
+        if self.kept:
+            operators = [_operator(name) for name in self.kept]
+            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)  # pyright: ignore[reportUnknownVariableType]
+
+
+def add_within(modules: Iterable[nn.Module], mixin: type[Mixin]) -> None:
+    """Put a class before those of modules, behind `Recomputed`: what is computed again goes through it too."""
+    modules = list(modules)
+    again = [(each, each.kept) for each in modules if isinstance(each, Recomputed)]
+    remove_mixin([each for each, _ in again], Recomputed)
+    add_mixin(modules, mixin)
+    for kept in dict.fromkeys(kept for _, kept in again):
+        add_mixin([each for each, own in again if own == kept], Recomputed, kept=kept)
+
+
+def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep = ()) -> M:
+    """Trade time for memory: keep only the inputs of the chosen blocks for backward. No communication. Mutates them.
+
+    In backward each block runs its forward again, with the random numbers and autocast of the first time. Gradients are
+    the same. Nothing is wrapped: names, checkpoints and `isinstance` stay as they are. Call it before `compile_model`;
+    before or after `prepare_model` is the same.
+
+    Args:
+        model: plain, or from `prepare_model`.
+        select: "repeated" for the blocks that a ModuleList or Sequential holds at least two of, of one class; a class
+            or a tuple of classes; or a predicate of a module's name and the module. Of nested blocks the outer one
+            counts, so the model's own class is all of it.
+        keep: names of operators whose outputs are kept and not computed again, such as "aten.mm.default"; "products"
+            for matrix products, convolutions and attention, which take most of the time and little of the memory.
+
+    Returns:
+        The model that was passed.
+
+    Raises:
+        ConfigError: nothing is chosen, something in `keep` is no operator, or a block keeps others already.
+
+    Reference: Chen et al. 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174;
+        torch.utils.checkpoint. Of `keep`: Korthikanti et al. 2022, "Reducing activation recomputation in large
+        transformer models", arXiv:2205.05198.
+    """
+    kept = _names(keep)
+    chosen = selected(unwrap_model(model), select, "checkpoint_activations")
+    for name, block in chosen.items():
+        if isinstance(block, Recomputed) and block.kept != kept:
+            raise ConfigError(
+                "a block keeps the outputs of other operators already",
+                expected=", ".join(block.kept) or "none",
+                got=", ".join(kept) or "none",
+                where=f"checkpoint_activations, keep=, {name or type(model).__name__}",
+                fix="Choose the blocks of each call apart, by select=.",
+            )
+    add_mixin(chosen.values(), Recomputed, kept=kept)
+    return model
+
+
+def _names(keep: Keep) -> tuple[str, ...]:
+    if keep == "products":
+        return tuple(f"aten.{name}.default" for name in _PRODUCTS)
+    names = () if isinstance(keep, str) else tuple(keep)
+    unknown = [keep] if isinstance(keep, str) else [name for name in names if _operator(name) is None]
+    if unknown:
+        raise ConfigError(
+            "no such operator",
+            expected="'products', or names such as 'aten.mm.default'",
+            got=", ".join(map(repr, unknown)),
+            where="checkpoint_activations, keep=",
+            fix="torch.ops lists them, each with its overloads.",
+        )
+    return names
+
+
+def _operator(name: str) -> Any:
+    """Return the operator of a name such as "aten.mm.default"; None if torch has none."""
+    parts = name.split(".") if isinstance(name, str) else []  # pyright: ignore[reportUnnecessaryIsInstance] - users pass operators
+    if len(parts) != 3:
+        return None
+    return functools.reduce(lambda found, part: getattr(found, part, None), parts, cast(Any, torch.ops))
 
 
 class _Traced(Mixin, nn.Module):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built empty, on the meta device: filled from the first rank, or by a load after they were spread."""
+"""Models on their way to a device: moved, or built empty and filled from the first rank or by a load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -12,11 +12,14 @@ from torch import nn
 from accel.comm import Call, Comm, agreed, call_site, reduce_ints
 from accel.errors import PrepareError
 from accel.parallel._labels import replace_parameter
-from accel.parallel._paths import named_modules
-from accel.parallel._unwrap import stage_modules
+from accel.parallel._modules import named_modules, stage_modules, unwrap_model
 from accel.tensors import become, is_dtensor, local_part
 
 _WHERE = "prepare_model"
+_BUILT = (
+    "Build the model by accel.init_empty_weights(make), which computes such buffers as torch.device('meta') does not."
+)
+_EXPECTS = "accel_expects_values"  # attribute of modules that were spread empty, until their first forward
 
 
 def stays_empty(comm: Comm, model: nn.Module) -> bool:
@@ -32,7 +35,7 @@ def stays_empty(comm: Comm, model: nn.Module) -> bool:
     """
     held_here = [not each.is_meta for each in model.parameters()]
     missing_first = held_here.count(False) if comm.rank == 0 else 0
-    lost = list(_unsaved_buffers(model))
+    lost = [name for name, each in _unsaved_buffers(model).items() if each.is_meta]
     numbers = [missing_first, held_here.count(True), len(lost)]
     missing, held, most_lost = reduce_ints(comm, Call("prepare_model", "empty parameters", call_site()), numbers, "max")
     if not missing:
@@ -50,7 +53,7 @@ def stays_empty(comm: Comm, model: nn.Module) -> bool:
             "a buffer that no checkpoint holds has no values",
             got=f"{', '.join(lost) or 'buffers of another rank'} on the meta device",
             where=_WHERE,
-            fix="Set it before prepare to a tensor on the CPU, computed as the model's __init__ does.",
+            fix=f"{_BUILT} Or set it before prepare to a tensor on the CPU, computed as the model's __init__ does.",
         )
     return True
 
@@ -108,20 +111,39 @@ def expect_values(comm: Comm, model: nn.Module) -> None:
         model: spread, or whole.
     """
     first = stage_modules(model)[0]
+    for module in model.modules():
+        vars(module)[_EXPECTS] = True
 
     def look(_module: nn.Module, _inputs: Any) -> None:
         with agreed(comm, Call("forward of an empty model", ordered=False)):
-            if empty := names_of_empty(model):
-                raise PrepareError(
-                    "the model has no values yet",
-                    expected="a load or initialisation between prepare and the first forward",
-                    got=f"{len(empty)} parameters and buffers that nobody has filled, such as {empty[0]}",
-                    where="forward",
-                    fix="Load them: accel.load_state(ctx, path, {'model': model}); or call accel.initialize_weights.",
-                )
+            check_filled(model, where="forward")
         handle.remove()
+        for module in model.modules():
+            _ = vars(module).pop(_EXPECTS, None)
 
     handle = first.register_forward_pre_hook(cast(Any, torch.compiler).disable(look), prepend=True)
+
+
+def check_filled(model: nn.Module, *, where: str) -> None:
+    """Refuse a model that was spread empty, and whose values have not come by its first forward. Mutates nothing.
+
+    A model that had its values is not looked at again, so that one which has diverged since can be saved.
+
+    Raises:
+        PrepareError: nobody has filled some of its parameters and buffers on this rank.
+    """
+    model = unwrap_model(model)
+    empty = names_of_empty(model) if _EXPECTS in vars(model) else []
+    if empty:
+        unsaved = [name for name in empty if name in _unsaved_buffers(model)]
+        raise PrepareError(
+            "the model has no values yet",
+            expected="a load or initialisation after prepare",
+            got=f"{len(empty)} parameters and buffers that nobody has filled, such as {empty[0]}",
+            where=where,
+            fix="Load them: accel.load_state(ctx, path, {'model': model}); or call accel.initialize_weights."
+            + (f" No checkpoint holds {unsaved[0]}. {_BUILT}" if unsaved else ""),
+        )
 
 
 def names_of_empty(model: nn.Module) -> list[str]:
@@ -136,12 +158,41 @@ def is_unknown(tensor: torch.Tensor) -> bool:
     return part.is_floating_point() and part.numel() > 0 and bool(part.isnan().all())
 
 
-def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of empty buffers that are not persistent."""
+def _unsaved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are not persistent, by name."""
     saved = model.state_dict().keys()
-    return (name for name, each in model.named_buffers() if each.is_meta and name not in saved)
+    return {name: each for name, each in model.named_buffers() if name not in saved}
 
 
 def _unknown(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = torch.empty_like(tensor.detach(), device=device)
     return made.fill_(float("nan")) if made.is_floating_point() else made.zero_()
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model's parameters and buffers in place; those on the meta device stay there.
+
+    To XLA and to devices that packages register `Module.to` would put new parameters into the model, and leave the
+    optimizer with those on the CPU. DTensors would lose their attributes by it, even where they do not move.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(each.device == device or each.is_meta for each in tensors):
+        return
+    if not any(each.is_meta for each in tensors) and _keeps_parameters(device):
+        model.to(device)
+        return
+    for tensor in tensors:
+        if tensor.device == device or tensor.is_meta:
+            continue
+        there: torch.Tensor = tensor.detach().to(device)
+        if isinstance(tensor, nn.Parameter):
+            there = nn.Parameter(there, tensor.requires_grad)
+            there.grad_dtype = tensor.grad_dtype
+        become(tensor, there)
+
+
+def _keeps_parameters(device: torch.device) -> bool:
+    """Return whether `Module.to` leaves parameters the objects that they are on the way from the CPU to a device."""
+    probe = nn.Module()
+    probe.parameter = parameter = nn.Parameter(torch.empty(0, device="cpu"))
+    return probe.to(device).parameter is parameter

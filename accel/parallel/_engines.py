@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.comm import foreign_call, raise_lost
 from accel.context import DistContext
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Strategy: module and function, which takes the context and returns the `Engine`. Imported when asked for.
 ENGINES: Mapping[str, tuple[str, str]] = {"deepspeed": ("accel.engines.deepspeed", "make")}
@@ -41,7 +47,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     accumulation: int | None = None
 
 
-class StepOutcome(NamedTuple):
+class EngineOutcome(NamedTuple):
     """Whether parameters were changed, whether gradients were finite, and their norm before clipping where known."""
 
     stepped: bool
@@ -53,7 +59,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The functions of an engine. Records, weights and decisions of the loop stay accel's.
 
     Each function takes the context first, is called on every rank, and may communicate. It finds what is live from the
-    objects that it gets, which `prepare` has returned.
+    objects that it gets, which `prepare` has returned. An `AccelError` of its own is raised before it communicates,
+    alike on all ranks; any other error that one rank alone has ends the context's group, as peers may wait for it.
 
     Attributes:
         prepare: models, optimizers, schedulers and prepared loaders, to what takes their places, in the same order.
@@ -73,7 +80,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     prepare: Callable[[DistContext, Sequence[Any]], Sequence[Any]]
     hold: Callable[[DistContext, Sequence[nn.Module], bool], AbstractContextManager[None]]
     backward: Callable[[DistContext, torch.Tensor, bool], None]
-    step: Callable[[DistContext, Sequence[Optimizer], StepRequest], StepOutcome]
+    step: Callable[[DistContext, Sequence[Optimizer], StepRequest], EngineOutcome]
     clear: Callable[[DistContext, Sequence[Optimizer]], None]
     clip_norm: Callable[[DistContext, Sequence[torch.Tensor], float, float, float | torch.Tensor], torch.Tensor]
     clip_value: Callable[[DistContext, Sequence[torch.Tensor], float, float | torch.Tensor], None]
@@ -92,7 +99,44 @@ def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) 
     if named is None:
         return None
     module, function = named
-    return getattr(importlib.import_module(module), function)(ctx)
+    engine: Engine = getattr(importlib.import_module(module), function)(ctx)
+    return engine if ctx.world_size == 1 else _guarded(engine)
+
+
+def _guarded(engine: Engine) -> Engine:
+    """Return an engine whose functions tell peers of a rank that fails between their collectives."""
+    return Engine(
+        prepare=_told(engine.prepare, opens=True),
+        hold=partial(_held, engine),
+        backward=_told(engine.backward),
+        step=_told(engine.step),
+        clear=_told(engine.clear),
+        clip_norm=_told(engine.clip_norm),
+        clip_value=_told(engine.clip_value),
+        items=_told(engine.items),
+        loaded=_told(engine.loaded),
+    )
+
+
+def _told(
+    function: Callable[Concatenate[DistContext, P], R], *, opens: bool = False
+) -> Callable[Concatenate[DistContext, P], R]:
+    def call(ctx: DistContext, *args: P.args, **kwargs: P.kwargs) -> R:
+        with foreign_call(ctx.comm, opens=opens):
+            return function(ctx, *args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _held(engine: Engine, ctx: DistContext, models: Sequence[nn.Module], exchanges: bool) -> Generator[None]:
+    """Hold models, and tell of a lost peer; errors of the user's code in the block stay what they are."""
+    try:
+        with engine.hold(ctx, models, exchanges):
+            yield
+    except RuntimeError as error:
+        raise_lost(ctx.comm, error)
+        raise
 
 
 def engine_items(ctx: DistContext, items: Mapping[str, object]) -> Mapping[str, object]:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels of prepared parameters, for calls that see parameters and no model."""
+"""Labels of prepared models and parameters, for calls that see one without the other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from accel.errors import PrepareError, StepError
+from accel.parallel._modules import unwrap_model, wrapped_name
 from accel.parallel._private import is_view
 from accel.tensors import is_dtensor
+from accel.topology import Dimension
 
 _LABEL = "accel_label"  # holds plain values, so that a pickled model needs nothing of accel
 _HEIR = "accel_heir"
@@ -139,3 +142,110 @@ def _check_spread(rank: int, parameter: torch.Tensor) -> None:
 
 def _label_of(parameter: torch.Tensor) -> tuple[str, bool, bool] | None:
     return getattr(parameter, _LABEL, None)
+
+
+# Along these, ranks of local SGD step on their own gradients.
+APART: tuple[Dimension, ...] = ("data", "replicate", "shard")
+
+_LOCAL = "accel_local"  # attribute of a prepared model
+_ALONE = "accel_steps_alone"  # attribute of parameters
+
+
+def mark_local(model: nn.Module) -> None:
+    """Note that no gradient of a model crosses ranks with other samples. Mutates it."""
+    vars(model)[_LOCAL] = True
+    let_step_alone_(model.parameters())
+
+
+def is_local(model: nn.Module) -> bool:
+    """Return whether no gradient of a model crosses ranks with other samples."""
+    return _LOCAL in vars(unwrap_model(model))
+
+
+def let_step_alone_(parameters: Iterable[torch.Tensor], *, alone: bool = True) -> None:
+    """Note whether ranks may decide differently about the steps of parameters. Mutates them."""
+    for each in parameters:
+        if alone:
+            setattr(each, _ALONE, True)
+        elif steps_alone(each):
+            delattr(each, _ALONE)
+
+
+def steps_alone(parameter: torch.Tensor) -> bool:
+    """Return whether ranks may decide differently about a parameter's steps."""
+    return hasattr(parameter, _ALONE)
+
+
+_MICRO_BATCHES = "accel_micro_batches"
+
+
+def note_micro_batches(model: nn.Module, count: int) -> None:
+    """Let a model know the number of micro-batches of its plan. Mutates it by an attribute."""
+    vars(model)[_MICRO_BATCHES] = count
+
+
+def micro_batches_of(model: nn.Module) -> int:
+    """Return the number of micro-batches that a model's plan makes of a batch; 1 where it does not say.
+
+    Args:
+        model: as `prepare_model` returned it, or inside its wrappers.
+    """
+    while _MICRO_BATCHES not in vars(model) and (name := wrapped_name(model)) is not None:
+        model = getattr(model, name)
+    return vars(model).get(_MICRO_BATCHES, 1)
+
+
+# A list that the parameters of a model share: whether a forward ran with autocast on, and whether one ran with it off.
+_SEEN = "accel_autocast_seen"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Look:
+    """A hook of all modules that hold parameters, until one of them has run with autocast on.
+
+    torch.compile traces it: it neither breaks a graph nor takes itself away there.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.seen = [False, False]
+        self.device_type = device_type
+        self.handles: list[Any] = []
+
+    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
+        on = torch.is_autocast_enabled(self.device_type)
+        self.seen[0 if on else 1] = True
+        if on and not torch.compiler.is_compiling():
+            for handle in self.handles:
+                handle.remove()
+
+
+def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
+    """Note on a model's parameters whether its forward runs with autocast on. Mutates it by hooks until it has.
+
+    Models whose parameters have the compute dtype need no autocast. They are not watched.
+
+    Args:
+        model: prepared.
+        device_type: device type of the autocast.
+        compute: "bf16" or "fp16".
+    """
+    if all(each.dtype is _DTYPES[compute] for each in model.parameters() if each.is_floating_point()):
+        return
+    look = _Look(device_type)
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            look.handles.append(module.register_forward_pre_hook(look))
+    for each in model.parameters():
+        setattr(each, _SEEN, look.seen)
+
+
+def runs_without_autocast(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether forwards of watched models have run, and none of them with autocast on."""
+    without = False
+    for each in parameters:
+        seen = cast("list[bool] | None", getattr(each, _SEEN, None))
+        if seen is not None:
+            if seen[0]:
+                return False
+            without = without or seen[1]
+    return without

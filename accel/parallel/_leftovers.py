@@ -1,20 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that a window finds when it begins: noted on their parameters, and cleared."""
+"""Gradients at a window's edges: left from before, held by `fully_shard`, or none for unused parameters."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from accel.comm import all_reduce_flat
+from accel.context import DistContext
 from accel.errors import StepError
-from accel.parallel._unsharded import drop_unsharded, shards_of
-from accel.parallel._unwrap import held_by, is_pipelined, stage_modules
-from accel.tensors import integers, local_part
+from accel.parallel._modules import held_by, is_pipelined, stage_modules
+from accel.parallel._spread import stage_comm
+from accel.tensors import integers, local_part, mesh_of
+
+
+class Shards(NamedTuple):
+    """A parameter that `fully_shard` has taken.
+
+    Attributes:
+        parameter: as an optimizer has it.
+        whole: as forward and backward have it; None until the first forward.
+        held: gradients of the whole one that ranks have not exchanged.
+    """
+
+    parameter: torch.Tensor
+    whole: torch.Tensor | None
+    held: list[torch.Tensor]
+
+
+def shards_of(module: nn.Module) -> Iterator[Shards]:
+    """Yield the parameters that `fully_shard` took when it was called on a module; not those of modules below it."""
+    for group in _groups(module):
+        for each in group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            held = (None if whole is None else whole.grad, each.unsharded_accumulated_grad)
+            yield Shards(each.sharded_param, whole, [grad for grad in held if grad is not None])
+
+
+def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
+    """Drop the gradients held for a module, and return its parameters as an optimizer has them. No communication.
+
+    Args:
+        module: that `fully_shard` was called on; modules below it are not looked at.
+    """
+    parameters: list[torch.Tensor] = []
+    for group in _groups(module):
+        group._partial_reduce_output = None  # of replicas that wait for set_requires_all_reduce
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            parameters.append(each.sharded_param)
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+    return parameters
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    state = cast(Any, module)._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # older torch has at most one
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
 
 _FOUND = "accel_found"  # whether the gradient that a window found holds a value other than zero, as a plain bool
 _WATCHED = "accel_watched"  # the id of the tensor whose hook may take the note back: a copy has no hook
@@ -181,3 +232,132 @@ def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor | None], lis
         if sharded_kind is not None and isinstance(module, sharded_kind):
             sharded.append(module)
     return parameters, sharded
+
+
+_USED = "accel_used"  # of a parameter: whether a backward has reached it since the last exchange of these bits
+_SETTLED = "accel_settled"  # of a gradient: ranks have exchanged its bit
+_AWAITED = "accel_awaited"  # of a parameter that ranks have whole: placements of its gradient before their mean
+_REPORTS = "accel_reports"  # of a whole parameter: id of the sharded one that its hook notes
+
+
+def watch_used(units: Sequence[nn.Module]) -> None:
+    """Note from now on which parameters a backward reaches. Adds hooks to the modules.
+
+    Args:
+        units: that `fully_shard` was called on, the outermost one last.
+    """
+    for unit in units:
+        _forget_cleared(unit)
+        _ = unit.register_forward_pre_hook(cast(Any, torch.compiler).disable(_report))
+
+    def begin(_module: nn.Module, _inputs: Any) -> None:
+        for unit in units:
+            _forget_cleared(unit)
+
+    _ = units[-1].register_forward_pre_hook(cast(Any, torch.compiler).disable(begin))
+
+
+def await_mean(parameter: torch.Tensor, placements: Sequence[object]) -> None:
+    """Note with which placements the gradients of a replicated parameter await their mean over ranks."""
+    setattr(parameter, _AWAITED, tuple(placements))
+
+
+def awaited_of(parameter: torch.Tensor) -> Sequence[object]:
+    """Return the placements of a replicated parameter's gradients; none of another."""
+    return getattr(parameter, _AWAITED, ())
+
+
+def watch_whole(parameter: torch.Tensor, *, again: bool = False) -> None:
+    """Note from now on whether a backward reaches a parameter that every rank has whole.
+
+    Args:
+        parameter: replicated.
+        again: for one that is watched already, at each forward.
+    """
+    if again and not is_watched(parameter):
+        return
+    if parameter.grad is None:
+        setattr(parameter, _USED, False)
+    if again and getattr(parameter, _REPORTS, None) != id(parameter):
+        known = weakref.ref(parameter)
+
+        def reached(_grad: torch.Tensor) -> None:
+            if (live := known()) is not None:
+                note_used(live)
+
+        _ = cast(Any, parameter).register_hook(reached)
+        setattr(parameter, _REPORTS, id(parameter))
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    """Return whether it is noted for a parameter if a backward reaches it."""
+    return hasattr(parameter, _USED)
+
+
+def is_used(parameter: torch.Tensor) -> bool:
+    """Return whether a backward of this rank has reached a parameter; if it has a gradient where nobody watches it."""
+    return getattr(parameter, _USED, parameter.grad is not None)
+
+
+def note_used(parameter: torch.Tensor) -> None:
+    """Note that a backward has reached a parameter, if it is watched."""
+    if is_watched(parameter):
+        setattr(parameter, _USED, True)
+
+
+def drop_unused(ctx: DistContext, parameters: Iterable[torch.Tensor]) -> None:
+    """Drop the gradients of watched parameters that no rank has used. A collective where there are watched ones.
+
+    Args:
+        ctx: the context.
+        parameters: of a step; those of the same step on every rank of the stage.
+    """
+    parameters = list(parameters)
+    for each in parameters:
+        if each.grad is None and is_watched(each) and awaited_of(each):  # others may have one, and await this rank's
+            each.grad = _awaited_zeros(each)
+    asked = [
+        each
+        for each in parameters
+        if hasattr(each, _USED) and each.grad is not None and not hasattr(each.grad, _SETTLED)
+    ]
+    if not asked:
+        return
+    comm = stage_comm(ctx)
+    used = torch.tensor([is_used(each) for each in asked], dtype=torch.uint8, device=comm.control)
+    if comm.size > 1:
+        _ = all_reduce_flat(comm, used, "max")
+    for each, any_rank in zip(asked, integers(used), strict=True):
+        setattr(each, _USED, False)
+        if any_rank:
+            setattr(each.grad, _SETTLED, True)
+        else:
+            each.grad = None
+
+
+def _awaited_zeros(parameter: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    mesh = mesh_of(parameter)
+    zeros = torch.zeros_like(local_part(parameter))
+    return DTensor.from_local(zeros, mesh, cast(Any, awaited_of(parameter)), run_check=False)
+
+
+def _report(unit: nn.Module, _inputs: Any) -> None:
+    """Let the whole parameters of a unit report gradients. They are made by the unit's first forward, and stay."""
+    for parameter, whole, _ in shards_of(unit):
+        if whole is None or not whole.requires_grad or getattr(whole, _REPORTS, None) == id(parameter):
+            continue
+
+        def reached(_grad: torch.Tensor, parameter: torch.Tensor = parameter) -> None:
+            note_used(parameter)
+
+        _ = cast(Any, whole).register_hook(reached)
+        setattr(whole, _REPORTS, id(parameter))
+
+
+def _forget_cleared(unit: nn.Module) -> None:
+    """Take back the notes for gradients that somebody has cleared, as `zero_grad` does."""
+    for parameter, _, held in shards_of(unit):
+        if parameter.grad is None and not held:
+            setattr(parameter, _USED, False)

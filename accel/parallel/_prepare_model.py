@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare_model`: a model is spread over the ranks as the context's strategy says."""
+"""`prepare_model`: a model is spread along each dimension of the context's mesh, in one order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -12,27 +12,85 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._absent import check_absent, check_unallocated
-from accel.parallel._autocast_seen import watch_autocast
-from accel.parallel._bare import check_bare, check_devices, check_shapes
-from accel.parallel._comm_hooks import CommHook, ReplicateOptions
 from accel.parallel._compile import compile_as_set
-from accel.parallel._composition import check_axes, composition, unspread
-from accel.parallel._ddp import Replica, replica_of
-from accel.parallel._empty import allocate_empty, expect_values, stays_empty
+from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import label_parameters, name_of
-from accel.parallel._masters import check_masters, refuse_foreign
-from accel.parallel._micro_batches import note_micro_batches
-from accel.parallel._move import move_model
-from accel.parallel._quantized import check_frozen
-from accel.parallel._refusals import check_all
-from accel.parallel._replicas import stage_comm
-from accel.parallel._sharded import check_sharded
-from accel.parallel._spread import Spread, SpreadOptions
-from accel.parallel._unwrap import unwrap_model
-from accel.parallel.shard import SHARD
-from accel.topology import Plan
+from accel.parallel._labels import label_parameters, name_of, note_micro_batches, watch_autocast
+from accel.parallel._modules import unwrap_model
+from accel.parallel._refused import (
+    check_absent,
+    check_all,
+    check_bare,
+    check_devices,
+    check_frozen,
+    check_hooked,
+    check_shapes,
+    check_unallocated,
+)
+from accel.parallel._same_batches import compare_batches
+from accel.parallel._sharded import check_adopted, check_replicated
+from accel.parallel._spread import Spread, SpreadOptions, check_masters, refuse_foreign, stage_comm
+from accel.parallel.axes.context import CONTEXT
+from accel.parallel.axes.experts import EXPERT
+from accel.parallel.axes.pipeline import PIPELINE
+from accel.parallel.axes.replicate._comm_hooks import CommHook, ReplicateOptions
+from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
+from accel.parallel.axes.shard import SHARD
+from accel.parallel.axes.tensor import TENSOR
+from accel.topology import STRATEGY_DIMENSION, Dimension, Plan, dimension_of
+
+# Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes
+# the parameters as the others have left them. `fully_shard` exchanges along replicas too, so a mesh of both is SHARD's.
+_ORDER: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "sequence", "shard", "replicate")
+_BUILT = (PIPELINE, EXPERT, TENSOR, CONTEXT, SHARD, REPLICATE)
+_SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in _BUILT}
+
+
+def composition(ctx: DistContext) -> Sequence[Spread]:
+    """Return what spreads a model over the ranks of a context, in the order to apply it.
+
+    Dimensions that nothing here spreads a model along are left out: their ranks hold replicas, or what the user spread.
+    """
+    asked = {dimension_of(name) for name, axis in ctx.position.axes if axis.size > 1}
+    # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
+    apart = asked & {"pipeline", "tensor", "expert"}
+    wanted = {*asked - {"data", "replicate", "shard"}, "shard" if apart else STRATEGY_DIMENSION[ctx.strategy]}
+    if asked == {"pipeline"}:  # every rank has a stage of its own, and no peer with the same one
+        wanted = {"pipeline"}
+    return [_SPREADS[dimension] for dimension in _ORDER if dimension in wanted and dimension in _SPREADS]
+
+
+def unspread(ctx: DistContext, model: nn.Module) -> Sequence[Spread]:
+    """Return what `prepare_model` would apply to a model; nothing on one rank. No communication."""
+    return [each for each in composition(ctx) if ctx.world_size > 1 and not each.is_done(ctx, model)]
+
+
+def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
+    """Raise for a mesh along which ranks hold layers or experts of their own, and nothing here gives them those.
+
+    Stages and experts often have equal names and shapes, so every one of them would begin with rank 0's values and
+    would be averaged with the others.
+
+    Args:
+        ctx: the context.
+        spreads: whether the model is about to be spread along the axes that something here knows.
+
+    Raises:
+        PrepareError: a pipeline or expert axis of more than one rank.
+    """
+    for name, axis in ctx.position.axes:
+        dimension = dimension_of(name)
+        known = spreads and dimension in _SPREADS
+        if axis.size == 1 or dimension not in ("pipeline", "expert") or known:
+            continue
+        held = "stage" if dimension == "pipeline" else "experts"
+        raise PrepareError(
+            f"every rank would begin with rank 0's {held}, and average gradients with all others",
+            expected="a mesh without pipeline and expert dimensions of more than one rank",
+            got=f"{name}={axis.size}",
+            where="prepare_model, ctx.mesh",
+            fix=f"Leave {name} out of the mesh, or keep the model out of prepare and exchange its gradients.",
+        )
 
 
 @context_first
@@ -65,8 +123,9 @@ def prepare_model(
     Args:
         ctx: the context.
         model: on the CPU, on the context's device, or without values on the meta device. Mutated.
-        find_unused_parameters: lets parameters stay out of a loss. Under `fsdp` their gradient is zero then, also where
-            it is none under `ddp`; blocks that only some ranks run are beyond it.
+        find_unused_parameters: lets parameters stay out of a loss. One that no rank used has no gradient then, and no
+            optimizer moves it. Sharded models exchange a bit for each parameter before a step; blocks that only some
+            ranks run are beyond them.
         broadcast_buffers: whether rank 0's buffers replace the others' before each forward.
         bucket_cap_mb, static_graph, gradient_as_bucket_view: as in DistributedDataParallel, under `ddp` only; the
             bucket's unit is MiB.
@@ -92,6 +151,7 @@ def prepare_model(
     ctx.comm.check_open()
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise PrepareError("not a model", expected="a torch.nn.Module", got=type(model).__name__, where="prepare_model")
+    check_hooked(model)
     keywords = ReplicateOptions(
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=bucket_cap_mb,
@@ -123,9 +183,7 @@ def prepare_model(
         label_parameters(model)
     is_empty = _is_empty(ctx, model)
     if ctx.world_size > 1:
-        for each, own in zip(spreads, options, strict=True):
-            if not each.is_done(ctx, prepared):
-                prepared = each.spread(ctx, prepared, own, is_empty=is_empty)
+        prepared = _spread(ctx, model, zip(spreads, options, strict=True), is_empty=is_empty)
     if is_empty and allocate:
         inner = unwrap_model(prepared)
         allocate_empty(inner, ctx.device)
@@ -136,6 +194,19 @@ def prepare_model(
         watch_autocast(prepared, ctx.device.type, ctx.precision.compute)
     compile_as_set(ctx, prepared)
     return prepared
+
+
+def _spread(
+    ctx: DistContext, model: nn.Module, spreads: Iterable[tuple[Spread, SpreadOptions]], *, is_empty: bool
+) -> nn.Module:
+    """Spread a model along each dimension along which it is not spread yet. A collective."""
+    spread: list[Dimension] = []
+    for each, options in spreads:
+        if not each.is_done(ctx, model):
+            model = each.spread(ctx, model, options, is_empty=is_empty)
+            spread.append(each.dimension)
+    compare_batches(ctx, model, spread)
+    return model
 
 
 def _is_empty(ctx: DistContext, model: nn.Module) -> bool:
@@ -161,7 +232,9 @@ def check_model(
     Raises:
         DeviceError, PrepareError: as there.
     """
-    if replica_of(model) is not None:
+    if (replica := replica_of(model)) is not None:
+        if not isinstance(replica, Replica):
+            check_replicated(ctx, replica)
         return
     check_bare(model)
     check_frozen(model)
@@ -225,7 +298,7 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
     if exchanges and exchanges[-1].dimension == "pipeline":
         exchanges += [SHARD]  # stages without peers take what stages with peers do, so that one script serves both
     options = [name for each in exchanges for name in each.options.__struct_fields__]
-    used = [name for name in options if name in defaults.__struct_fields__]
+    used = [name for name in dict.fromkeys(options) if name in defaults.__struct_fields__]
     unused = [name for name in keywords.__struct_fields__ if name not in used]
     if ignored := [name for name in unused if getattr(keywords, name) != getattr(defaults, name)]:
         raise ConfigError(
@@ -243,7 +316,7 @@ def _adopt(ctx: DistContext, model: nn.Module) -> None:
     """Take a model as it is that somebody has wrapped or spread."""
     replica = replica_of(model)
     if replica is None:
-        check_sharded(ctx, model)
+        check_adopted(ctx, model)
         if not all(map(name_of, model.parameters())):
             label_parameters(model)
     elif not isinstance(replica, Replica):

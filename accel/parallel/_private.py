@@ -6,7 +6,7 @@ A test looks for each of them in the torch that is installed, and in the package
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -30,7 +30,10 @@ PRIVATE = {
         "_buffers",
         "_non_persistent_buffers_set",
         "_compiled_call_impl",
+        "_forward_hooks",
+        "_forward_pre_hooks",
     ),
+    "torch._C": ("_current_graph_task_id",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
@@ -82,3 +85,18 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     """Return whether somebody registered a hook on a parameter or on the accumulation of its gradient."""
     each = cast(Any, parameter)
     return bool(each._backward_hooks or each._post_accumulate_grad_hooks)
+
+
+def forward_hooks(module: nn.Module) -> Mapping[int, object]:
+    """Return the hooks that see a module's inputs and outputs, of this module alone."""
+    return cast(Any, module)._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
+    """Return the hooks that see a module's inputs, of this module alone."""
+    return cast(Any, module)._forward_pre_hooks
+
+
+def runs_in_backward() -> bool:
+    """Return whether this thread is in a backward, as a forward is that torch computes again."""
+    return cast(Any, torch)._C._current_graph_task_id() != -1

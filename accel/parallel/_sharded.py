@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._unwrap import is_pipelined, stage_modules
+from accel.parallel._modules import is_pipelined, stage_modules
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 # Ranks along these hold parameters of their own, so gradients of the same parameter never cross them.
 MODEL_DIMENSIONS: tuple[Dimension, ...] = ("pipeline", "tensor")
+_MOST_LISTED = 8
 
 
 @runtime_checkable
@@ -74,15 +77,84 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
             module.reshard()
     if (found := _left_out(ctx, model)) is not None:
         name, ranks = found
-        needed = len(_replica_ranks(ctx) or range(ctx.world_size))
-        same = "" if needed == ctx.world_size else " with the same parameters"
-        raise PrepareError(
-            "the gradient of a parameter would not reach every rank",
-            expected=f"a mesh of all {needed} ranks{same}",
-            got="a plain parameter beside sharded ones" if ranks is None else f"a mesh of {ranks}",
-            where=f"rank {ctx.rank}, {name}",
-            fix="Call fully_shard on the whole model too, on a mesh of all ranks.",
+        raise _unreached(
+            ctx,
+            name,
+            len(_replica_ranks(ctx) or range(ctx.world_size)),
+            "a plain parameter beside sharded ones" if ranks is None else f"a mesh of {ranks}",
+            "Call fully_shard on the whole model too, on a mesh of all ranks.",
         )
+
+
+def check_adopted(ctx: DistContext, model: nn.Module) -> None:
+    """Raise as `check_sharded`, and for a mesh of as many ranks as the context has that are not the context's."""
+    check_sharded(ctx, model)
+    ranks = ranks_of_group(ctx.comm.group)
+    for name, parameter in model.named_parameters():
+        mesh = mesh_of(parameter)
+        if mesh is None or not parameter.requires_grad or mesh.size() != ctx.world_size or ranks is None:
+            continue
+        if (found := _ranks(cast(Any, mesh).mesh)) != ranks:
+            raise _unreached(
+                ctx,
+                name,
+                len(ranks),
+                f"a mesh of {len(found)}, the ranks {_listed(found)}",
+                f"Call fully_shard on a mesh of the ranks {_listed(ranks)}.",
+            )
+
+
+def check_replicated(ctx: DistContext, replica: DistributedDataParallel) -> None:
+    """Raise unless a DDP of the user's exchanges gradients between the ranks that hold the same parameters alone.
+
+    Along axes of the user's own both are taken: ranks may hold replicas along them, or other parts. So is a group that
+    torch has not opened, whose ranks its manager knows. No communication.
+
+    Raises:
+        PrepareError: a group that leaves ranks out, or has others; a parameter is named.
+    """
+    group = cast(Any, replica).process_group
+    if group is ctx.comm.group and ctx.mesh is None:
+        return
+    found = ranks_of_group(group)
+    least, most = (_replica_ranks(ctx, named_alone=each) or ranks_of_group(ctx.comm.group) for each in (True, False))
+    if found is None or least is None or most is None or least <= found <= most:
+        return
+    named = cast("Iterable[tuple[str, nn.Parameter]]", cast(Any, replica).module.named_parameters())
+    for name, parameter in named:
+        if parameter.requires_grad and _is_whole(parameter):
+            raise _unreached(
+                ctx,
+                name,
+                len(most),
+                f"a mesh of {len(found)}, the ranks {_listed(found)} of DistributedDataParallel",
+                "Pass the module itself, which prepare_model wraps; or give DistributedDataParallel the group of "
+                f"the ranks {_listed(most)} as process_group=.",
+                alone=least <= found,
+            )
+
+
+def _unreached(ctx: DistContext, name: str, needed: int, got: str, fix: str, *, alone: bool = False) -> PrepareError:
+    same = "" if needed == ctx.world_size else " with the same parameters"
+    return PrepareError(
+        "the gradient of a parameter would not reach every rank" + ", and these alone" * alone,
+        expected=f"a mesh of all {needed} ranks{same}",
+        got=got,
+        where=f"rank {ctx.rank}, {name}",
+        fix=fix,
+    )
+
+
+def _listed(ranks: frozenset[int]) -> str:
+    first = ", ".join(map(str, sorted(ranks)[:_MOST_LISTED]))
+    return first + ", ..." * (len(ranks) > _MOST_LISTED)
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Return whether ranks with other samples hold all of a parameter, or of this rank's tensor-parallel part of it."""
+    mesh = mesh_of(parameter)
+    names = () if mesh is None else mesh.mesh_dim_names or ("dp",)
+    return all(dimension_of(name) in MODEL_DIMENSIONS for name in names)
 
 
 def stage_size(ctx: DistContext) -> int:
@@ -112,15 +184,21 @@ def _holds(mesh: DeviceMesh, ranks: frozenset[int] | None) -> bool:
     return ranks is not None and ranks <= _ranks(cast(Any, mesh).mesh)
 
 
-def _replica_ranks(ctx: DistContext) -> frozenset[int] | None:
-    """The ranks with parameters in common with this one's, on the context's mesh; None for all of the context's."""
+def _replica_ranks(ctx: DistContext, *, named_alone: bool = False) -> frozenset[int] | None:
+    """The ranks with parameters in common with this one's, on the context's mesh; None for all of the context's.
+
+    Args:
+        ctx: the context.
+        named_alone: whether to leave out ranks along axes of the user's own, which may hold other parameters.
+    """
     mesh = ctx.mesh
     if mesh is None or mesh.mesh_dim_names is None:
         return None
     here = mesh.get_coordinate()
     assert here is not None  # this rank is on its context's mesh
-    own = [dimension_of(name) in MODEL_DIMENSIONS for name in mesh.mesh_dim_names]
-    place = tuple(at if apart else slice(None) for at, apart in zip(here, own, strict=True))
+    apart = (*MODEL_DIMENSIONS, None) if named_alone else MODEL_DIMENSIONS
+    own = [dimension_of(name) in apart for name in mesh.mesh_dim_names]
+    place = tuple(at if is_own else slice(None) for at, is_own in zip(here, own, strict=True))
     return _ranks(cast(Any, mesh).mesh[place])
 
 

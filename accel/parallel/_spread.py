@@ -1,19 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer for one dimension of a mesh: how a model is spread along it, as a record of functions."""
+"""The answer for one dimension of a mesh, as a record of functions; and tensors that are alike on its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm import Call, call_site, exchange
-from accel.context import DistContext
-from accel.parallel._replicas import stage_comm
-from accel.topology import Dimension
+from accel.comm import Call, Comm, adopt, all_reduce_flat, alone, broadcast_flat, call_site, exchange
+from accel.context import DistContext, group_of
+from accel.errors import ConfigError, PrepareError
+from accel.tensors import has_wide_gradient, packed_weights
+from accel.topology import Dimension, dimension_of
+
+
+def average_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors by their mean over all ranks. A collective of one message for each dtype.
+
+    Args:
+        ctx: the context.
+        tensors: plain ones, of the same shapes and dtypes in the same order on every rank; changed in place.
+    """
+    average_along_(ctx.comm, tensors)
+
+
+def average_along_(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors by their mean over the ranks of a handle; see `average_`."""
+    _in_flat(tensors, lambda flat: all_reduce_flat(comm, flat, "sum").div_(comm.size))
+
+
+def stage_comm(ctx: DistContext) -> Comm:
+    """Return a handle of the ranks of this rank's pipeline stage; of all without a pipeline. A collective at first."""
+    names = ctx.mesh.mesh_dim_names if ctx.mesh is not None else None
+    if names is None or all(dimension_of(name) != "pipeline" or ctx.axis(name).size == 1 for name in names):
+        return ctx.comm
+    group = group_of(ctx, *(name for name in names if dimension_of(name) != "pipeline"))
+    return alone() if group is None else adopt(group, ctx.device)
+
+
+def follow_first_(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors by those of a handle's first rank. A collective of one message for each dtype.
+
+    Args:
+        comm: handle of the ranks.
+        tensors: plain ones, of the same shapes and dtypes in the same order on every rank; changed in place.
+    """
+
+    def receive(flat: torch.Tensor) -> torch.Tensor:
+        broadcast_flat(comm, flat, source=0)
+        return flat
+
+    _in_flat(tensors, receive)
+
+
+def begin_with_rank_0_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors by rank 0's. A collective of one message for each, which needs no memory for a second copy."""
+    for tensor in tensors:
+        broadcast_flat(ctx.comm, tensor.detach(), source=0)
+
+
+def replicated_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return what replicas of a model begin with alike: parameters, parts of quantizers' weights, buffers."""
+    weights = packed_weights(model)
+    plain = [each for name, each in model.named_parameters() if name not in weights]
+    parts = [part for weight in weights.values() for part in weight.parts.values()]
+    small = [part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part for part in parts]
+    return [*plain, *small, *model.buffers()]
+
+
+def _in_flat(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change tensors as one flat tensor for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for same in kinds.values():
+        changed = change(torch.cat([tensor.flatten() for tensor in same]))
+        parts = torch.split(changed, [tensor.numel() for tensor in same])
+        for tensor, values in zip(same, parts, strict=True):
+            _ = tensor.copy_(values.view_as(tensor))
 
 
 class SpreadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,3 +138,41 @@ def compare_models(ctx: DistContext, options: SpreadOptions, parameters: Mapping
     shapes = (f"{name}: {each.dtype} {list(each.shape)}" for name, each in parameters.items())
     facts = "\n".join([f"strategy {ctx.strategy}", options.describe(), *shapes])
     _ = exchange(stage_comm(ctx), Call("prepare_model", facts, call_site()), torch.empty(0, dtype=torch.uint8))
+
+
+def check_masters(ctx: DistContext, waiting: Iterable[Spread]) -> None:
+    """Raise `ConfigError` for master weights where parameters are about to be sharded, cut or divided."""
+    others = [each.dimension for each in waiting if each.dimension != "replicate"]
+    if ctx.precision.master_weights is not None and others:
+        raise ConfigError(
+            "master weights are for replicated parameters",
+            expected="the strategy ddp, and a mesh of replicas",
+            got=f"parameters spread along {', '.join(others)}",
+            where="Precision.master_weights",
+            fix='Keep parameters in float32, which are sharded then: precision="bf16" gathers and computes in bf16.',
+        )
+
+
+def check_buckets(*, find_unused_parameters: bool, static_graph: bool) -> None:
+    """Raise `ConfigError` for options under which DDP cannot arrange its buckets in float32 before the first step."""
+    if find_unused_parameters or static_graph:
+        raise ConfigError(
+            "DDP does not exchange float32 gradients of 16-bit parameters so",
+            expected="master weights, or find_unused_parameters and static_graph",
+            got="both",
+            where="prepare_model",
+            fix='Keep parameters in float32 instead: precision="bf16" computes in bf16.',
+        )
+
+
+def refuse_foreign(replica: DistributedDataParallel) -> None:
+    """Raise `PrepareError` for a DDP of the user's around parameters with float32 gradients."""
+    module = cast(nn.Module, cast(Any, replica).module)
+    if any(has_wide_gradient(each) for each in module.parameters()):
+        raise PrepareError(
+            "this DDP was made before the parameters got master weights, and exchanges 16 bits",
+            expected="the model without DDP",
+            got="DistributedDataParallel",
+            where="prepare_model",
+            fix="Pass the module itself: prepare_model wraps it.",
+        )

@@ -17,13 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm import peer_error
 from accel.context import DistContext, context_first
 from accel.errors import PrepareError
-from accel.parallel._ddp import Replica, replica_of
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import unused_parameters
-from accel.parallel._local_mark import is_local
+from accel.parallel._labels import is_local, unused_parameters
+from accel.parallel._modules import is_pipelined
 from accel.parallel._private import rebuild_buckets
-from accel.parallel._sharded import Sharded, check_sharded, is_sharded, sharded_roots, stage_size
-from accel.parallel._unwrap import is_pipelined
+from accel.parallel._sharded import Sharded, check_replicated, check_sharded, is_sharded, sharded_roots, stage_size
+from accel.parallel.axes.replicate._ddp import Replica, replica_of
 
 Exchanger = DistributedDataParallel | Sharded
 
@@ -132,7 +131,10 @@ def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
     """
     replica = replica_of(model)
     if replica is not None:
-        _check_frozen(ctx, replica)
+        if isinstance(replica, Replica):
+            _check_frozen(ctx, replica)
+        else:
+            check_replicated(ctx, replica)
         return (replica,)
     if is_pipelined(model):
         return (cast(Sharded, model),)
@@ -239,8 +241,8 @@ def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
         raise unused_parameters(rank, names) from error
 
 
-def _check_frozen(ctx: DistContext, replica: DistributedDataParallel) -> None:
-    for name, parameter in replica.frozen if isinstance(replica, Replica) else ():
+def _check_frozen(ctx: DistContext, replica: Replica) -> None:
+    for name, parameter in replica.frozen:
         if parameter.requires_grad:
             raise PrepareError(
                 "a parameter became trainable after preparing, so its gradient would stay on each rank",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`apply_precision`: the formats of a model's parameters, submodules and outputs."""
+"""`apply_precision`: the formats of a model's parameters, submodules, outputs and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,15 +12,59 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from accel import tree as trees
 from accel.context import DistContext, context_first
-from accel.errors import PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
-from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers
-from accel.precision._masters import check_masters, widen_gradients
-from accel.precision._names import matched, submodules
-from accel.precision._qat import has_qat, qat_layers, round_layers
-from accel.precision._support import DTYPES, check_compute
-from accel.tensors import is_dtensor
+from accel.precision._fp8 import check_fp8, convert_layers, fp8_layers, has_qat, qat_layers, round_layers
+from accel.precision._support import DTYPES, check_compute, matched, submodules
+from accel.tensors import is_dtensor, is_half
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def check_masters(model: nn.Module, formats: Mapping[int, torch.dtype]) -> None:
+    """Raise unless master weights have an effect on a model, and all of its gradients fit float32.
+
+    Args:
+        model: without wrappers.
+        formats: dtypes that parameters will get, by `id`.
+
+    Raises:
+        ConfigError: no parameter in 16 bits.
+        PrepareError: a sharded parameter in 16 bits, or a trainable one in another format than 16 or 32 bits.
+    """
+    halves = False
+    for name, parameter in model.named_parameters():
+        dtype = formats.get(id(parameter), parameter.dtype)
+        halves = halves or dtype in _HALVES
+        sharded = dtype in _HALVES and is_dtensor(parameter)
+        other = parameter.requires_grad and dtype not in (*_HALVES, torch.float32)
+        if sharded or other:
+            raise PrepareError(
+                "a parameter does not fit master weights",
+                expected="replicated parameters in 16 or 32 bits",
+                got=f"a sharded one in {dtype}" if sharded else f"one in {dtype}",
+                where=f"Precision.master_weights, {name}",
+                fix='Keep sharded parameters in float32: precision="bf16" gathers and computes in bf16.'
+                if sharded
+                else "Leave master_weights out.",
+            )
+    if not halves:
+        raise ConfigError(
+            "a setting that has no effect on this model",
+            expected="parameters in 16 bits",
+            got="none",
+            where="Precision.master_weights",
+            fix='Pass params="bf16" too, or leave it out.',
+        )
+
+
+def widen_gradients(model: nn.Module) -> None:
+    """Let autograd give and sum the gradients of 16-bit parameters in float32. Mutates the parameters' `grad_dtype`."""
+    for parameter in model.parameters():
+        if is_half(parameter):
+            parameter.grad_dtype = torch.float32
+
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")

@@ -8,22 +8,33 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.report._curves import Curve as Curve, Curves as Curves, thin as thin
     from accel.report._page import report_page as report_page
     from accel.report._run_data import (
+        Curves as Curves,
+        MetricCurve as MetricCurve,
         RunData as RunData,
+        RunState as RunState,
         StoredCheckpoint as StoredCheckpoint,
         name_runs as name_runs,
         read_data as read_data,
+        state_of as state_of,
+        thin as thin,
     )
-    from accel.report._state import RunState as RunState, state_of as state_of
 
 __getattr__ = exports(
     __name__,
     {
-        "_curves": ("Curve", "Curves", "thin"),
+        "_run_data": (
+            "MetricCurve",
+            "Curves",
+            "thin",
+            "RunData",
+            "StoredCheckpoint",
+            "name_runs",
+            "read_data",
+            "RunState",
+            "state_of",
+        ),
         "_page": ("report_page",),
-        "_run_data": ("RunData", "StoredCheckpoint", "name_runs", "read_data"),
-        "_state": ("RunState", "state_of"),
     },
 )

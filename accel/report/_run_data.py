@@ -1,15 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that the files of a run's folder say, read once."""
+"""All that the files of a run's folder say, read once: curves of metrics, and the state of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from accel.report._curves import Curves
-from accel.run_folder import METRICS, LaunchRecord, Position, RunRecord, decode_line, read_launches, read_new, read_run
+from accel.run_folder import (
+    METRICS,
+    LaunchRecord,
+    MetricsLine,
+    Position,
+    RunRecord,
+    decode_line,
+    read_launches,
+    read_new,
+    read_run,
+)
+
+AT = "at"  # reading of the clock in a line, in seconds since the epoch
+
+
+class MetricCurve:
+    """The values of one metric, in order of their steps.
+
+    Attributes:
+        steps: steps with a finite value.
+        values: their values.
+        marks: steps with a value that is not finite, and its text: "nan", "inf" or "-inf".
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[float] = []
+        self.marks: list[tuple[int, str]] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value at the last step or behind it; a second value of a step replaces the first."""
+        self.cut(step)
+        if math.isfinite(value):
+            self.steps.append(step)
+            self.values.append(value)
+        else:
+            self.marks.append((step, str(float(value))))
+
+    def cut(self, step: int) -> None:
+        """Drop the values of a step and of those behind it."""
+        while self.steps and self.steps[-1] >= step:
+            _ = self.steps.pop()
+            _ = self.values.pop()
+        while self.marks and self.marks[-1][0] >= step:
+            _ = self.marks.pop()
+
+    @property
+    def last(self) -> tuple[int, float] | None:
+        """The last step and its value, finite or not; None for a curve without values."""
+        ends = [(self.steps[-1], self.values[-1])] if self.steps else []
+        ends += [(step, float(text)) for step, text in self.marks[-1:]]
+        return max(ends, key=lambda end: end[0], default=None)
+
+
+class Curves:
+    """The curves of a run.
+
+    Attributes:
+        values: a curve for each metric, in the order in which they appeared.
+        time: a curve for each reading of a clock.
+        last_step: step of the last line; None before the first.
+        damaged: number of lines that could not be read.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, MetricCurve] = {}
+        self.time: dict[str, MetricCurve] = {}
+        self.last_step: int | None = None
+        self.damaged = 0
+
+    def add(self, lines: Iterable[MetricsLine | None]) -> None:
+        """Add lines; None counts as damaged.
+
+        A line of an earlier step means that the run went on from there: what stood behind it no longer counts.
+        """
+        for line in lines:
+            if line is None:
+                self.damaged += 1
+                continue
+            if self.last_step is not None and line.step < self.last_step:
+                for curve in (*self.values.values(), *self.time.values()):
+                    curve.cut(line.step)
+            self.last_step = line.step
+            for group, found in ((self.values, line.values), (self.time, line.time)):
+                for name, value in found.items():
+                    group.setdefault(name, MetricCurve()).add(line.step, value)
+
+    def speed(self, over: int = 20) -> float | None:
+        """Return steps per second over the last lines, by the clock; None where it cannot be told."""
+        clock = self.time.get(AT)
+        if clock is None or len(clock.steps) < 2:
+            return None
+        steps, times = clock.steps[-over:], clock.values[-over:]
+        return (steps[-1] - steps[0]) / (times[-1] - times[0]) if times[-1] > times[0] else None
+
+
+def thin(steps: Sequence[float], values: Sequence[float], most: int = 2000) -> tuple[list[float], list[float]]:
+    """Return at most `most` points of a curve with the lowest and the highest of each bucket, and both ends.
+
+    Args:
+        steps: steps in ascending order.
+        values: a finite value for each.
+        most: number of points, 4 or more.
+
+    Returns:
+        Steps and values, in order.
+    """
+    count = len(values)
+    if count <= most:
+        return list(steps), list(values)
+    buckets = (most - 2) // 2
+    kept = {0, count - 1}
+    for at in range(buckets):
+        part = range(at * count // buckets, (at + 1) * count // buckets)
+        kept.add(min(part, key=values.__getitem__))
+        kept.add(max(part, key=values.__getitem__))
+    order = sorted(kept)
+    return [steps[at] for at in order], [values[at] for at in order]
 
 
 class StoredCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,3 +220,74 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         names[at] = name if seen[name] == 1 else f"{name} ({seen[name]})"
     return names
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """The state of a run.
+
+    Attributes:
+        kind: state in one word.
+        text: the same for people, with the reason.
+        started_s: time of the first start, in seconds since the epoch; None if no record has it.
+        ended_s: time of the end; None while it runs, or if no record has it.
+    """
+
+    kind: Literal["running", "finished", "failed", "stopped", "lost", "unknown"]
+    text: str
+    started_s: float | None = None
+    ended_s: float | None = None
+
+
+def is_alive(launch: LaunchRecord) -> bool:
+    """Return whether a launcher that has not ended may still run: on another host nobody can tell."""
+    if launch.host != socket.gethostname():
+        return True
+    try:
+        os.kill(launch.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def state_of(
+    run: RunRecord | None, launches: Sequence[LaunchRecord], alive: Callable[[LaunchRecord], bool] = is_alive
+) -> RunState:
+    """Return the state of a run: that of its newest launch, or else of its own record.
+
+    Args:
+        run: record of the run; None if it has none.
+        launches: its launches in order of their start.
+        alive: returns whether a launch that has no end still runs.
+    """
+    starts = [each.started_s for each in launches] + ([run.started_s] if run else [])
+    started_s = min(starts, default=None)
+    if launches and (run is None or max((run.started_s, *run.resumed_s)) <= _end(launches[-1])):
+        launch = launches[-1]
+        if launch.ended_s is not None:
+            kind, text = _ended(launch)
+            return RunState(kind, text, started_s, launch.ended_s)
+        if alive(launch):
+            return RunState("running", "running", started_s)
+        return RunState("lost", "the launcher ended without a word, as after SIGKILL or a loss of power", started_s)
+    if run is not None:
+        text = f"failed: {run.error}" if run.status == "failed" and run.error else run.status
+        return RunState(run.status, text, started_s, run.ended_s)
+    return RunState("unknown", "no record of a launch", started_s)
+
+
+def _end(launch: LaunchRecord) -> float:
+    return float("inf") if launch.ended_s is None else launch.ended_s
+
+
+def _ended(launch: LaunchRecord) -> tuple[Literal["finished", "failed", "stopped"], str]:
+    if launch.stopped:
+        return "stopped", f"stopped by {launch.stopped}"
+    if launch.status == 0:
+        return "finished", "finished"
+    error = launch.attempts[-1].error if launch.attempts else None
+    if error is None:
+        return "failed", f"failed with status {launch.status}"
+    told = error.exception or (f"signal {-error.status}" if error.status < 0 else f"status {error.status}")
+    return "failed", f"rank {error.rank} failed: {told}"

@@ -18,56 +18,76 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.run_folder._follow import Position as Position, read_new as read_new
-    from accel.run_folder._json_files import read_json as read_json, write_json as write_json
-    from accel.run_folder._launch_record import (
+    from accel.run_folder._files import (
+        LAUNCHES as LAUNCHES,
+        METRICS as METRICS,
+        PROFILE as PROFILE,
+        RUN as RUN,
+        RUN_EVENT as RUN_EVENT,
+        MetricsLine as MetricsLine,
+        Position as Position,
+        decode_line as decode_line,
+        encode_line as encode_line,
+        read_json as read_json,
+        read_new as read_new,
+        write_json as write_json,
+    )
+    from accel.run_folder._records import (
         Attempt as Attempt,
         EventKind as EventKind,
         LaunchEvent as LaunchEvent,
         LaunchRecord as LaunchRecord,
         RankError as RankError,
         RankState as RankState,
+        RunRecord as RunRecord,
         Setting as Setting,
-        launch_file as launch_file,
-        read_launches as read_launches,
-    )
-    from accel.run_folder._metrics import (
-        MetricsLine as MetricsLine,
-        decode_line as decode_line,
-        encode_line as encode_line,
-    )
-    from accel.run_folder._names import (
-        LAUNCHES as LAUNCHES,
-        METRICS as METRICS,
-        PROFILE as PROFILE,
-        RUN as RUN,
-        RUN_EVENT as RUN_EVENT,
-    )
-    from accel.run_folder._run_record import RunRecord as RunRecord, read_run as read_run
-    from accel.run_folder._secrets import (
-        hide_in_config as hide_in_config,
-        hide_in_text as hide_in_text,
-        hide_in_words as hide_in_words,
-    )
-    from accel.run_folder._source_state import (
         SourceState as SourceState,
         ask_git as ask_git,
         installed_versions as installed_versions,
+        launch_file as launch_file,
+        read_launches as read_launches,
+        read_run as read_run,
+    )
+    from accel.run_folder._secrets import (
+        bounded as bounded,
+        hide_in_config as hide_in_config,
+        hide_in_text as hide_in_text,
+        hide_in_words as hide_in_words,
+        hide_variable as hide_variable,
     )
 
 __getattr__ = exports(
     __name__,
     {
-        "_follow": ("Position", "read_new"),
-        "_json_files": ("read_json", "write_json"),
-        "_launch_record": (
+        "_files": (
+            "Position",
+            "read_new",
+            "read_json",
+            "write_json",
+            "MetricsLine",
+            "decode_line",
+            "encode_line",
+            "LAUNCHES",
+            "METRICS",
+            "PROFILE",
+            "RUN",
+            "RUN_EVENT",
+        ),
+        "_records": (
             *("Attempt", "EventKind", "LaunchEvent", "LaunchRecord", "RankError", "RankState", "Setting"),
             *("launch_file", "read_launches"),
+            "RunRecord",
+            "read_run",
+            "SourceState",
+            "ask_git",
+            "installed_versions",
         ),
-        "_metrics": ("MetricsLine", "decode_line", "encode_line"),
-        "_names": ("LAUNCHES", "METRICS", "PROFILE", "RUN", "RUN_EVENT"),
-        "_run_record": ("RunRecord", "read_run"),
-        "_secrets": ("hide_in_config", "hide_in_text", "hide_in_words"),
-        "_source_state": ("SourceState", "ask_git", "installed_versions"),
+        "_secrets": (
+            "bounded",
+            "hide_in_config",
+            "hide_in_text",
+            "hide_in_words",
+            "hide_variable",
+        ),
     },
 )

@@ -21,20 +21,24 @@ from accel.storage._folders import (
     remove_flat as remove_flat,
     set_aside as set_aside,
 )
-from accel.storage._host_folder import HostFolder as HostFolder
-from accel.storage._jobs import ByteRanges as ByteRanges, Passed as Passed, Wanted as Wanted
 from accel.storage._local_ranges import LocalRanges as LocalRanges
 from accel.storage._lock import LOCK as LOCK, host_name as host_name, take_lock as take_lock
-from accel.storage._objects import RemotePath as RemotePath
-from accel.storage._place import Lock as Lock, Place as Place, as_place as as_place
-from accel.storage._publish import (
-    publish_file as publish_file,
-    publish_weights as publish_weights,
-    stage_files as stage_files,
+from accel.storage._objects import RemotePath as RemotePath, RemoteRanges as RemoteRanges
+from accel.storage._place import (
+    HostFolder as HostFolder,
+    Lock as Lock,
+    Place as Place,
+    as_place as as_place,
+    lag_of as lag_of,
 )
-from accel.storage._ranges import CHUNK as CHUNK, PAGE as PAGE
+from accel.storage._ranges import (
+    CHUNK as CHUNK,
+    PAGE as PAGE,
+    ByteRanges as ByteRanges,
+    Passed as Passed,
+    Wanted as Wanted,
+)
 from accel.storage._reading import OpenDirectory as OpenDirectory, open_directory as open_directory
-from accel.storage._remote_ranges import RemoteRanges as RemoteRanges
 from accel.storage._safetensors import (
     ITEM_BITS as ITEM_BITS,
     MOST_TENSORS as MOST_TENSORS,
@@ -59,6 +63,9 @@ from accel.storage._weight_files import (
     local_target as local_target,
     parse_size as parse_size,
     plan_shards as plan_shards,
+    publish_file as publish_file,
+    publish_weights as publish_weights,
+    stage_files as stage_files,
 )
 
 if TYPE_CHECKING:

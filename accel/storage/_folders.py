@@ -205,8 +205,14 @@ class LocalPlace:
         with disk_errors(self.path):
             return os.listdir(self.path)
 
-    def tree(self) -> dict[str, list[str]]:
+    def listed(self) -> LocalPlace:
+        return self
+
+    def inside(self) -> dict[str, LocalPlace]:
         return {}
+
+    def abort_uploads(self) -> None:
+        """Do nothing: a disk has no uploads."""
 
     def leftovers(self) -> list[Leftover]:
         return leftovers(self.path)
@@ -222,8 +228,10 @@ class LocalPlace:
                             size += entry.stat(follow_symlinks=False).st_size
             return size, status.st_mtime
 
-    def make(self) -> None:
+    def make(self) -> bool:
+        is_new = not self.exists()
         make_folder(self.path)
+        return is_new
 
     def unmake(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,25 +1,204 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte ranges of local files, read by threads straight into memory: from the page cache, else past it.
-
-What the page cache holds comes from there. The rest is read by O_DIRECT, which spares the processor a copy and the
-page cache its contents; where a file system refuses that, through the page cache.
-"""
+"""Byte ranges of local files, read by threads straight into memory: from the page cache, else past it."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 import threading
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from accel.errors import CheckpointError
 from accel.storage._files import disk_errors
-from accel.storage._jobs import Passed, Wanted, carry_out, memory_at
-from accel.storage._open_file import OpenFile
-from accel.storage._ranges import CHUNK, PAGE, Piece, Request, is_tiled, pages_around, plan_requests
+from accel.storage._ranges import (
+    CHUNK,
+    PAGE,
+    Passed,
+    Request,
+    Wanted,
+    WantedBytes,
+    carry_out,
+    is_tiled,
+    memory_at,
+    pages_around,
+    plan_requests,
+)
+
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in place of a file must not hang
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+_NOT_CACHED = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class OpenFile:
+    """An open file, as it was when it was opened; the same one even if its path is replaced.
+
+    Attributes:
+        path: its path when it was opened.
+        size: bytes.
+        is_direct: whether reads go past the page cache.
+        counts: bytes read so far, by "cached", "direct" and "buffered".
+    """
+
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        """Open a file.
+
+        Raises:
+            CheckpointError: it is missing, unreadable or no regular file.
+        """
+        self.path = path
+        self.counts = Counter[str]()
+        self._guard = threading.Lock()
+        with disk_errors(path):
+            self._buffered = os.open(path, _READ_FLAGS)
+        self._direct: int | None = None
+        found = os.fstat(self._buffered)
+        self.size = found.st_size
+        self._written = found.st_mtime_ns, found.st_size
+        self._touched = found.st_ctime_ns
+        self._sample: dict[tuple[int, int], int] = {}  # checksums by range
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise CheckpointError("not a regular file", where=str(path))
+        if direct and _DIRECT:
+            try:  # the same file, even if the path has another one by now
+                self._direct = os.open(f"/proc/self/fd/{self._buffered}", _READ_FLAGS | _DIRECT)
+            except OSError:  # the file system has no such reads
+                self._direct = None
+        self.is_direct = self._direct is not None
+
+    def watch(self, start: int, memory: memoryview) -> None:
+        """Note a range as it is now, for `check` to compare it with."""
+        self._sample[start, len(memory)] = zlib.crc32(memory)
+
+    def check(self) -> None:
+        """Raise if the file has been written to since it was opened.
+
+        The time of its last change tells, unless a writer has set that back. Then the inode's has changed, as it does
+        by a rename, a link or chmod, too: the ranges of `watch` decide.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        with disk_errors(self.path):
+            found = os.fstat(self._buffered)
+            if (found.st_mtime_ns, found.st_size) == self._written:
+                if found.st_ctime_ns == self._touched:
+                    return
+                if self._is_as_watched():
+                    self._touched = found.st_ctime_ns
+                    return
+        raise CheckpointError(
+            "the file changed while it was read",
+            expected=f"{self.size} bytes, as when it was opened",
+            got=f"{found.st_size} bytes, written to since",
+            where=str(self.path),
+            fix="Load again once the file is complete; replace weights by renaming a new file.",
+        )
+
+    def _is_as_watched(self) -> bool:
+        for (start, nbytes), before in list(self._sample.items()):
+            memory = memoryview(bytearray(nbytes))
+            self.read_buffered(start, [memory])
+            if zlib.crc32(memory) != before:
+                return False
+        return True
+
+    def read_cached(self, start: int, memory: Sequence[memoryview]) -> int:
+        """Fill memory from the page cache, as far as that holds the range; return the bytes. Never waits for a disk.
+
+        Nothing is read unless the cache holds both ends: a read that misses makes the system read ahead, and what it
+        fetches that way costs more than reading past the cache.
+        """
+        if not _NOWAIT or self._direct is None:
+            return 0
+        last = start + sum(map(len, memory)) - 1
+        probe = [memoryview(bytearray(1))]
+        if not self._at_once(last, probe) or not self._at_once(start, probe):
+            return 0
+        got = self._at_once(start, memory)
+        self._count("cached", got)
+        return got
+
+    def read_direct(self, start: int, memory: memoryview) -> int:
+        """Fill whole pages past the page cache.
+
+        Args:
+            start: first byte in the file, a multiple of `PAGE`.
+            memory: whole pages of memory.
+
+        Returns:
+            The bytes; fewer at the file's end, or where the file system refuses.
+        """
+        done = 0
+        while done < len(memory) and self._direct is not None:
+            try:
+                got = os.preadv(self._direct, [memory[done:]], start + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                break
+            done += got
+            if not got or done % PAGE:
+                break
+        self._count("direct", done)
+        return done
+
+    def read_buffered(self, start: int, memory: Sequence[memoryview]) -> None:
+        """Fill memory through the page cache.
+
+        Raises:
+            CheckpointError: the file is too short.
+        """
+        for left in memory:
+            while left:
+                got = os.preadv(self._buffered, [left], start)
+                if not got:
+                    raise CheckpointError(
+                        "the file is too short",
+                        expected=f"{len(left)} bytes from {start} on",
+                        got="its end",
+                        where=str(self.path),
+                        fix="Copy or download the file again.",
+                    )
+                self._count("buffered", got)
+                left, start = left[got:], start + got
+
+    def mapped(self) -> memoryview:
+        """Return the file as memory of which pages are read when they are touched; writes to it stay in memory.
+
+        It outlives `close`. A file that is cut short meanwhile ends the process where a lost page is touched.
+        """
+        with disk_errors(self.path):
+            return memoryview(mmap.mmap(self._buffered, 0, access=mmap.ACCESS_COPY))
+
+    def close(self) -> None:
+        """Close its descriptors. Never raises."""
+        for file in (self._buffered, self._direct):
+            if file is not None:
+                os.close(file)
+        self._buffered, self._direct = -1, None
+
+    def _at_once(self, start: int, memory: Sequence[memoryview]) -> int:
+        """Read what needs no waiting; return the bytes."""
+        try:
+            return os.preadv(self._buffered, memory, start, _NOWAIT)
+        except OSError as error:
+            if error.errno not in _NOT_CACHED:
+                raise
+            return 0
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        with self._guard:
+            self.counts[kind] += nbytes
+
 
 _MOST_BUFFERS = 512  # of one system call; Linux takes 1024
 
@@ -91,7 +270,30 @@ class LocalRanges:
             self._pool = self._make_pool()
             self._process = os.getpid()
         carry_out(self._pool, self._tasks(jobs, used), advance)
-        for name in used:
+        self.check(used)
+
+    def watch(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Note bytes that `check` compares where a file may have been rewritten: pages at both ends and in the middle.
+
+        Args:
+            spans: file, start and stop of each; one of up to three pages is noted whole.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        self.read(
+            Passed(name, start, nbytes, partial(self._files[name].watch, start))
+            for name, first, stop in spans
+            for start, nbytes in _sample(first, stop)
+        )
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise if files have been written to since they were opened, as `read` does for those that it reads.
+
+        Raises:
+            CheckpointError: one of them has.
+        """
+        for name in names:
             self._files[name].check()
 
     def read_bytes(self, name: str, start: int, nbytes: int) -> bytes:
@@ -119,13 +321,13 @@ class LocalRanges:
             return self._mapped[name]
 
     def _tasks(self, jobs: Iterable[Wanted | Passed], used: set[str]) -> Iterator[tuple[int, Callable[[], object]]]:
-        pieces: dict[tuple[str, bool], list[Piece]] = {}
+        pieces: dict[tuple[str, bool], list[WantedBytes]] = {}
         for job in jobs:
             used.add(job.file)
             if isinstance(job, Passed):
                 yield job.nbytes, partial(self._pass, self._files[job.file], job)
             else:
-                pieces.setdefault((job.file, job.is_shared), []).append(Piece(job.start, job.nbytes, job.address))
+                pieces.setdefault((job.file, job.is_shared), []).append(WantedBytes(job.start, job.nbytes, job.address))
         for (name, is_shared), listed in pieces.items():
             for request in plan_requests(listed):
                 nbytes = sum(piece.nbytes for piece in request.pieces)
@@ -187,7 +389,16 @@ class LocalRanges:
         return self._memory.staging
 
 
-def _after(pieces: Iterable[Piece], start: int) -> list[memoryview]:
+def _sample(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges that stand for a span of a file: start and number of bytes."""
+    if stop - start <= 3 * PAGE:
+        yield start, stop - start
+        return
+    for at in (start, (start + stop - PAGE) // 2, stop - PAGE):
+        yield at, PAGE
+
+
+def _after(pieces: Iterable[WantedBytes], start: int) -> list[memoryview]:
     """Return the memory of what lies behind a byte of the file."""
     found: list[memoryview] = []
     for piece in pieces:

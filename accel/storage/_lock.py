@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One writer at a time in a folder: a file that names its holder, unlocked by the system when the holder ends.
-
-The file is made exclusively. Its holder also locks it by `flock`, which ends with the process. So another process of
-the same host can tell a living holder from a dead one, even if the pid was reused. Without `flock`, pid and start time
-of the process tell the same. The state of a holder on another host is unknown.
-"""
+"""One writer at a time in a folder, by a file or by an object of a store that names its holder."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import secrets
+import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import msgspec
 
 from accel.errors import CheckpointError
 from accel.storage._files import disk_errors, try_flock, unlock
+from accel.storage._objects import RemotePath, get_object, list_objects, put_object, remove_objects
 
 LOCK = "save.lock"
 
@@ -166,7 +165,7 @@ def _clear(path: Path, *, late: bool) -> Holder | None:
 def _read(file: int) -> Holder | None:
     try:
         return msgspec.json.decode(os.pread(file, _LONGEST, 0), type=Holder)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -199,3 +198,156 @@ def is_alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
+
+
+FRESH_S = 60.0
+_APART_S = 5.0  # between clocks that agree
+_BEAT_S = 15.0
+_TRIALS = 3
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The contents of a lock's object.
+
+    Attributes:
+        holder: the process.
+        token: token of this lock alone.
+        renewed: time of the last renewal, in seconds since 1970.
+    """
+
+    holder: Holder
+    token: str
+    renewed: float
+
+
+class Beat:
+    """Calls a function every 15 s on a thread, until it is stopped; errors of the function are ignored."""
+
+    __slots__ = ("_ended", "_thread")
+
+    def __init__(self, call: Callable[[], object], name: str = "accel-beat") -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it, and wait for a call that has begun."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self, call: Callable[[], object]) -> None:
+        while not self._ended.wait(_BEAT_S):
+            with contextlib.suppress(CheckpointError):
+                call()
+
+
+class RemoteLock:
+    """A lock held until `release`."""
+
+    __slots__ = ("_beat", "_lease", "_path")
+
+    def __init__(self, path: RemotePath, lease: Lease) -> None:
+        self._path, self._lease = path, lease
+        self._beat: Beat | None = Beat(self._renew, _beat_name(lease))
+
+    def check(self) -> None:
+        """Raise unless the lock is still held.
+
+        Raises:
+            CheckpointError: another writer has taken it as abandoned, or it was deleted; or the store failed.
+        """
+        if not self._is_mine():
+            raise CheckpointError(
+                "another writer has taken the lock meanwhile",
+                expected="one writer at a time",
+                where=str(self._path),
+                fix="Give each run a folder of its own; the checkpoint that the folder held is untouched.",
+            )
+
+    def release(self) -> None:
+        """Release the lock. Never raises: an object that cannot be removed is abandoned, as this process knows."""
+        if self._beat is None:
+            return
+        self._beat.stop()
+        self._beat = None
+        with contextlib.suppress(CheckpointError):
+            if self._is_mine():
+                remove_objects(self._path.parent, [self._path.name])
+
+    def _renew(self) -> None:
+        if self._is_mine():
+            put_object(self._path, msgspec.json.encode(msgspec.structs.replace(self._lease, renewed=time.time())))
+
+    def _is_mine(self) -> bool:
+        held = _read_lease(self._path)
+        return held is not None and held.token == self._lease.token
+
+
+def take_remote_lock(folder: RemotePath) -> RemoteLock:
+    """Take the lock of a folder of a store, if need be from a dead holder.
+
+    Raises:
+        CheckpointError: another writer holds it, named by host and process; or the store failed.
+    """
+    path, held = folder / LOCK, None
+    lease = Lease(me(), secrets.token_hex(8), time.time())
+    for _ in range(_TRIALS):
+        data = get_object(path, 0, _LONGEST)
+        held = _decode(data)
+        if data is not None and (held is None or not _is_over(folder, held)):
+            raise refusal(path, held.holder if held is not None else None)
+        if data is not None:
+            remove_objects(folder, [LOCK])
+        failure = None
+        try:
+            put_object(path, msgspec.json.encode(lease), new=True)
+        except CheckpointError as error:  # such as that it exists by now; whose it is tells what it was
+            failure = error
+        held = _read_lease(path)
+        if held is not None and held.token == lease.token:
+            return RemoteLock(path, lease)
+        if held is None and failure is not None:
+            raise failure
+    raise refusal(path, held.holder if held is not None else None)
+
+
+def _read_lease(path: RemotePath) -> Lease | None:
+    return _decode(get_object(path, 0, _LONGEST))
+
+
+def _decode(data: bytes | None) -> Lease | None:
+    try:
+        return msgspec.json.decode(data, type=Lease) if data is not None else None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _is_over(folder: RemotePath, lease: Lease) -> bool:
+    """Return whether a holder is gone, has failed to release the lock, or has not renewed it for a minute."""
+    mine, holder = me(), lease.holder
+    if holder.host == mine.host:
+        if is_gone(holder):
+            return True
+        if (holder.pid, holder.started) == (mine.pid, mine.started):
+            return _beat_name(lease) not in {thread.name for thread in threading.enumerate()}
+    age = time.time() - lease.renewed
+    if -_APART_S <= age <= FRESH_S:
+        return False
+    in_store = _age_in_store(folder)
+    return (age if in_store is None else in_store) > FRESH_S
+
+
+def _age_in_store(folder: RemotePath) -> float | None:
+    """Return the seconds since the lock was written by the store's own clock; None where it tells no times."""
+    probe = f"{LOCK}.{secrets.token_hex(8)}"
+    put_object(folder / probe, b"now")
+    written = {each.name: each.changed for each in list_objects(folder)}
+    remove_objects(folder, [name for name in written if name.startswith(f"{LOCK}.")])  # and those of dead processes
+    then = written.get(LOCK)
+    now = written.get(probe)
+    return now - then if then and now else None
+
+
+def _beat_name(lease: Lease) -> str:
+    """Return the name of the thread that renews a lock; without it, its process holds it no longer."""
+    return f"accel-beat-{lease.token}"

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of a store that fsspec reaches: uploaded in parts, listed with their sizes, fetched, and deleted.
-
-A store has neither renames nor folders nor flushes. All that is needed here: an object appears whole or not at all, and
-every later request finds it.
-Reference: https://filesystem-spec.readthedocs.io, "API Reference".
-"""
+"""Objects of a store that fsspec reaches: uploaded in parts, listed, fetched whole or by ranges, and deleted."""
 
 from __future__ import annotations
 
@@ -12,17 +7,25 @@ import contextlib
 import datetime
 import hashlib
 import importlib
-from collections.abc import Generator, Iterable, Sequence
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
 
 from accel.errors import AccelError, CheckpointError, ConfigError, MissingExtraError
 from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, cut
+from accel.storage._ranges import Passed, Request, Wanted, WantedBytes, carry_out, memory_at, plan_requests
 
 _MOST_PARTS = 9_000  # of an object; S3 takes 10,000
 _THREADS = 4
+_SILENT_S = 20.0  # a request that takes longer is told: clients of stores try again for minutes
+LAG = "Some stores list objects only some time after they are written: if that was just now, try again."
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "created")  # each store has its own word
 
 
@@ -80,7 +83,37 @@ class StoredObject(NamedTuple):
 
 @contextlib.contextmanager
 def remote_errors(place: RemotePath) -> Generator[None]:
-    """Turn any error of a store in the block into a `CheckpointError` with its text and the URL."""
+    """Turn any error of a store in the block into a `CheckpointError` with its text and the URL; warn of silence."""
+    with _typed(place), telling_silence(place):
+        yield
+
+
+@contextlib.contextmanager
+def telling_silence(place: RemotePath) -> Generator[Callable[[], None]]:
+    """Warn if the store takes 20 s for a request of the block; yields a function to call between two requests."""
+    log = logging.getLogger("accel.checkpoint")
+    text = "%s: the store has not answered for %g s; its client may try again for minutes"
+
+    def start() -> threading.Timer:
+        timer = threading.Timer(_SILENT_S, log.warning, (text, place, _SILENT_S))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    running = [start()]
+
+    def answered() -> None:
+        running.pop().cancel()
+        running.append(start())
+
+    try:
+        yield answered
+    finally:
+        running.pop().cancel()
+
+
+@contextlib.contextmanager
+def _typed(place: RemotePath) -> Generator[None]:
     try:
         yield
     except AccelError:
@@ -130,12 +163,24 @@ def list_objects(folder: RemotePath) -> list[StoredObject]:
             return []
     own = key.strip("/")
     found = [each for each in listed if each["name"].strip("/") != own]  # some stores list a folder in itself
-    return sorted(
-        StoredObject(
-            each["name"].rstrip("/").rpartition("/")[2], each["size"] or 0, each["type"] == "file", _changed(each)
-        )
-        for each in found
-    )
+    return sorted(_stored(each, each["name"].rstrip("/").rpartition("/")[2]) for each in found)
+
+
+def list_inside(folder: RemotePath) -> dict[str, list[StoredObject]]:
+    """List the objects in each folder of a folder, in one request for a thousand objects where the store can.
+
+    Raises:
+        CheckpointError: the store failed.
+    """
+    store, key = connect(folder)
+    found: dict[str, list[StoredObject]] = {}
+    with remote_errors(folder):
+        store.invalidate_cache()  # other processes write there, too
+        for name, each in store.find(key, detail=True).items():
+            inside, _, last = name.strip("/").removeprefix(f"{key.strip('/')}/").partition("/")
+            if last:
+                found.setdefault(inside, []).append(_stored(each, last))
+    return {inside: sorted(objects) for inside, objects in sorted(found.items())}
 
 
 def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
@@ -151,7 +196,7 @@ def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
     """
     store, key = connect(folder / name)
     digests, size = list[str](), 0
-    with remote_errors(folder / name):
+    with _typed(folder / name), telling_silence(folder / name) as answered:
         file = store.open(key, "wb", block_size=max(SPAN_BYTES, sum(map(len, chunks)) // _MOST_PARTS))
         try:
             for parts in cut(chunks):
@@ -159,6 +204,7 @@ def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
                 for part in parts:
                     digest.update(part)
                     file.write(part)
+                    answered()
                     size += len(part)
                 digests.append(digest.hexdigest())
         except BaseException:
@@ -195,6 +241,22 @@ def get_object(place: RemotePath, start: int, stop: int) -> bytes | None:
             return None
 
 
+def abort_uploads(folder: RemotePath) -> None:
+    """Abort unfinished uploads to a folder of S3, which no list of objects shows. Nothing in other stores.
+
+    Raises:
+        CheckpointError: the store failed, or forbids it.
+    """
+    store, key = connect(folder)
+    if (call := getattr(store, "call_s3", None)) is None:
+        return
+    bucket, _, prefix = key.strip("/").partition("/")
+    with remote_errors(folder):
+        found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/" if prefix else "")
+        for each in found.get("Uploads", []):
+            call("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+
+
 def remove_objects(folder: RemotePath, names: Iterable[str]) -> None:
     """Delete objects of a folder; missing ones are ignored.
 
@@ -209,6 +271,10 @@ def remove_objects(folder: RemotePath, names: Iterable[str]) -> None:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         _ = list(pool.map(remove, names))
+
+
+def _stored(entry: dict[str, Any], name: str) -> StoredObject:
+    return StoredObject(name, entry["size"] or 0, entry["type"] == "file", _changed(entry))
 
 
 def _changed(entry: dict[str, Any]) -> float:
@@ -229,3 +295,95 @@ def _missing(place: RemotePath, extra: str, error: ImportError) -> MissingExtraE
         where=str(place),
         fix=f"Run `pip install 'accel[{extra}]'`" + ("." if extra == "s3" else ", and install what fsspec asks for."),
     )
+
+
+_GAP = 1 << 20  # unwanted bytes that cost less than another request to a store
+
+
+class RemoteRanges:
+    """Objects of a store, as they were when they were listed. Its owner closes it.
+
+    Attributes:
+        sizes: bytes of each object.
+        counts: bytes fetched so far, by "remote".
+    """
+
+    def __init__(self, folder: RemotePath, names: Sequence[str], *, readers: int = 4) -> None:
+        """List objects.
+
+        Args:
+            folder: their folder.
+            names: names of the objects.
+            readers: number of threads.
+
+        Raises:
+            CheckpointError: an object is missing, or the store failed.
+            MissingExtraError: fsspec, or its package for this store, is not installed.
+        """
+        self.counts = Counter[str]()
+        self._folder = folder
+        self._guard = Lock()
+        self._listed = {each.name: each for each in list_objects(folder)}
+        if missing := [name for name in names if name not in self._listed]:
+            raise CheckpointError("objects are missing", got=", ".join(missing[:5]), where=str(folder))
+        self.sizes = {name: self._listed[name].size for name in names}
+        self._pool = ThreadPoolExecutor(readers, "accel-fetch")
+
+    def close(self) -> None:
+        """Wait for the readers."""
+        self._pool.shutdown()
+
+    def read(self, jobs: Iterable[Wanted | Passed], advance: Callable[[int], object] | None = None) -> None:
+        """Fetch ranges, several at once; see `LocalRanges.read`.
+
+        Raises:
+            CheckpointError: an object is shorter than listed or has changed, or the store failed.
+        """
+        used: set[str] = set()
+        carry_out(self._pool, self._tasks(jobs, used), advance)
+        now = {each.name: each for each in list_objects(self._folder)} if used else {}
+        if changed := [name for name in used if now.get(name) != self._listed[name]]:
+            raise CheckpointError(
+                "an object changed while it was read", where=str(self._folder / changed[0]), fix="Load again."
+            )
+
+    def read_bytes(self, name: str, start: int, nbytes: int) -> bytes:
+        """Return a few bytes of an object.
+
+        Raises:
+            CheckpointError: it is too short, or the store failed.
+        """
+        data = get_object(self._folder / name, start, start + nbytes) if nbytes else b""
+        if data is None or len(data) != nbytes:
+            raise CheckpointError(
+                "the object is too short",
+                expected=f"{nbytes} bytes from {start} on",
+                got="its end" if data is not None else "no object",
+                where=str(self._folder / name),
+            )
+        with self._guard:
+            self.counts["remote"] += nbytes
+        return data
+
+    def _tasks(self, jobs: Iterable[Wanted | Passed], used: set[str]) -> Iterator[tuple[int, Callable[[], object]]]:
+        pieces: dict[str, list[WantedBytes]] = {}
+        for job in jobs:
+            used.add(job.file)
+            if isinstance(job, Passed):
+                yield job.nbytes, partial(self._pass, job)
+            else:
+                pieces.setdefault(job.file, []).append(WantedBytes(job.start, job.nbytes, job.address))
+        for name, listed in pieces.items():
+            for request in plan_requests(listed, gap=_GAP):
+                nbytes = sum(piece.nbytes for piece in request.pieces)
+                yield nbytes, partial(self._fill, name, request)
+
+    def _pass(self, job: Passed) -> None:
+        job.use(memoryview(bytearray(self.read_bytes(job.file, job.start, job.nbytes))))
+
+    def _fill(self, name: str, request: Request) -> None:
+        start = request.pieces[0].start
+        data = memoryview(self.read_bytes(name, start, request.stop - start))
+        for piece in request.pieces:
+            begin = piece.start - start
+            memory_at(piece.address, piece.nbytes)[:] = data[begin : begin + piece.nbytes]

@@ -1,21 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places: folders of files, in a file system or an object store, behind one set of operations."""
+"""Places: folders of files, in a file system, on each host, or in an object store, behind one set of operations."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 from accel.errors import ConfigError
 from accel.storage._files import Bytes, FileEntry
 from accel.storage._folders import Leftover, LocalPlace
-from accel.storage._host_folder import HostFolder
-from accel.storage._objects import RemotePath
+from accel.storage._objects import LAG, RemotePath
 from accel.storage._reading import OpenDirectory
 from accel.storage._store import RemotePlace
+
+
+@dataclass(frozen=True, slots=True)
+class HostFolder:
+    """A run's folder at the same path on each host, each on a disk of its own: for hosts that share no file system.
+
+    `save_state`, `load_state` and `resume` take it in place of a path. Each host's folder gets what its ranks need to
+    load again at the same layout: its shards, and a copy of all that is not sharded. A checkpoint counts once every
+    host has committed it. Hosts are the nodes of the context.
+
+    Attributes:
+        path: the folder.
+
+    Raises:
+        ConfigError: no path, or an empty one.
+
+    Example:
+        >>> path = accel.save_state(ctx, accel.HostFolder("runs/local"), {"model": model}, step=3)
+        >>> accel.load_state(ctx, accel.HostFolder("runs/local"), {"model": model}).path == path
+        True
+    """
+
+    path: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        if not _is_path(self.path):
+            raise ConfigError("no path", expected="the path of a folder", got=repr(self.path), where="HostFolder")
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+
+def _is_path(given: object) -> bool:
+    return isinstance(given, os.PathLike) or (isinstance(given, str) and given != "")
+
 
 _LOCAL = ("file://", "local://")
 
@@ -73,20 +108,28 @@ class Place(Protocol):
         """List the names in the folder; nothing where a store has no such folder."""
         ...
 
-    def tree(self) -> dict[str, list[str]]:
-        """List the files of the folders inside, by folder, in a store; nothing elsewhere."""
+    def listed(self) -> Place:
+        """Return this place as it is now: in a store, reading it lists it no more; elsewhere, the place itself."""
+        ...
+
+    def inside(self) -> Mapping[str, Place]:
+        """Return the folders inside by name, listed all at once, in a store; nothing elsewhere."""
         ...
 
     def leftovers(self) -> list[Leftover]:
         """List the folders inside that writers used beside their targets; none in a store."""
         ...
 
+    def abort_uploads(self) -> None:
+        """Abort the uploads to this place that dead writers left unfinished, in a store that shows them."""
+        ...
+
     def usage(self) -> tuple[int, float]:
         """Return the bytes of the files, and the time of the last change in seconds since 1970."""
         ...
 
-    def make(self) -> None:
-        """Make the folder and its missing parents."""
+    def make(self) -> bool:
+        """Make the folder and its missing parents; return whether it is new. A store has nothing to make."""
         ...
 
     def unmake(self) -> None:
@@ -139,7 +182,8 @@ class Place(Protocol):
             files: the other files, by name.
 
         Returns:
-            The former holder of the name, moved aside; None if there was none.
+            The former holder of the name, moved aside; None if there was none. In a store, this place itself if it
+            holds other objects than these.
         """
         ...
 
@@ -158,6 +202,11 @@ class Place(Protocol):
             last: the file without which the folder counts for nothing.
         """
         ...
+
+
+def lag_of(where: str | os.PathLike[str] | RemotePath) -> str:
+    """Return what to add to an error about a place without objects: lists of stores may lag. Nothing for a path."""
+    return f" {LAG}" if isinstance(as_place(where).path, RemotePath) else ""
 
 
 def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of reading without files: byte ranges and addresses in, the requests to make out."""
+"""Plans of reading without files: byte ranges and addresses in, the requests to make out; and the jobs they serve."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, as_completed, wait
+from typing import NamedTuple, Protocol
 
 PAGE = 4096  # what reads past the page cache align to: offset in the file, address, and length
 CHUNK = 8 << 20  # largest request, and the staging memory of a reader
@@ -14,7 +17,7 @@ _LEAST_STRAIGHT = 64 << 10  # below, one request for a page's neighbours costs l
 _GAP = 32 << 10  # unwanted bytes between two ranges that cost less than another request
 
 
-class Piece(NamedTuple):
+class WantedBytes(NamedTuple):
     """Wanted bytes of a file.
 
     Attributes:
@@ -45,12 +48,12 @@ class Request(NamedTuple):
 
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WantedBytes, ...]
     is_straight: bool
 
 
 def plan_requests(
-    wanted: Iterable[Piece], *, chunk: int = CHUNK, gap: int = _GAP, least: int = _LEAST_STRAIGHT
+    wanted: Iterable[WantedBytes], *, chunk: int = CHUNK, gap: int = _GAP, least: int = _LEAST_STRAIGHT
 ) -> list[Request]:
     """Plan the requests that fill memory with pieces of one file.
 
@@ -67,7 +70,7 @@ def plan_requests(
         Requests in order of the file. Their pieces cover each wanted byte exactly once.
     """
     straight: list[Request] = []
-    staged: list[Piece] = []
+    staged: list[WantedBytes] = []
     for piece in _merged(sorted(each for each in wanted if each.nbytes)):
         first, last = _whole_pages(piece)
         if (piece.address - piece.start) % PAGE or last - first < least:
@@ -81,7 +84,7 @@ def plan_requests(
     return sorted(requests, key=lambda request: request.start)
 
 
-def is_tiled(pieces: Sequence[Piece]) -> bool:
+def is_tiled(pieces: Sequence[WantedBytes]) -> bool:
     """Return whether ordered pieces follow each other in the file without gaps."""
     return all(piece.stop == following.start for piece, following in itertools.pairwise(pieces))
 
@@ -91,9 +94,9 @@ def pages_around(start: int, stop: int) -> tuple[int, int]:
     return start - start % PAGE, -(-stop // PAGE) * PAGE
 
 
-def _merged(ordered: Sequence[Piece]) -> list[Piece]:
+def _merged(ordered: Sequence[WantedBytes]) -> list[WantedBytes]:
     """Join pieces that follow each other both in the file and in memory."""
-    found: list[Piece] = []
+    found: list[WantedBytes] = []
     for piece in ordered:
         last = found[-1] if found else None
         if last is not None and last.stop == piece.start and last.address + last.nbytes == piece.address:
@@ -103,19 +106,19 @@ def _merged(ordered: Sequence[Piece]) -> list[Piece]:
     return found
 
 
-def _whole_pages(piece: Piece) -> tuple[int, int]:
+def _whole_pages(piece: WantedBytes) -> tuple[int, int]:
     """Return the start and the end of the whole pages inside a piece."""
     return -(-piece.start // PAGE) * PAGE, piece.stop - piece.stop % PAGE
 
 
-def _cut(piece: Piece, start: int, stop: int) -> Piece:
-    return Piece(start, stop - start, piece.address + start - piece.start)
+def _cut(piece: WantedBytes, start: int, stop: int) -> WantedBytes:
+    return WantedBytes(start, stop - start, piece.address + start - piece.start)
 
 
-def _staged(pieces: Iterable[Piece], chunk: int, gap: int) -> list[Request]:
+def _staged(pieces: Iterable[WantedBytes], chunk: int, gap: int) -> list[Request]:
     """Join pieces into requests, and cut them where a request is full."""
     found: list[Request] = []
-    start, stop, inside = 0, -1, list[Piece]()
+    start, stop, inside = 0, -1, list[WantedBytes]()
 
     def finish() -> None:
         if inside:
@@ -138,3 +141,109 @@ def _staged(pieces: Iterable[Piece], chunk: int, gap: int) -> list[Request]:
             waiting.insert(at, rest)
     finish()
     return found
+
+
+class Wanted(NamedTuple):
+    """Bytes of a file, and the memory to fill with them.
+
+    Attributes:
+        file: name of the file.
+        start: first byte in the file.
+        nbytes: number of bytes.
+        address: first byte in memory, which stays alive while it is read.
+        is_shared: whether other processes of the host read the same bytes, so that the page cache should have them.
+    """
+
+    file: str
+    start: int
+    nbytes: int
+    address: int
+    is_shared: bool = False
+
+
+class Passed(NamedTuple):
+    """Bytes of a file that a function takes over, in the reader's thread and memory.
+
+    Attributes:
+        file: name of the file.
+        start: first byte in the file.
+        nbytes: number of bytes, at most `CHUNK`.
+        use: called with the bytes, which are valid during the call.
+        is_shared: whether other processes of the host read the same bytes.
+    """
+
+    file: str
+    start: int
+    nbytes: int
+    use: Callable[[memoryview], object]
+    is_shared: bool = False
+
+
+class ByteRanges(Protocol):
+    """Files whose ranges are read by threads. Its owner closes it."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each file."""
+        ...
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Bytes read so far, by way."""
+        ...
+
+    def read(self, jobs: Iterable[Wanted | Passed], advance: Callable[[int], object] | None = None) -> None:
+        """Read ranges, several at once; return once all of them are there. Callable from several threads.
+
+        Args:
+            jobs: ranges in any order.
+            advance: called in this thread with numbers of bytes that have come.
+
+        Raises:
+            CheckpointError: a file is too short or has changed, or the disk or store failed; memory is then partly
+                filled.
+        """
+        ...
+
+    def read_bytes(self, name: str, start: int, nbytes: int) -> bytes:
+        """Return a few bytes of a file.
+
+        Raises:
+            CheckpointError: the file is too short, or the disk or store failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for the readers and close the files."""
+        ...
+
+
+def carry_out(
+    pool: Executor,
+    tasks: Iterable[tuple[int, Callable[[], object]]],
+    advance: Callable[[int], object] | None,
+) -> None:
+    """Run tasks in a pool; return once all have ended, or none runs after the first error.
+
+    Args:
+        pool: threads.
+        tasks: functions, each with the bytes that it reads.
+        advance: called with the bytes of each task that has ended; None for nothing.
+    """
+    reading: dict[Future[object], int] = {}
+    try:
+        for nbytes, task in tasks:
+            reading[pool.submit(task)] = nbytes
+        for each in as_completed(reading):
+            each.result()
+            if advance is not None:
+                advance(reading[each])
+    finally:
+        for each in reading:
+            _ = each.cancel()
+        _ = wait(reading)  # none may write to memory that has another use by then
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Return the bytes at an address, writable. The caller keeps the memory alive."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")

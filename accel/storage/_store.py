@@ -19,10 +19,14 @@ from typing_extensions import override
 from accel.errors import CheckpointError
 from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, Span
 from accel.storage._folders import Leftover
+from accel.storage._lock import Beat, RemoteLock, take_remote_lock
 from accel.storage._objects import (
+    LAG,
     RemotePath,
-    connect,
+    StoredObject,
+    abort_uploads,
     get_object,
+    list_inside,
     list_objects,
     put_object,
     remote_errors,
@@ -30,7 +34,6 @@ from accel.storage._objects import (
     upload,
 )
 from accel.storage._reading import OpenDirectory
-from accel.storage._remote_lock import Beat, RemoteLock, take_remote_lock
 
 _BLOCK = SPAN_BYTES  # what is in memory of each object that is read
 _THREADS = 4
@@ -41,13 +44,14 @@ class RemoteDirectory(OpenDirectory):
 
     __slots__ = ("_fetched", "_found", "_url")
 
-    def __init__(self, path: RemotePath) -> None:
+    def __init__(self, path: RemotePath, found: Iterable[StoredObject] | None = None) -> None:
         super().__init__(-1, path)
         self._url = path
-        self._found = {each.name: each for each in list_objects(path)}
+        self._found = {each.name: each for each in (list_objects(path) if found is None else found)}
         self._fetched: dict[str, memoryview] = {}
         if not self._found:
-            raise CheckpointError("nothing is there", where=str(path), fix="See whether the URL is right.")
+            fix = f"See whether the URL is right. {LAG}"
+            raise CheckpointError("the store lists nothing there", where=str(path), fix=fix)
 
     @override
     def check_size(self, name: str, size: int) -> None:
@@ -136,9 +140,14 @@ class RemoteDirectory(OpenDirectory):
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """A folder of a store, as a `Place`."""
+    """A folder of a store, as a `Place`.
+
+    Attributes:
+        found: its objects, where it was listed already; None to list it whenever they are asked for.
+    """
 
     path: RemotePath
+    found: tuple[StoredObject, ...] | None = None
     pause_s: ClassVar[float] = 0.2
 
     def __str__(self) -> str:
@@ -156,34 +165,33 @@ class RemotePlace:
         return RemotePlace(self.path.parent)
 
     def exists(self) -> bool:
-        return bool(list_objects(self.path))
+        return bool(self._objects())
 
     def identity(self) -> tuple[int, int]:
         return 0, 0
 
     def names(self) -> list[str]:
-        return [each.name for each in list_objects(self.path)]
+        return [each.name for each in self._objects()]
 
-    def tree(self) -> dict[str, list[str]]:
-        store, key = connect(self.path)
-        found: dict[str, list[str]] = {}
-        with remote_errors(self.path):
-            store.invalidate_cache()  # other processes write there, too
-            for name in store.find(key):
-                inside, _, last = name.strip("/").removeprefix(f"{key.strip('/')}/").partition("/")
-                if last:
-                    found.setdefault(inside, []).append(last)
-        return found
+    def listed(self) -> RemotePlace:
+        return RemotePlace(self.path, tuple(list_objects(self.path)))
+
+    def inside(self) -> dict[str, RemotePlace]:
+        return {name: RemotePlace(self.path / name, tuple(found)) for name, found in list_inside(self.path).items()}
+
+    def abort_uploads(self) -> None:
+        abort_uploads(self.path)
 
     def leftovers(self) -> list[Leftover]:
         return []
 
     def usage(self) -> tuple[int, float]:
-        found = list_objects(self.path)
+        found = self._objects()
         return sum(each.size for each in found), max((each.changed for each in found), default=0.0)
 
-    def make(self) -> None:
+    def make(self) -> bool:
         """Do nothing: a store has no folders without objects."""
+        return False
 
     def unmake(self) -> None:
         """Do nothing, as `make`."""
@@ -194,7 +202,7 @@ class RemotePlace:
     @contextlib.contextmanager
     def open(self, *, follow: bool = True) -> Generator[OpenDirectory]:
         del follow  # a store has no links
-        yield RemoteDirectory(self.path)
+        yield RemoteDirectory(self.path, self.found)
 
     def write(self, name: str, chunks: Sequence[Bytes]) -> FileEntry:
         return upload(self.path, name, chunks)
@@ -222,12 +230,13 @@ class RemotePlace:
     def make_stage(self) -> RemotePlace:
         return self
 
-    def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> None:
+    def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> RemotePlace | None:
         assert name == self.name, name
         folder = RemoteDirectory(self.path)
         for file, entry in files.items():
             folder.check_size(file, entry.size)
         put_object(self.path / last, data)
+        return RemotePlace(self.path) if set(folder.names()) - {last, *files} else None
 
     @property
     def per_host(self) -> bool:
@@ -244,6 +253,9 @@ class RemotePlace:
         remove_objects(self.path, [last])
         remove_objects(self.path, [name for name in names if name != last])
         return True
+
+    def _objects(self) -> Sequence[StoredObject]:
+        return list_objects(self.path) if self.found is None else self.found
 
 
 def _fetch(place: RemotePath, size: int) -> memoryview:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from accel.testing._errors import SimulationError
 from accel.testing._group import BACKEND, SimulatedGroup
+from accel.testing._sites import SimulationError
 
 _c10d: Any = distributed_c10d
 _cpp: Any = sys.modules.get("torch._C._distributed_c10d")
@@ -72,7 +72,7 @@ def default_groups() -> Generator[Enter]:
     check_hooks()
     with _CHANGING:
         world = _c10d._world
-        hooks = world.hooks if isinstance(world, _StandIn) else _Hooks()
+        hooks = world.hooks if isinstance(world, _StandIn) else _TorchHooks()
         hooks.hold()
     try:
         yield partial(hooks.enter, _cpp.HashStore())
@@ -125,7 +125,7 @@ class _StandIn:
 
     __slots__ = ("hooks",)
 
-    def __init__(self, hooks: _Hooks) -> None:
+    def __init__(self, hooks: _TorchHooks) -> None:
         object.__setattr__(self, "hooks", hooks)
 
     def __getattr__(self, name: str) -> Any:
@@ -135,7 +135,7 @@ class _StandIn:
         setattr(self.hooks.tables(), name, value)
 
 
-class _Hooks:
+class _TorchHooks:
     """The changes to torch while at least one simulation needs them."""
 
     def __init__(self) -> None:

@@ -17,9 +17,9 @@ import msgspec
 
 from accel.errors import ConfigError, check_choice
 from accel.storage import AFTER_WRITE
-from accel.testing._errors import FaultNotReached, InjectedFault
+from accel.testing._process import CURRENT, Killed, RankSignals
 from accel.testing._scheduler import Scheduler
-from accel.testing._signals import CURRENT, Killed, RankSignals
+from accel.testing._sites import FaultNotReached, InjectedFault
 
 CallAction = Literal["raise", "vanish", "delay", "terminate"]
 WriteAction = Literal["drop", "cut", "corrupt", "full"]

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from accel.testing import _collectives as run
-from accel.testing._collectives import Buffers, Layout, Run, SimulatedCall, layout
-from accel.testing._errors import SimulationError
-from accel.testing._meetings import Meeting, Transfer
+from accel.testing._collectives import Buffers, Reduction, Run, SimulatedCall, TensorLayout, layout, reduction_of
 from accel.testing._networks import check_message, check_reduction, check_tensors
-from accel.testing._reductions import Reduction, reduction_of
-from accel.testing._rendezvous import MeetingPoint
+from accel.testing._rendezvous import Meeting, MeetingPoint, MessageSide
+from accel.testing._sites import SimulationError
 
 BACKEND = "simulated"
 
@@ -50,7 +48,9 @@ class _ReduceToRootOptions(_ReduceOptions, _RootOptions, Protocol): ...
 class SimulatedWork(dist.Work):
     """The handle of one rank on a call under way."""
 
-    def __init__(self, rendezvous: MeetingPoint, rank: int, event: Meeting | Transfer, outputs: list[Tensor]) -> None:
+    def __init__(
+        self, rendezvous: MeetingPoint, rank: int, event: Meeting | MessageSide, outputs: list[Tensor]
+    ) -> None:
         super().__init__()
         self._rendezvous = rendezvous
         self._rank = rank  # the world's number
@@ -95,7 +95,7 @@ class SimulatedWork(dist.Work):
         self.wait()
 
     def _source_rank(self) -> int:
-        assert isinstance(self._event, Transfer)  # torch asks the handles of receives only
+        assert isinstance(self._event, MessageSide)  # torch asks the handles of receives only
         assert self._event.source is not None  # and after they are complete
         return self._rendezvous.members.ranks.index(self._event.source)
 
@@ -270,7 +270,7 @@ class SimulatedGroup(_Untyped):
         check_tensors(network, kind, tensors, [])
         return self._work(self._rendezvous.post(kind, source, target, tag, tensors[0]), tensors)
 
-    def _work(self, event: Meeting | Transfer, outputs: list[Tensor]) -> dist.Work:
+    def _work(self, event: Meeting | MessageSide, outputs: list[Tensor]) -> dist.Work:
         work = SimulatedWork(self._rendezvous, self._me, event, outputs)
         if self.works is not None:
             self.works.add(work)
@@ -293,5 +293,5 @@ def _parts(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
     return list(torch.split(tensor, sizes)) if sizes else [tensor]
 
 
-def _layouts(tensors: Sequence[Tensor]) -> list[Layout]:
+def _layouts(tensors: Sequence[Tensor]) -> list[TensorLayout]:
     return [layout(tensor) for tensor in tensors]

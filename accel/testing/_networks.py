@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from accel.testing._errors import SimulationError
-from accel.testing._reductions import BITWISE, Reduction
+from accel.testing._collectives import BITWISE, Reduction
+from accel.testing._sites import SimulationError
 
 Network = Literal["gloo", "nccl"]
 

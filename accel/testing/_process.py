@@ -1,25 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that simulations make to the whole process while they run.
-
-These are the functions of `signal`, torch's thread count, and the threshold of python's garbage collector.
-
-The first simulation makes the changes and the last one undoes them; blocks nest, and overlap in several threads. What
-they have to remember in between is held by the stand-ins that they put into `signal`, and by nothing else.
-"""
+"""Changes that simulations make to the whole process while they run: the collector, signals, modes of threads."""
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, cast
 
 import torch
 
-from accel.testing._collector import SharedCollector
-from accel.testing._signals import CURRENT
+_MOST = 2**31 - 1  # a threshold is a C int
+
+
+class SharedCollector:
+    """Lets python look for cyclic garbage as often for each rank as it would in a process of the rank's own.
+
+    The collector starts after so many new objects, and goes through those of the whole process now and then. Ranks in
+    one process make new objects W times as fast. So the first threshold is W times the one that was found; thresholds
+    that somebody sets in between stay.
+    """
+
+    def __init__(self) -> None:
+        self._found = self._set = gc.get_threshold()
+        self._ranks = 0
+
+    def add(self, ranks: int) -> None:
+        """Count ranks that begin, or with a negative number those that have ended."""
+        self._ranks += ranks
+        if gc.get_threshold() == self._set:
+            first, *others = self._found
+            self._set = (min(first * max(self._ranks, 1), _MOST), *others)
+            gc.set_threshold(*self._set)
+
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Killed(BaseException):
+    """Unwinds a rank that ends without a word; the text says how, for reports."""
+
+
+class RankSignals:
+    """The signal handlers of one rank, at first those of a fresh process."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._handlers: dict[int, Handler] = {signal.SIGINT: signal.default_int_handler}
+
+    def signal(self, signalnum: int, handler: Handler, /) -> Handler:
+        """Set a handler and return the former, with the errors of `signal.signal`."""
+        if not callable(handler) and handler not in (signal.SIG_DFL, signal.SIG_IGN):
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        former = self.getsignal(signalnum)
+        if signalnum in (signal.SIGKILL, signal.SIGSTOP):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._handlers[int(signalnum)] = handler
+        return former
+
+    def getsignal(self, signalnum: int, /) -> Handler:
+        """Return a handler, with the errors of `signal.getsignal`."""
+        return self._handlers.get(signal.Signals(signalnum), signal.SIG_DFL)
+
+    def raise_signal(self, signalnum: int, /) -> None:
+        """Do what python does when the signal arrives; a rank without a handler ends.
+
+        Raises:
+            Killed: there is no handler.
+        """
+        handler = self.getsignal(signalnum)
+        if callable(handler):
+            handler(int(signalnum), sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+        elif handler == signal.SIG_DFL:
+            raise Killed(f"was killed by {signal.Signals(signalnum).name}")
+
+
+CURRENT: ContextVar[RankSignals] = ContextVar("accel.testing.signals")
+
 
 _NAMES = ("signal", "getsignal", "raise_signal")
 _LOCK = threading.Lock()
@@ -94,3 +158,10 @@ def enter_rank() -> None:
     torch.set_num_threads(1)
     torch.set_default_device(None)
     torch.set_autocast_enabled("cpu", False)
+
+
+@contextmanager
+def outside_of_modes() -> Generator[None]:
+    """Run a block without autograd, autocast and the dispatch modes of this thread, as a backend's own threads do."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), cast(Any, torch)._C._DisableTorchDispatch():
+        yield

@@ -9,22 +9,117 @@ from typing import Any, Literal, NoReturn, TypeVar
 from torch import Tensor
 
 from accel.errors import CollectiveMismatch
-from accel.testing._alarm import Outage, SimulatedAlarm
-from accel.testing._collectives import SimulatedCall, fill
-from accel.testing._errors import SimulationError
+from accel.testing._collectives import SimulatedCall, fill, layout
 from accel.testing._faults import Injector
-from accel.testing._meetings import Meeting, Members, Transfer
-from accel.testing._modes import outside_of_modes
 from accel.testing._networks import Network
-from accel.testing._scheduler import Scheduler, Stopped, Waitable, name_ranks
-from accel.testing._sites import call_site
+from accel.testing._process import outside_of_modes
+from accel.testing._scheduler import Outage, Scheduler, SimulatedAlarm, Stopped, Waitable, name_ranks
+from accel.testing._sites import SimulationError, Site, call_site
+
+
+class Members:
+    """The ranks of one group, and its name in reports; the group of all ranks needs no mention.
+
+    Args:
+        name: c10d's name of the group.
+        ranks: the world's numbers of its ranks, in the group's order.
+        whole: whether it is the group of all ranks.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], *, whole: bool) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.label = "" if whole else f" in group {name!r} of {name_ranks(ranks)}"
+
+
+class Meeting:
+    """One collective call of all ranks of a group.
+
+    Attributes:
+        number: meetings of the group before this one.
+        call: the call of the first rank to come.
+        members: the group.
+        brought: contribution of each rank, until all are there.
+        result: of the contributions, once all are there.
+        sites: line of each rank's call.
+        waiters: ranks that wait for the others.
+        done: whether all have come.
+    """
+
+    __slots__ = ("brought", "call", "done", "members", "number", "result", "sites", "waiters")
+
+    def __init__(self, number: int, call: SimulatedCall, members: Members) -> None:
+        self.number = number
+        self.call = call
+        self.members = members
+        self.brought: dict[int, Any] = {}
+        self.result: Any = None
+        self.sites: dict[int, Site] = {}
+        self.waiters: list[int] = []
+        self.done = False
+
+    def describe(self, rank: int) -> str:
+        """Describe the call of `rank`, its line, and the ranks that have come."""
+        came = f"joined by {name_ranks(sorted(self.sites))} of {len(self.members.ranks)}"
+        return f"{self.sites[rank].calls(self.call)}: collective #{self.number}{self.members.label}, {came}"
+
+
+class MessageSide:
+    """One side of a message between two ranks.
+
+    Args:
+        kind: side of the message.
+        source: the sender; None for a receive from any rank.
+        target: the receiver.
+        tag: number that both sides must agree on.
+        tensor: the one to send, or to fill.
+        members: the group of the message.
+    """
+
+    __slots__ = ("done", "kind", "members", "site", "source", "tag", "target", "tensor", "waiters")
+
+    def __init__(
+        self,
+        kind: Literal["send", "recv"],
+        source: int | None,
+        target: int,
+        tag: int,
+        tensor: Tensor,
+        members: Members,
+    ) -> None:
+        self.kind = kind
+        self.source = source
+        self.target = target
+        self.tag = tag
+        self.tensor = tensor
+        self.members = members
+        self.site = call_site()
+        self.waiters: list[int] = []
+        self.done = False
+
+    @property
+    def rank(self) -> int:
+        """The rank of this side."""
+        return self.target if self.source is None or self.kind == "recv" else self.source
+
+    def fits(self, other: MessageSide) -> bool:
+        """Whether these are the two sides of one message."""
+        either = self.source is None or other.source is None
+        return self.kind != other.kind and (either or self.source == other.source)
+
+    def describe(self, rank: int) -> str:
+        """Describe the call of `rank` and its line."""
+        sender = "any rank" if self.source is None else f"rank {self.source}"
+        peer = f"to rank {self.target}" if self.kind == "send" else f"from {sender}"
+        return self.site.calls(f"{self.kind}({layout(self.tensor)}) {peer}, tag {self.tag}{self.members.label}")
+
 
 B = TypeVar("B")
 
 _SAME_CALLS = "Let every rank of the group make the same calls in the same order."
 
 
-class Traffic:
+class CallTraffic:
     """All calls of a run, by group.
 
     Args:
@@ -96,7 +191,7 @@ class MeetingPoint:
         members: the group's ranks; all ranks below are the world's numbers.
     """
 
-    def __init__(self, traffic: Traffic, members: Members) -> None:
+    def __init__(self, traffic: CallTraffic, members: Members) -> None:
         self.members = members
         self.site = call_site()
         self.network: Network | None = traffic.network
@@ -104,7 +199,7 @@ class MeetingPoint:
         self._scheduler = traffic.scheduler
         self._joined = dict.fromkeys(members.ranks, 0)
         self._meetings: dict[int, Meeting] = {}
-        self._transfers: dict[tuple[int, int], list[Transfer]] = {}
+        self._transfers: dict[tuple[int, int], list[MessageSide]] = {}
 
     def join(self, rank: int, call: SimulatedCall, brought: B, run: Callable[[Sequence[B]], object]) -> Meeting:
         """Come to the rank's next meeting; the last to come does the work for all.
@@ -135,7 +230,7 @@ class MeetingPoint:
 
     def post(
         self, kind: Literal["send", "recv"], source: int | None, target: int, tag: int, tensor: Tensor
-    ) -> Transfer:
+    ) -> MessageSide:
         """Offer or ask for a message; it is copied when both sides are there, as gloo and nccl do.
 
         Args:
@@ -148,7 +243,7 @@ class MeetingPoint:
         Raises:
             SimulationError: the calling thread is not the rank of this side.
         """
-        mine = Transfer(kind, source, target, tag, tensor, self.members)
+        mine = MessageSide(kind, source, target, tag, tensor, self.members)
         self._traffic.begin(mine.rank, kind)
         queue = self._transfers.setdefault((target, tag), [])
         other = next((transfer for transfer in queue if transfer.fits(mine)), None)
@@ -171,7 +266,7 @@ class MeetingPoint:
         """Return the rendezvous of another group of the same run."""
         return self._traffic.rendezvous(name, ranks)
 
-    def wait(self, rank: int, event: Meeting | Transfer) -> None:
+    def wait(self, rank: int, event: Meeting | MessageSide) -> None:
         """Let `rank` wait for the end of a call.
 
         Raises:

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank runs at a time: the next one, the events that others wait for, and the report of a deadlock.
-
-A rank gives up the baton only where it must wait for others (and, with a seed, before each of its calls). Because
-nobody else runs meanwhile, "no rank can go on" is a fact and not a guess by time-out, and a run can be repeated.
-"""
+"""One rank runs at a time: the next one, the events that others wait for, alarms, and the report of a deadlock."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
-from accel.testing._errors import Deadlock, SimulationError
-from accel.testing._streams import RankStreams
-from accel.testing._threads import no_thread
+from accel.errors import PeerError
+from accel.testing._sites import Deadlock, SimulationError
+from accel.testing._threads import RankStreams, no_thread
 
 _SLICE_S = 1.0  # Python handles a signal that comes just before a wait only after it
+_SHORTEST_S = 0.02  # of a slice: where CPU seconds count, the rest of the time is used up only in part
+_IDLE = 0.01  # part of a CPU that a process uses which only waits
+_MEETING = 10  # times as long for a run whose ranks go on meeting
 
 
 class Stopped(BaseException):
@@ -34,13 +34,38 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-def _wait(event: threading.Event, timeout_s: float) -> bool:
-    """Wait for an event in slices, so that Ctrl-C is never held up for long."""
-    end = time.monotonic() + timeout_s
-    while (left := end - time.monotonic()) > _SLICE_S:
-        if event.wait(_SLICE_S):
-            return True
-    return event.wait(max(left, 0.0))
+class Allowance:
+    """The time that a run may take without a meeting of ranks.
+
+    A busy machine lets a process run seldom: time counts as the process's CPU seconds, and by the clock only while it
+    uses hardly any. What looks for something in a loop with pauses uses little for ever, so that a tenth of the clock
+    counts at least. A run that goes on meeting has ten times as much, in all.
+
+    Args:
+        most_s: seconds since the last meeting.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self.most_s = most_s
+        self._since_s = self._total_s = 0.0
+        self._meetings = 0
+
+    def left(self) -> float:
+        """Return the seconds that are left until the next meeting; none or fewer once the run has had its time."""
+        return min(self.most_s - self._since_s, _MEETING * self.most_s - self._total_s)
+
+    def spend(self, wall_s: float, cpu_s: float, meetings: int) -> None:
+        """Count a stretch of the run.
+
+        Args:
+            wall_s: seconds by the clock.
+            cpu_s: CPU seconds that the process used; more than by the clock where it has several threads.
+            meetings: meetings of the run so far.
+        """
+        spent = wall_s if cpu_s < _IDLE * wall_s else min(max(cpu_s, wall_s / 10), wall_s)
+        self._total_s += spent
+        self._since_s = self._since_s + spent if meetings == self._meetings else 0.0
+        self._meetings = meetings
 
 
 class Waitable(Protocol):
@@ -81,6 +106,7 @@ class Scheduler:
         self._ended: dict[int, str] = {}
         self._threads: dict[int, int] = {}
         self._process = os.getpid()
+        self._meetings = 0  # and beginnings and ends of ranks
         self._batons = [threading.Lock() for _ in range(size)]
         self._stopping = threading.Event()  # set when the run is over, too
         self._over = threading.Event()
@@ -98,13 +124,23 @@ class Scheduler:
         """Wait until all ranks have ended; return whether they have.
 
         Args:
-            timeout_s: seconds to wait at most while all is well.
+            timeout_s: seconds of an `Allowance` to wait at most while all is well.
             unwind_s: seconds to wait at most once the run is being stopped.
         """
-        return _wait(self._stopping, timeout_s) and self._over.wait(unwind_s)
+        allowance = Allowance(timeout_s)
+        while not self._stopping.is_set() and (left := allowance.left()) > 0:
+            patience = min(max(left, _SHORTEST_S), _SLICE_S)
+            began = time.monotonic()
+            used = time.process_time()
+            if self._stopping.wait(patience):
+                break
+            wall = min(time.monotonic() - began, patience)  # longer where the whole machine stood still
+            allowance.spend(wall, time.process_time() - used, self._meetings)
+        return self._stopping.is_set() and self._over.wait(unwind_s)
 
     def enter(self, rank: int) -> None:
         """Note that the calling thread is `rank` from now on."""
+        self._meetings += 1
         self._threads[rank] = threading.get_ident()
 
     def leave(self, rank: int, how: str) -> None:
@@ -114,6 +150,7 @@ class Scheduler:
             rank: the rank.
             how: its word in reports, such as "returned".
         """
+        self._meetings += 1
         self._ended[rank] = how
         del self._threads[rank]
         if self._any_left():
@@ -173,6 +210,7 @@ class Scheduler:
     def wait(self, rank: int, event: Waitable) -> None:
         """Let other ranks run until the event has happened."""
         self.check(rank, "wait")
+        self._meetings += 1
         if not event.done:
             event.waiters.append(rank)
             self._waiting[rank] = event
@@ -181,6 +219,7 @@ class Scheduler:
     def happened(self, event: Waitable) -> None:
         """Mark an event as done; those who wait for it can go on."""
         event.done = True
+        self._meetings += 1
         self._asking.clear()
         for rank in event.waiters:
             if self._waiting.pop(rank, None) is not None:
@@ -251,3 +290,98 @@ class Scheduler:
 
     def _any_left(self) -> bool:
         return bool(self._runnable or self._waiting or self._delayed)
+
+
+class Cuttable(Protocol):
+    """Calls under way that can be given up."""
+
+    def give_up(self) -> list[Waitable]:
+        """Forget all calls under way; return those that ranks may wait for."""
+        ...
+
+
+class Outage:
+    """The failure that has cut the calls of a run, if any.
+
+    Args:
+        scheduler: of the run.
+
+    Attributes:
+        note: of the rank that rang first; None while calls go through.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.note: bytes | None = None
+        self._scheduler = scheduler
+        self._cut: set[int] = set()  # identities of calls that were given up
+        self._kept: list[Waitable] = []  # so that these stay theirs
+        self._renewal = _Renewal()
+
+    def begin(self, note: bytes, groups: Iterable[Cuttable]) -> bytes:
+        """Give up all calls under way, unless that was done; return the first note."""
+        if self.note is None:
+            self.note = note
+            for event in [event for group in groups for event in group.give_up()]:
+                self._kept.append(event)
+                self._cut.add(id(event))
+                self._scheduler.happened(event)
+        return self.note
+
+    def check(self, event: Waitable | None = None) -> None:
+        """Raise `PeerError` where a call begins during an outage, or has been given up."""
+        if id(event) in self._cut or (event is None and self.note is not None):
+            raise PeerError("the call was given up, because a rank has failed")
+
+    def end(self, rank: int) -> None:
+        """Wait until all ranks have come here; from then on calls go through."""
+        renewal = self._renewal
+        renewal.came += 1
+        if renewal.came < self._scheduler.size:
+            self._scheduler.wait(rank, renewal)
+            return
+        self.note = None
+        self._renewal = _Renewal()
+        self._scheduler.happened(renewal)
+
+
+class _Renewal:
+    """The meeting at which an outage ends."""
+
+    def __init__(self) -> None:
+        self.came = 0
+        self.done = False
+        self.waiters: list[int] = []
+
+    def describe(self, rank: int) -> str:
+        """Say what `rank` waits for."""
+        return "the group to be opened again, after a rank had failed"
+
+
+class SimulatedAlarm:
+    """One rank's view of a run's outage.
+
+    Args:
+        outage: of the run.
+        groups: all that are cut.
+        rank: the world's number.
+    """
+
+    def __init__(self, outage: Outage, groups: Iterable[Cuttable], rank: int) -> None:
+        self._outage = outage
+        self._groups = groups
+        self._rank = rank
+
+    def watching(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def ring(self, note: bytes) -> bytes:
+        return self._outage.begin(note, self._groups)
+
+    def cut(self) -> None:
+        """Do nothing: no rank is lost here without the run's end."""
+
+    def rung(self) -> bool:
+        return self._outage.note is not None
+
+    def renew(self) -> None:
+        self._outage.end(self._rank)

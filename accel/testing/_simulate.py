@@ -15,12 +15,11 @@ import torch.distributed as dist
 from accel.context import DistContext, from_group
 from accel.errors import ConfigError, check_choice
 from accel.testing._default_group import Enter, default_groups
-from accel.testing._errors import SimulationError
 from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network
 from accel.testing._process import changed_process
-from accel.testing._streams import GlobalStreams, RankStreams
-from accel.testing._threads import Crew, FreshThreads, KeptThreads
+from accel.testing._sites import SimulationError
+from accel.testing._threads import Crew, FreshThreads, GlobalStreams, KeptThreads, RankStreams
 from accel.testing._world import SimulatedRun
 
 T = TypeVar("T")
@@ -128,8 +127,9 @@ def simulate(
         fn: called with each rank's context, on CPU.
         world_size: number of ranks, 1 or more.
         seed: fixes a random schedule, one for each seed; None lets ranks go in turn, from rank 0.
-        timeout_s: seconds for the whole run. Only code that the simulation cannot see, such as an endless loop, takes
-            them.
+        timeout_s: CPU seconds of the process since a rank last met others, began or ended; by the clock while the
+            process uses no CPU. Only code that the simulation cannot see, such as an endless loop, takes them. A run
+            that goes on meeting may take ten times as many in all.
         faults: `Fault`s of ranks and `WriteFault`s of their disks to inject; each must come to pass.
         default_group: whether each rank has a c10d world of its own with the simulated group as its default group. Then
             code that asks torch.distributed for its default group runs too: `dist.get_rank()`, `new_group`, DeviceMesh,
@@ -144,8 +144,8 @@ def simulate(
     Raises:
         Deadlock: ranks wait for each other, or a call was made that others never joined.
         CollectiveMismatch: ranks made calls that do not fit together.
-        SimulationError: the run took longer than `timeout_s`, `fn` is a coroutine or generator and so has not run, a
-            thread could not start, or torch lacks what `default_group` needs.
+        SimulationError: the run took longer than `timeout_s` allows, `fn` is a coroutine or generator and so has not
+            run, a thread could not start, or torch lacks what `default_group` needs.
         FaultNotReached: the run ended before a fault was due.
         ConfigError: an argument is outside its range.
         BaseException: the first error of `fn` on a rank, with notes on that rank and those left waiting.

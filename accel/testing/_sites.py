@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call sites in the user's code."""
+"""Call sites in the user's code, and errors that only a simulation can raise."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from accel.errors import AccelError
+
 _HERE = Path(__file__).resolve().parent
 _LIBRARY = f"{_HERE.parent}/"
 _STARTS = (f"{_HERE}/", threading.__file__)  # what every rank's stack begins with
@@ -23,7 +25,7 @@ _LOOK_UPS = ("init_process_group", "_get_default_group", "get_group_rank", "get_
 _INNERMOST = 4  # frames of a stack that are shown
 
 
-class Line(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of code; printed as "file:line in function"."""
 
     code: CodeType
@@ -36,7 +38,7 @@ class Line(NamedTuple):
 class Site(NamedTuple):
     """The line that made a call, and accel's function that it called if that made the call on its behalf."""
 
-    line: Line
+    line: CodeLine
     function: str | None
 
     def __str__(self) -> str:
@@ -58,7 +60,7 @@ def call_site() -> Site:
                 called = frame.f_code
         frame = frame.f_back
     found = frame or outermost
-    return Site(Line(found.f_code, found.f_lineno), f"accel.{called.co_name}" if called is not None else None)
+    return Site(CodeLine(found.f_code, found.f_lineno), f"accel.{called.co_name}" if called is not None else None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -84,3 +86,24 @@ def asked_for_default_group(error: BaseException) -> bool:
     """Whether an exception came from where c10d looks for its default group, or for a group that it made itself."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(code.co_name in _LOOK_UPS and code.co_filename.endswith("distributed_c10d.py") for code in frames)
+
+
+class SimulationError(AccelError):
+    """A simulated run could not go on, or used the simulator in a way that it does not support."""
+
+    def __str__(self) -> str:
+        if "\n" not in self.got:
+            return super().__str__()
+        return "\n".join(line for line in (f"{self.problem}:", self.got.lstrip("\n"), self.fix) if line)
+
+
+class Deadlock(SimulationError):  # noqa: N818 - what everybody calls it
+    """No rank can go on: each has ended or waits for ranks that will never come; `got` has a line for each."""
+
+
+class InjectedFault(SimulationError):  # noqa: N818 - it is the fault itself, asked for by the test
+    """The failure that a `Fault` asked for."""
+
+
+class FaultNotReached(SimulationError):  # noqa: N818 - what it says
+    """A run ended well before a fault could happen, so it has tested nothing."""

@@ -13,17 +13,14 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from accel.testing._errors import Deadlock, SimulationError
 from accel.testing._faults import AnyFault, Injector
 from accel.testing._group import SimulatedGroup
 from accel.testing._networks import Network
-from accel.testing._process import enter_rank
-from accel.testing._rendezvous import Traffic
+from accel.testing._process import Killed, enter_rank
+from accel.testing._rendezvous import CallTraffic
 from accel.testing._scheduler import Scheduler, Stopped
-from accel.testing._signals import Killed
-from accel.testing._sites import asked_for_default_group, stack_of
-from accel.testing._streams import RankStreams
-from accel.testing._threads import Worker, interrupt
+from accel.testing._sites import Deadlock, SimulationError, asked_for_default_group, stack_of
+from accel.testing._threads import RankStreams, Worker, interrupt
 
 T = TypeVar("T")
 
@@ -62,14 +59,14 @@ class SimulatedRun(Generic[T]):
         self._seed = seed
         self._scheduler = Scheduler(size, seed, streams)
         self._faults = Injector(faults, self._scheduler)
-        self._traffic = Traffic(self._scheduler, self._faults, network)
+        self._traffic = CallTraffic(self._scheduler, self._faults, network)
         self._everyone = self._traffic.rendezvous("0", range(size))
         self._results: dict[int, T] = {}
         self._errors: dict[int, BaseException] = {}
         self._killed: dict[int, str] = {}
 
     def run(self, workers: list[Worker], timeout_s: float) -> bool:
-        """Run all ranks to their end, or stop them after `timeout_s` seconds.
+        """Run all ranks to their end, or stop them once they have used up the time-out's seconds.
 
         Returns:
             Whether the workers are free again.
@@ -165,9 +162,10 @@ class SimulatedRun(Generic[T]):
         thread = self._scheduler.thread_of(rank)
         stack = stack_of(thread) if thread is not None else ""
         return SimulationError(
-            f"the simulation did not end within {timeout_s} s, rank {rank} is running",
+            f"the simulation did not end within timeout_s={timeout_s:g}, rank {rank} is running",
             got=f"{self._scheduler.report()}\nrank {rank} is at\n{stack}",
-            fix="Look for an endless loop or a wait for something outside of torch.distributed, or raise timeout_s.",
+            fix="Look for an endless loop or a wait for something outside of torch.distributed, or raise timeout_s: CPU"
+            " seconds since ranks last met, and ten times as many for the whole run.",
         )
 
     def _replay(self) -> str:

@@ -3,30 +3,27 @@
 
 from accel.topology._axes import (
     AXES as AXES,
+    AXIS_NAMES as AXIS_NAMES,
+    DATA_DIMS as DATA_DIMS,
     FACTORS as FACTORS,
     MESH_TEXT as MESH_TEXT,
+    SHARED_DIMS as SHARED_DIMS,
+    STRATEGY_DIMENSION as STRATEGY_DIMENSION,
     Axes as Axes,
-    coordinates as coordinates,
-    fit_axes as fit_axes,
-    mesh_sizes as mesh_sizes,
-    rank_rows as rank_rows,
-)
-from accel.topology._plan import (
+    Axis as Axis,
     ContextMethod as ContextMethod,
+    Dimension as Dimension,
+    ExpertStyle as ExpertStyle,
+    MeshPosition as MeshPosition,
     Plan as Plan,
     TensorStyle as TensorStyle,
     WireDtype as WireDtype,
-)
-from accel.topology._position import (
-    AXIS_NAMES as AXIS_NAMES,
-    DATA_DIMS as DATA_DIMS,
-    SHARED_DIMS as SHARED_DIMS,
-    STRATEGY_DIMENSION as STRATEGY_DIMENSION,
-    Axis as Axis,
-    Dimension as Dimension,
-    MeshPosition as MeshPosition,
     axes_position as axes_position,
+    coordinates as coordinates,
     dimension_of as dimension_of,
+    fit_axes as fit_axes,
     mesh_position as mesh_position,
+    mesh_sizes as mesh_sizes,
+    rank_rows as rank_rows,
     without_mesh as without_mesh,
 )

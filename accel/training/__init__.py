@@ -8,10 +8,8 @@ from accel.training._clip import (
     clip_grad_value_ as clip_grad_value_,
     unscale_gradients as unscale_gradients,
 )
-from accel.training._ema import Ema as Ema, ema_decay as ema_decay
-from accel.training._evaluating import evaluating as evaluating
-from accel.training._forward import forward as forward
-from accel.training._forward_backward import forward_backward as forward_backward
+from accel.training._evaluating import Ema as Ema, ema_decay as ema_decay, evaluating as evaluating
+from accel.training._forward_backward import forward as forward, forward_backward as forward_backward
 from accel.training._fused import fused_step as fused_step
 from accel.training._generate import generate as generate
 from accel.training._prepare import (
@@ -22,6 +20,7 @@ from accel.training._prepare import (
 from accel.training._resume import resume as resume
 from accel.training._step import StepResult as StepResult, optimizer_step as optimizer_step
 from accel.training._train_state import TrainState as TrainState, discard as discard, train_state as train_state
+from accel.training._train_step import train_step as train_step
 
 _MOVED = (
     "Loaded",

@@ -1,30 +1,245 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`backward` and `accumulate`: losses become weighted sums of gradients, exchanged once a window.
-
-A mean loss over `weight` units is multiplied by that weight, so gradients add up to the gradient of the sum over all
-units; `optimizer_step` divides once, by the weight of all micro-batches and ranks. Any split of the same units into
-ranks and micro-batches therefore gives the same gradient.
-"""
+"""`backward` and `accumulate`: losses become weighted sums of gradients, exchanged once a window."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from numbers import Real
 from time import perf_counter
-from typing import overload
+from typing import NamedTuple, overload
 
 import msgspec
 import torch
 from torch import nn
 
+from accel.comm import start_all_reduce
 from accel.context import DistContext, context_first
+from accel.data import SampleCount
+from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.optim import Accumulation
 from accel.parallel import check_kept, engine_of, exchanging, no_sync, note_gradients, raise_lost_peer
 from accel.precision import LossScale, matmul_precision
-from accel.training._call_order import begun_window
-from accel.training._loss_weights import on_device, start_sharing, weigh
-from accel.training._train_state import TrainState, after_backward, weight_of
+from accel.tensors import is_dtensor
+from accel.training._refused import note_loss
+from accel.training._train_state import TrainState, after_backward, begun_window, weight_of
 from accel.training._window import check_alone, check_records
+
+
+def weigh(
+    ctx: DistContext,
+    scaler: LossScale,
+    accum: Accumulation,
+    weight: float | torch.Tensor | None,
+    *,
+    same_units: bool,
+) -> tuple[Accumulation, float | torch.Tensor]:
+    """Add the weight of a backward pass to its window. No communication.
+
+    Args:
+        ctx: the context.
+        scaler: loss scale of the window.
+        accum: window within a micro-batch.
+        weight: number of units behind the loss, a mean; None where every micro-batch counts the same.
+        same_units: whether an earlier backward of the micro-batch has counted the same units.
+
+    Returns:
+        The window with the weight, and the factor of the loss.
+
+    Raises:
+        StepError: a first backward with `same_units`, or a window with weights in some backward passes only.
+        ConfigError: the weight is no finite number from 0.
+    """
+    unit = accum.unit or _unit(ctx, weight, accum.steps)
+    again = accum.latest == accum.micro
+    if same_units and not again:
+        raise StepError(
+            "no backward of this micro-batch has counted these units",
+            expected="same_units=True from its second backward on",
+            got="it in the first",
+            where="backward",
+        )
+    _check_alike(accum, weight)
+    weighted = weight is not None
+    if weight is None:
+        world = 0.0 if again else float(ctx.world_size)
+        return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world), scaler.scale / unit
+    if isinstance(weight, SampleCount):
+        own = None
+        world = 0.0 if same_units else float(weight.world * weight.copies)
+        factor = weight / unit * scaler.scale
+    else:
+        known = own_weight(ctx, weight)
+        factor = known / unit * scaler.scale
+        world, own = 0.0, None
+        if not same_units and ctx.world_size == 1:
+            world = known
+        elif not same_units:
+            own = known
+    return accum.add(scale=scaler.scale, unit=unit, weighted=weighted, world=world, own=own), factor
+
+
+def start_sharing(ctx: DistContext, added: Accumulation) -> Callable[[], Accumulation]:
+    """Begin to sum a window's weights over ranks where it ends; return a function that waits for it. A collective.
+
+    The message travels while backward computes. None is sent for weights that every rank knows.
+
+    Args:
+        ctx: the context.
+        added: window with the weight of this backward pass.
+    """
+    own = added.own_weight
+    if not added.sync or ctx.world_size == 1 or own is None:
+        return lambda: added
+    total = own.clone() if isinstance(own, torch.Tensor) else on_device(ctx, own)
+    wait = start_all_reduce(ctx.comm, total, "sum")
+
+    def end() -> Accumulation:
+        wait()
+        return added.share(total.item() if total.is_cpu else total)
+
+    return end
+
+
+def own_weight(ctx: DistContext, weight: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a weight that only this rank knows: a number where reading it does not wait for a device.
+
+    A wrong weight on a device becomes NaN, which the step reads together with the total weight.
+
+    Raises:
+        ConfigError: the weight is no finite number from 0.
+    """
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise _no_weight(f"a tensor of shape {list(weight.shape)} and {weight.dtype}")
+        if not weight.is_cpu:
+            there = weight.detach().reshape(()).to(ctx.device, _weight_dtype(ctx))
+            return torch.where(there >= 0, there, math.nan)
+        weight = weight.item()
+    try:
+        number = float(weight) if isinstance(weight, Real) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise _no_weight("a number too large" if number == math.inf else repr(weight))
+    return number
+
+
+def on_device(ctx: DistContext, number: float) -> torch.Tensor:
+    """Return a number as a tensor of shape [] on the context's device.
+
+    For XLA it is data: a constant would be part of the graph, which must be the same on all ranks.
+    """
+    if ctx.device.type == "xla":
+        return torch.tensor(number, dtype=_weight_dtype(ctx), device="cpu").to(ctx.device)
+    return torch.full((), number, dtype=_weight_dtype(ctx), device=ctx.device)
+
+
+def _check_alike(accum: Accumulation, weight: float | torch.Tensor | None) -> None:
+    """Raise `StepError` where a window has backward passes with a weight and without."""
+    if accum.weighted is None or accum.weighted == (weight is not None):
+        return
+    raise StepError(
+        "some backward passes of this window have a weight, and others not",
+        expected="weight= in all of them, or in none",
+        got=f"{'none' if weight is None else 'one'} in micro-batch {accum.micro} of {accum.steps}",
+        where="backward, weight=",
+        fix="Pass weight= each time, such as batch.valid; beside same_units=True too.",
+    )
+
+
+def _unit(ctx: DistContext, weight: float | torch.Tensor | None, steps: int) -> float:
+    """Return the unit of the window's weights: a full window of equal parts then needs no division at its end."""
+    if isinstance(weight, SampleCount):
+        return weight.world * weight.copies / ctx.world_size * steps or 1.0
+    return float(steps) if weight is None else 1.0
+
+
+def _weight_dtype(ctx: DistContext) -> torch.dtype:
+    return wide_dtype(ctx.device)
+
+
+def _no_weight(got: str) -> ConfigError:
+    return ConfigError("not a weight", expected="a finite number, 0 or above", got=got, where="backward, weight=")
+
+
+class Graph(NamedTuple):
+    """Graphs and leaves of a pass: the arguments of torch.autograd.backward."""
+
+    retain: bool = False
+    create: bool = False
+    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None
+
+    def check(self, ctx: DistContext) -> None:
+        """Raise `ConfigError` where no graph, or no choice of leaves, is behind what ranks exchange or divide."""
+        if not self.create and self.inputs is None:
+            return
+        spread = engine_of(ctx) is not None
+        if self.create and (ctx.world_size > 1 or spread):
+            raise ConfigError(
+                "gradients that ranks exchange have no graph behind them",
+                expected="create_graph=True on one rank",
+                got=f"strategy {ctx.strategy} on {ctx.world_size} ranks",
+                where="backward, create_graph=",
+                fix="Take torch.autograd.grad(loss, tensors, create_graph=True), and add the term of it to the loss.",
+            )
+        leaves = [self.inputs] if isinstance(self.inputs, torch.Tensor) else self.inputs or ()
+        if leaves and (spread or any(map(is_dtensor, leaves))):
+            raise ConfigError(
+                "parameters that are spread over ranks are no leaves of the graph",
+                expected="parameters that each rank holds whole, or other tensors",
+                got=f"strategy {ctx.strategy} on {ctx.world_size} ranks",
+                where="backward, inputs=",
+                fix="Freeze the other parameters by requires_grad_(False).",
+            )
+
+
+_PLAIN = Graph()
+
+
+def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, graph: Graph = _PLAIN) -> None:
+    """Run backward of a loss times a factor.
+
+    Args:
+        ctx: the context.
+        loss: shape [].
+        factor: a number, or a tensor of shape [].
+        graph: as the user asked for it.
+
+    Raises:
+        PeerError: another rank was lost.
+        StepError: DDP saw gradients twice.
+    """
+    if ctx.device.type == "xla" and not isinstance(factor, torch.Tensor):
+        factor = on_device(ctx, factor)
+    if isinstance(factor, torch.Tensor):
+        loss = loss * factor.detach().reshape(()).to(loss.device, loss.dtype)
+    elif factor != 1.0:
+        loss = loss * factor  # torch takes three times as long to check a gradient that it is given
+    engine = engine_of(ctx)
+    try:
+        with matmul_precision(ctx):
+            if engine is None:
+                torch.autograd.backward(loss, None, graph.retain or graph.create, graph.create, inputs=graph.inputs)
+            else:
+                engine.backward(ctx, loss, graph.retain)
+    except RuntimeError as error:
+        raise_lost_peer(error, "backward")
+        _raise_marked_twice(error)
+        raise
+
+
+def _raise_marked_twice(error: RuntimeError) -> None:
+    if "ready only once" in str(error):
+        raise StepError(
+            "DDP saw some gradients twice and others not at all in one forward",
+            expected="all of them in each backward",
+            got=str(error).partition(". ")[0],
+            where="backward",
+            fix="Add the losses and call backward once: (first + second).",
+        ) from error
 
 
 @context_first
@@ -80,12 +295,21 @@ def backward(
     weight: float | torch.Tensor | None = None,
     same_units: bool = False,
     retain_graph: bool = False,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
 ) -> TrainState: ...
 
 
 @overload
 def backward(
-    ctx: DistContext, loss: torch.Tensor, scaler: LossScale, accum: None = None, *, retain_graph: bool = False
+    ctx: DistContext,
+    loss: torch.Tensor,
+    scaler: LossScale,
+    accum: None = None,
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
 ) -> None: ...
 
 
@@ -99,6 +323,8 @@ def backward(
     weight: float | torch.Tensor | None = None,
     same_units: bool = False,
     retain_graph: bool = False,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
 ) -> Accumulation: ...
 
 
@@ -112,6 +338,8 @@ def backward(
     weight: float | torch.Tensor | None = None,
     same_units: bool = False,
     retain_graph: bool = False,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
 ) -> TrainState | Accumulation | None:
     """Add the gradients of `loss * weight` to the parameters. Exchanges gradients when the window ends.
 
@@ -130,6 +358,10 @@ def backward(
         same_units: whether an earlier backward of this micro-batch was over the same units; the losses are then added,
             and their weight counts once.
         retain_graph: as in torch.autograd.backward.
+        create_graph: as there: whether gradients get a graph of their own, and this one is kept. They are those of the
+            loss times its weight and the loss scale. On one rank only.
+        inputs: as there: the leaves that gradients are added to; None for all. Of a model on several ranks all of its
+            parameters or none, where this pass exchanges gradients.
 
     Returns:
         The state, or the accumulation, with the weight added; None without either.
@@ -137,7 +369,7 @@ def backward(
     Raises:
         StepError: not a scalar loss with a gradient, or calls out of order.
         ConfigError: a weight that is no number from 0, or a weight without an accumulation; a record in the place of
-            another.
+            another; `create_graph` or `inputs` where ranks exchange or divide what they are about.
         PeerError: another rank was lost while gradients were exchanged.
 
     Example:
@@ -157,9 +389,13 @@ def backward(
             weight=weight,
             same_units=same_units,
             retain_graph=retain_graph,
+            create_graph=create_graph,
+            inputs=inputs,
         )
         return after_backward(scaler, window, began)
     ctx.comm.check_open()
+    graph = Graph(retain_graph, create_graph, inputs)
+    graph.check(ctx)
     check_records(scaler, accum, "backward")
     check_loss(loss, "backward", "Take the mean over what `weight=` counts: loss.mean().")
     if loss.dtype in (torch.float16, torch.bfloat16):
@@ -174,8 +410,8 @@ def backward(
                 fix="Pass accum, or leave weight out.",
             )
         _check_retained(ctx, retain_graph)
-        run_backward(ctx, loss, scaler.scale, retain_graph=retain_graph)
-        return None
+        run_backward(ctx, loss, scaler.scale, graph)
+        return note_loss(ctx, None, None, loss)
     accum.check_scale(scaler)
     if accum.latest == accum.micro:  # a further pass of this batch, whose weight no later call would miss
         accum.follow("state = accel.backward(ctx, loss, state, ...), or accum = accel.backward(...)")
@@ -183,53 +419,8 @@ def backward(
     if retain_graph and accum.sync and ctx.world_size > 1:
         added = msgspec.structs.replace(added, retained=True)
     shared = start_sharing(ctx, added)
-    run_backward(ctx, loss, factor, retain_graph=retain_graph)
-    return shared()
-
-
-def run_backward(
-    ctx: DistContext, loss: torch.Tensor, factor: float | torch.Tensor, *, retain_graph: bool = False
-) -> None:
-    """Run backward of a loss times a factor.
-
-    Args:
-        ctx: the context.
-        loss: shape [].
-        factor: a number, or a tensor of shape [].
-        retain_graph: as in torch.autograd.backward.
-
-    Raises:
-        PeerError: another rank was lost.
-        StepError: DDP saw gradients twice.
-    """
-    if ctx.device.type == "xla" and not isinstance(factor, torch.Tensor):
-        factor = on_device(ctx, factor)
-    if isinstance(factor, torch.Tensor):
-        loss = loss * factor.detach().reshape(()).to(loss.device, loss.dtype)
-    elif factor != 1.0:
-        loss = loss * factor  # torch takes three times as long to check a gradient that it is given
-    engine = engine_of(ctx)
-    try:
-        with matmul_precision(ctx):
-            if engine is None:
-                torch.autograd.backward(loss, retain_graph=retain_graph)
-            else:
-                engine.backward(ctx, loss, retain_graph)
-    except RuntimeError as error:
-        raise_lost_peer(error, "backward")
-        _raise_marked_twice(error)
-        raise
-
-
-def _raise_marked_twice(error: RuntimeError) -> None:
-    if "ready only once" in str(error):
-        raise StepError(
-            "DDP saw some gradients twice and others not at all in one forward",
-            expected="all of them in each backward",
-            got=str(error).partition(". ")[0],
-            where="backward",
-            fix="Add the losses and call backward once: (first + second).",
-        ) from error
+    run_backward(ctx, loss, factor, graph)
+    return note_loss(ctx, accum, shared(), loss)
 
 
 def _check_retained(ctx: DistContext, retain_graph: bool) -> None:

@@ -16,13 +16,11 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, clamp_, parameters_of, scale_, total_norm
+from accel.optim import Accumulation, clamp_, keep_losses, parameters_of, scale_, total_norm
 from accel.parallel import engine_of
 from accel.precision import LossScale
 from accel.tensors import local_parts
-from accel.training._call_order import ended_window
-from accel.training._pipeline_norm import whole_norm
-from accel.training._train_state import TrainState, after_backward
+from accel.training._train_state import TrainState, after_backward, ended_window
 from accel.training._window import (
     as_tensor,
     check_alone,
@@ -33,6 +31,7 @@ from accel.training._window import (
     division,
     shortening,
     total_weight,
+    whole_norm,
     window_gradients,
 )
 
@@ -188,7 +187,7 @@ def unscale_gradients(
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     [grads] = window_gradients(ctx, window, parameters_of(optimizers))
     scale_(grads, division(ctx, scaler, window, total_weight(window)))
-    return msgspec.structs.replace(window, divided=len(grads), retained=False)
+    return keep_losses(window, msgspec.structs.replace(window, divided=len(grads), retained=False))
 
 
 def _parts(

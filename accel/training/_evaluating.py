@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation mode of models, and of optimizers that keep two sets of weights."""
+"""Evaluation mode of models and optimizers, and `Ema`, an exponential moving average of a model's weights."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
-from typing import Protocol, runtime_checkable
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.errors import ConfigError
-from accel.parallel import stage_modules
+from accel.errors import ConfigError, PrepareError, check_choice
+from accel.items import clean_name, reshard
+from accel.parallel import emptied_by, follow_stages, is_pipelined, stage_modules, unwrap_model
+from accel.parallel.axes.pipeline import pipeline_of
+from accel.tensors import FORMATS, mesh_of, placements_of
 
 
 @runtime_checkable
@@ -70,3 +74,242 @@ def evaluating(*objects: nn.Module | Optimizer) -> Generator[None]:
 
 def _trains(each: object) -> bool:
     return isinstance(each, Optimizer) and bool(each.param_groups[0].get("train_mode", True))
+
+
+_torch = cast(Any, torch)  # the operations on lists have no public names
+
+
+class Stepped(Protocol):
+    """Protocol of step results: the part of a `StepResult` that an average reads."""
+
+    @property
+    def stepped(self) -> bool:
+        """Whether parameters were changed."""
+        ...
+
+
+class Ema(nn.Module):
+    """The average of a model's weights over its steps, in a module of its own: an item of a checkpoint.
+
+    Sharded parameters have sharded averages; quantized weights, which do not train, have none. Floating-point averages
+    are at least fp32: in bf16 a decay of 0.999 would leave them unchanged.
+
+    Args:
+        model: model from `prepare`, so that the average is on the same devices. Its parameters are copied.
+        decay: share of the average that an update keeps, in [0, 1).
+        warmup: whether to keep less at first, (1 + n) / (10 + n) at update n, so that the initial weights soon lose
+            influence.
+        buffers: "model" evaluates with the model's own buffers, which for batch norms are averages already; "average"
+            averages floating-point buffers too, and copies others.
+
+    Raises:
+        ConfigError: a decay out of range, or an unknown choice.
+        PrepareError: a model of DeepSpeed's stage 3, whose weights are empty between passes.
+    """
+
+    updates: torch.Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decay: float = 0.999,
+        warmup: bool = True,
+        buffers: Literal["model", "average"] = "model",
+    ) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ConfigError("not a decay", expected="0 up to but without 1", got=repr(decay), where="Ema(decay=)")
+        check_choice(buffers, ("model", "average"), "unknown choice", where="Ema(buffers=)")
+        _refuse_emptied(model)
+        self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"
+        self.weights = nn.Module()
+        for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+            _ = _child(self.weights, clean_name(model, name))  # in the model's order, which that of tensors follows
+        for name, live in _named(model, buffers=self.averages_buffers):
+            _add_copy(self.weights, name, live)
+        follow_stages(self, model)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device="cpu"))  # read without a wait
+
+    def update_(self, model: nn.Module, step: Stepped | None = None) -> None:
+        """Move the average towards the model's weights. Call it after each step. No communication. Mutates this.
+
+        Args:
+            model: model of the average.
+            step: result of `optimizer_step`; a skipped step does not change the average.
+
+        Raises:
+            PrepareError: another model, or one that was prepared after the average was made.
+        """
+        if step is not None and not step.stepped:
+            return
+        weight = 1 - ema_decay(int(self.updates), self.decay, warmup=self.warmup)
+        pairs = self._pairs(model)
+        with torch.no_grad():
+            same = [pair for pair in pairs if pair[0].dtype == pair[1].dtype and _averaged(pair[0])]
+            for averages, live in _by_kind(same):
+                _torch._foreach_lerp_(averages, live, weight)
+            for average, live in pairs:
+                if not _averaged(average):
+                    average.copy_(live)
+                elif average.dtype != live.dtype:
+                    average.lerp_(live.to(average.dtype), weight)
+            self.updates += 1
+
+    @contextlib.contextmanager
+    def applied_to(self, model: nn.Module) -> Generator[None]:
+        """Put the averaged weights into the model for the block; its own weights return at the end, also after an
+        error.
+
+        Changes of the weights in the block are lost. Takes the memory of a copy of them. No communication.
+
+        Raises:
+            PrepareError: as `update_`.
+        """
+        pairs = self._pairs(model)
+        averages = [average.detach() for average, _ in pairs]
+        live = [tensor.detach() for _, tensor in pairs]
+        own = [each.clone() for each in live]
+        try:
+            _copy(averages, live)
+            yield
+        finally:
+            reshard(model)
+            _copy(own, live)
+
+    def _live(self, model: nn.Module) -> list[torch.Tensor]:
+        """Return the model's tensors with an average."""
+        if is_pipelined(unwrap_model(model)):
+            return [each for _, each in _named(model, buffers=self.averages_buffers)]
+        reshard(model)
+        trained = (each for each in model.parameters() if not _is_quantized(each))
+        return [*trained, *(model.buffers() if self.averages_buffers else ())]
+
+    def _pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair averages with the model's tensors, in the model's order."""
+        own = [*self.weights.parameters(), *self.weights.buffers()]
+        live = self._live(model)
+        if list(map(_shape_and_place, own)) != list(map(_shape_and_place, live)):
+            raise self._other_model(model)
+        return list(zip(own, live, strict=True))
+
+    def _other_model(self, model: nn.Module) -> PrepareError:
+        _refuse_emptied(model)
+        own = dict([*self.weights.named_parameters(), *self.weights.named_buffers()])
+        live = dict(_named(model, buffers=self.averages_buffers))
+        names = [*live, *own]
+        name = next((name for name in names if _told(own.get(name)) != _told(live.get(name))), names[0])
+        return PrepareError(
+            "the average was made of another model",
+            expected=_told(own.get(name)),
+            got=_told(live.get(name)),
+            where=f"Ema, {name}",
+            fix="Make the Ema after accel.prepare, of the model that is trained.",
+        )
+
+
+def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
+    """Return the share of the average that an update keeps.
+
+    Args:
+        updates: number of earlier updates.
+        decay: largest share.
+        warmup: whether the share grows to it, by (1 + updates) / (10 + updates).
+    """
+    return min(decay, (1 + updates) / (10 + updates)) if warmup else decay
+
+
+def _refuse_emptied(model: nn.Module) -> None:
+    if (source := emptied_by(model)) is not None:
+        raise PrepareError(
+            "an average takes weights between passes, where these are empty",
+            expected="weights on each rank, whole or as DTensors",
+            got=f"{source}, which gathers weights for a pass",
+            where="Ema(model)",
+            fix="Take a stage below 3, or strategy='fsdp', whose shards are averaged.",
+        )
+
+
+def _named(model: nn.Module, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return the model's tensors by name, without wrappers; of a tied one the first name in the whole model."""
+    reshard(model)
+    trained = ((name, each) for name, each in model.named_parameters() if not _is_quantized(each))
+    named: list[tuple[str, torch.Tensor]] = _renamed(model, trained)
+    if buffers:
+        named += _renamed(model, model.named_buffers())
+    return named
+
+
+def _renamed(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    found = [(clean_name(model, name), each) for name, each in named]
+    pipeline = pipeline_of(unwrap_model(model))
+    if pipeline is None:
+        return found
+    first = {name: names[0] for names in pipeline.names for name in names}
+    places = {name: at for at, name in enumerate(pipeline.order)}
+    renamed = [(first.get(name, name), each) for name, each in found]
+    return sorted(renamed, key=lambda pair: places.get(pair[0], len(places)))
+
+
+def _add_copy(root: nn.Module, name: str, live: torch.Tensor) -> None:
+    """Store a copy under its name in the model."""
+    path, _, leaf = name.rpartition(".")
+    root = _child(root, path)
+    copy = live.detach().clone()
+    if _averaged(copy):
+        copy = copy.to(torch.promote_types(copy.dtype, torch.float32))
+    if isinstance(live, nn.Parameter):
+        root.register_parameter(leaf, nn.Parameter(copy, requires_grad=False))
+    else:
+        root.register_buffer(leaf, copy)
+
+
+def _child(root: nn.Module, name: str) -> nn.Module:
+    """Return the submodule of a name, made if it is missing; the root itself for an empty name."""
+    for part in name.split(".") if name else ():
+        child = getattr(root, part, None)
+        if not isinstance(child, nn.Module):
+            child = nn.Module()
+            setattr(root, part, child)
+        root = child
+    return root
+
+
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter is a quantizer's, which has no arithmetic; one that trains has."""
+    return type(tensor).__module__.partition(".")[0] in FORMATS and not tensor.requires_grad
+
+
+def _averaged(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _by_kind(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Group pairs by device, dtype and mesh, so that one kernel can take a group."""
+    groups: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for average, live in pairs:
+        kind = average.device, average.dtype, mesh_of(average)
+        averages, lives = groups.setdefault(kind, ([], []))
+        averages.append(average)
+        lives.append(live)
+    return list(groups.values())
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    torch.clear_autocast_cache()  # an autocast around goes on with copies of what the targets were
+
+
+def _shape_and_place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.device, placements_of(tensor)
+
+
+def _told(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "no such tensor"
+    placed = placements_of(tensor)
+    return f"shape {list(tensor.shape)} on {tensor.device}" + (f", {placed}" if placed else "")

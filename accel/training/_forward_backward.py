@@ -1,34 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`forward_backward`: micro-batches of a batch, one after another or through the stages of a pipeline."""
+"""`forward_backward` and `forward`: micro-batches, one after another or through the stages of a pipeline."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, overload
 
+import msgspec
 import torch
 from torch import nn
 
-from accel.comm import broadcast_flat
+from accel.comm import Call, broadcast_flat, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.optim import Accumulation
 from accel.parallel import engine_of, exchanging, micro_batches_of, no_sync, unwrap_model
-from accel.parallel.pipeline import (
+from accel.parallel.axes.pipeline import (
     MicroBatch,
     Pipeline,
     Work,
+    first_rows,
+    first_tensor,
     pipeline_of,
     split_batch,
     sum_tied_gradients,
     take_summed,
 )
 from accel.precision import LossScale, autocast, matmul_precision
-from accel.training._backward import accumulate, run_backward
-from accel.training._loss_sums import LossFn, LossSums
-from accel.training._loss_weights import on_device, own_weight, start_sharing, weigh
+from accel.storage import dtype_name
+from accel.training._backward import accumulate, on_device, own_weight, run_backward, start_sharing, weigh
+from accel.training._loss_sums import LossFn, LossProbe, LossSums
+from accel.training._refused import note_loss
 from accel.training._train_state import TrainState, after_backward, weight_of
 from accel.training._window import check_records
 
@@ -103,7 +108,8 @@ def forward_backward(
             stage of a pipeline hidden states take the place of the first input, which is a tensor; a forward with an
             argument `inputs_embeds` takes them there. All ranks along `pp` pass the same batch.
         loss_fn: maps the model's output, and the targets if there are some, to the sum of the losses of the
-            micro-batch's real units, shape [].
+            micro-batch's real units, shape []. Its first call is preceded by two on the halves of that micro-batch,
+            without gradient, which tell a sum from a mean.
         targets: tensors with the batch in dimension 0, split as the inputs are.
         weight: number of real units in the whole batch, as for `backward`. Left out beside a `TrainState`, it is
             `batch.valid`.
@@ -114,7 +120,7 @@ def forward_backward(
 
     Raises:
         StageError: a stage failed, with its number, micro-batch and rank; or the model is no chain of modules.
-        StepError: the loss is not a scalar with a gradient, or calls are out of order.
+        StepError: the loss is not a scalar with a gradient, or a mean, or calls are out of order.
         ConfigError: no weight beside a loss scale, or one that is no number from 0; an engine's strategy.
         DataError: inputs without rows, or with different numbers of rows.
         PeerError: another rank was lost.
@@ -182,14 +188,16 @@ def _run(
     count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
     micro = split_batch(inputs, targets, count, equal=pipeline is not None, containers=ctx.containers)
     added, block = _begin(ctx, model, scaler, accum, weight)
-    sums = LossSums(ctx, loss_fn, _factor(known, scaler, known if added is None else added.unit))
+    probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
+    sums = LossSums(ctx, loss_fn, _factor(known, scaler, known if added is None else added.unit), probe)
     shared = None if added is None else start_sharing(ctx, added)
     with block, matmul_precision(ctx):
         if pipeline is None:
             _run_here(ctx, model, micro, sums, holds=accum is None or accum.sync or accum.sync_each_batch)
         else:
             _run_stages(ctx, unwrap_model(model), pipeline, micro, sums, accum)
-    return _mean(ctx, pipeline, sums.found, known), None if shared is None else shared()
+    mean = _mean(ctx, pipeline, sums.found, known)
+    return mean, note_loss(ctx, accum, None if shared is None else shared(), mean)
 
 
 def _begin(
@@ -249,7 +257,7 @@ def _run_stages(
     work = Work(micro, sums.scaled, lambda: autocast(ctx), ctx.containers)
     _ = pipeline.run(ctx, model, work, trains=True)
     if ends:
-        sum_tied_gradients(model, pipeline.ties, before)
+        sum_tied_gradients(model, pipeline.ties, before, may_be_unused=pipeline.may_be_unused)
 
 
 def _mean(
@@ -264,3 +272,86 @@ def _mean(
     if isinstance(known, torch.Tensor):
         return torch.where(known > 0, total / known.to(total.device), 0.0)
     return total / known if known else torch.zeros_like(total)
+
+
+class _OutputForm(msgspec.Struct, frozen=True):
+    """Dtype and shape of the outputs; no dtype where a rank has none."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@context_first
+def forward(
+    ctx: DistContext, model: nn.Module, inputs: Any, *, select: Callable[[Any], torch.Tensor] = first_tensor
+) -> torch.Tensor:
+    """Return the model's outputs for a batch, without gradients. A collective along the pipeline.
+
+    The batch runs in the micro-batches of the model's plan, under the context's autocast. The mode of the model is the
+    caller's: see `evaluating`.
+
+    Args:
+        ctx: the context.
+        model: from `prepare` or `prepare_model`.
+        inputs: as of `forward_backward`.
+        select: maps the model's output to the tensor to return, with the batch in dimension 0; the first tensor of the
+            output by default, such as the logits of Hugging Face's models.
+
+    Returns:
+        The outputs of all rows, on every rank along `pp`.
+
+    Raises:
+        StageError: a stage failed, or the model is no chain of modules.
+        ConfigError: `select` returned no tensor with the batch in dimension 0.
+        DataError: inputs without rows, or with different numbers of rows.
+        PeerError: another rank was lost.
+
+    Example:
+        >>> accel.forward(accel.single(), nn.Linear(2, 3), torch.ones(4, 2)).shape
+        torch.Size([4, 3])
+    """
+    ctx.comm.check_open()
+    if select is first_tensor:
+        select = partial(first_tensor, containers=ctx.containers)
+    pipeline = pipeline_of(unwrap_model(model))
+    count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
+    micro = split_batch(inputs, None, count, equal=pipeline is not None, containers=ctx.containers)
+    found: list[torch.Tensor] = []
+
+    def keep(output: Any, batch: MicroBatch) -> torch.Tensor:
+        own = _checked(select(output), batch)
+        found.append(first_rows(own, batch.rows) if batch.rows.real else own[:0])
+        return first_tensor(output, ctx.containers)
+
+    with torch.no_grad():
+        if pipeline is not None:
+            work = Work(micro, keep, lambda: autocast(ctx), ctx.containers)
+            _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
+            return _shared(ctx, pipeline, found)
+        for each in micro:
+            with autocast(ctx):
+                _ = keep(model(*each.args, **each.kwargs), each)
+    return torch.cat(found)
+
+
+def _checked(found: object, batch: MicroBatch) -> torch.Tensor:
+    if isinstance(found, torch.Tensor) and found.ndim and found.shape[0] == batch.rows.size:
+        return found
+    raise ConfigError(
+        "outputs without the batch in dimension 0",
+        expected=f"a tensor of {batch.rows.size} rows",
+        got=f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__,
+        where="forward, select=",
+    )
+
+
+def _shared(ctx: DistContext, pipeline: Pipeline, found: list[torch.Tensor]) -> torch.Tensor:
+    """Give all ranks along the pipeline the outputs of the last stage."""
+    whole = torch.cat(found).contiguous() if found else None
+    mine = _OutputForm() if whole is None else _OutputForm(dtype_name(whole.dtype), tuple(whole.shape))
+    facts = exchange_values(pipeline.comm, Call("forward"), mine, _OutputForm)[pipeline.last_rank]
+    if whole is None:
+        whole = torch.empty(facts.shape, dtype=getattr(torch, facts.dtype), device=ctx.device)
+    if whole.numel():
+        broadcast_flat(pipeline.comm, whole, source=pipeline.last_rank)
+    return whole

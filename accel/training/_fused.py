@@ -12,7 +12,7 @@ from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError, check_choice
 from accel.optim import first_nonfinite, gradients, parameters_of
-from accel.parallel import engine_of, name_of
+from accel.parallel import drop_unused, engine_of, name_of
 from accel.precision import LossScale
 from accel.tensors import is_dtensor
 from accel.training._backward import backward
@@ -60,6 +60,10 @@ def fused_step(
 
     def step_one(parameter: torch.Tensor) -> None:
         _check_once(parameter, done)
+        if ctx.world_size > 1:
+            drop_unused(ctx, [parameter])  # a message for each, as none waits for the others
+            if parameter.grad is None:
+                return
         _ = gradients([parameter])  # sums what tensor parallelism leaves in parts
         bad = _nonfinite(parameter, len(done)) if looks else None
         done.add(id(parameter))

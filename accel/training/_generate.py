@@ -3,21 +3,258 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from accel.comm import adopt, all_reduce_flat, broadcast_flat, gathered
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
-from accel.parallel import engine_of, unwrap_model
-from accel.parallel.pipeline import first_tensor, pipeline_of
+from accel.parallel import engine_of, micro_batches_of, stage_modules, unwrap_model
+from accel.parallel.axes.pipeline import (
+    ByStage,
+    MicroBatch,
+    Pipeline,
+    StageModule,
+    Work,
+    first_rows,
+    first_tensor,
+    pipeline_of,
+    split_batch,
+)
+from accel.precision import autocast
 from accel.random import Key
 from accel.seeding import rank_key
-from accel.training._decoding import CachedTokens, Decoder, WholeSequences, takes_cache
-from accel.training._sampling_tokens import Sampling, next_tokens
+
+_CACHE = "past_key_values"
+
+
+class Decoder(Protocol):
+    """A way to get the logits of the next tokens."""
+
+    def logits(self, ids: Tensor) -> Tensor | None:
+        """Return the logits of the tokens behind sequences, [rows, classes]; None on ranks without the last stage.
+
+        A collective along the pipeline.
+
+        Args:
+            ids: the sequences up to now, one token longer at each call, shape [rows, length].
+        """
+        ...
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers that keeps keys and values between forwards."""
+    inner = _first_forward(model)
+    return _CACHE in inspect.signature(inner.forward).parameters and hasattr(inner, "config")
+
+
+class WholeSequences:
+    """Runs whole sequences for each token, filled up to one length, so that shapes stay as they are.
+
+    Args:
+        ctx: the context.
+        model: causal.
+        length: of the longest sequence to come.
+        inputs_of: maps ids of shape [rows, length] to the inputs of the model.
+        select: maps the model's output to logits, [rows, length, classes].
+    """
+
+    def __init__(
+        self,
+        ctx: DistContext,
+        model: nn.Module,
+        length: int,
+        inputs_of: Callable[[Tensor], Any],
+        select: Callable[[Any], Tensor],
+    ) -> None:
+        self._ctx = ctx
+        self._model = model
+        self._length = length
+        self._inputs_of = inputs_of
+        self._select = select
+
+    def logits(self, ids: Tensor) -> Tensor | None:
+        """Return the logits behind the sequences; see `Decoder`."""
+        at = ids.shape[1] - 1
+        filled = nn.functional.pad(ids, (0, self._length - ids.shape[1]))
+        micro = _split(self._ctx, self._model, self._inputs_of(filled))
+        return _run(self._ctx, self._model, micro, lambda output: self._select(output)[:, at])
+
+
+class CachedTokens:
+    """Runs the prompt, then each new token alone, with the keys and values of those before it.
+
+    Each stage of a pipeline keeps those of its own layers, for each micro-batch.
+
+    Args:
+        ctx: the context.
+        model: of transformers.
+        attention_mask: of the prompt, 1 for tokens and 0 for padding before them, shape [rows, length].
+        select: maps the model's output to logits, [rows, positions, classes].
+    """
+
+    def __init__(
+        self, ctx: DistContext, model: nn.Module, attention_mask: Tensor, select: Callable[[Any], Tensor]
+    ) -> None:
+        self._ctx = ctx
+        self._model = model
+        self._mask = attention_mask
+        self._select = select
+        self._caches: list[ByStage] = []
+        self._seen = 0
+        inner = _first_forward(model)
+        self._config = cast(Any, inner).config
+        # Every stage of a pipeline would cut off the positions before the last.
+        is_whole = pipeline_of(unwrap_model(model)) is None
+        self._last_only = is_whole and "logits_to_keep" in inspect.signature(inner.forward).parameters
+
+    def logits(self, ids: Tensor) -> Tensor | None:
+        """Return the logits behind the sequences; see `Decoder`."""
+        new = ids[:, self._seen :]
+        grown = ids.shape[1] - self._mask.shape[1]
+        mask = nn.functional.pad(self._mask, (0, grown), value=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, self._seen :]
+        self._seen = ids.shape[1]
+        inputs: dict[str, Any] = {"input_ids": new, "attention_mask": mask, "position_ids": positions}
+        inputs["use_cache"] = True
+        if self._last_only:
+            inputs["logits_to_keep"] = 1
+        micro = _split(self._ctx, self._model, inputs)
+        is_prompt = not self._caches
+        if is_prompt:
+            self._caches = [ByStage(self._new_cache) for _ in micro]
+        held = [_with(each, cache) for each, cache in zip(micro, self._caches, strict=True)]
+        probe = [_with(each, ByStage(self._new_cache)) for each in micro[:1]]
+        found = _run(self._ctx, self._model, held, lambda output: self._select(output)[:, -1], probe, (new,))
+        if is_prompt:
+            for cache in self._caches:
+                for each in cache.made.values():
+                    _stand_in(each)
+        return found
+
+    def _new_cache(self) -> Any:
+        return import_module("transformers").DynamicCache(config=self._config)
+
+
+def _stand_in(cache: Any) -> None:
+    """Put a layer of this stage in the place of those of other stages, which the model asks for the length."""
+    own = [each for each in cache.layers if getattr(each, "is_initialized", True)]
+    for at, layer in enumerate(cache.layers):
+        if own and not any(layer is each for each in own):
+            cache.layers[at] = next((each for each in own if type(each) is type(layer)), own[0])
+
+
+def _first_forward(model: nn.Module) -> nn.Module:
+    """The module whose forward takes the model's inputs: of a pipelined model a stage."""
+    first = stage_modules(unwrap_model(model))[0]
+    return first.module if isinstance(first, StageModule) else first
+
+
+def _split(ctx: DistContext, model: nn.Module, inputs: Any) -> list[MicroBatch]:
+    pipeline = pipeline_of(unwrap_model(model))
+    count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
+    return split_batch(inputs, None, count, equal=pipeline is not None, containers=ctx.containers)
+
+
+def _with(batch: MicroBatch, cache: ByStage) -> MicroBatch:
+    return batch._replace(kwargs={**batch.kwargs, _CACHE: cache})
+
+
+def _run(
+    ctx: DistContext,
+    model: nn.Module,
+    micro: list[MicroBatch],
+    select: Callable[[Any], Tensor],
+    probe: list[MicroBatch] | None = None,
+    shapes: Any = None,
+) -> Tensor | None:
+    """Run micro-batches without gradients; return what `select` makes of the last stage's outputs, on its ranks."""
+    found: list[Tensor] = []
+
+    def keep(output: Any, batch: MicroBatch) -> Tensor:
+        found.append(first_rows(select(output), batch.rows)[: batch.rows.real])
+        return first_tensor(output, ctx.containers)
+
+    pipeline: Pipeline | None = pipeline_of(unwrap_model(model))
+    with torch.no_grad():
+        if pipeline is None:
+            for each in micro:
+                kwargs = {
+                    name: value.of(0) if isinstance(value, ByStage) else value for name, value in each.kwargs.items()
+                }
+                with autocast(ctx):
+                    _ = keep(model(*each.args, **kwargs), each)
+        else:
+            work = Work(micro, keep, lambda: autocast(ctx), ctx.containers, probe, shapes)
+            _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
+    return torch.cat(found) if found else None
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Rule by which tokens are chosen.
+
+    Attributes:
+        temperature: divisor of the logits; 0 takes the most probable token.
+        top_k: number of the most probable tokens that may be drawn; None for all.
+        top_p: least sum of probabilities of the most probable tokens that may be drawn, above 0; None for all.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def check(self, *, has_key: bool) -> None:
+        """Raise `ConfigError` for values out of range, or without effect."""
+        problem = expected = ""
+        if not 0 <= self.temperature < math.inf:
+            problem, expected = f"temperature={self.temperature}", "a number from 0"
+        elif self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            problem, expected = f"top_k={self.top_k!r}", "an integer from 1"
+        elif self.top_p is not None and not 0 < self.top_p <= 1:
+            problem, expected = f"top_p={self.top_p}", "a number above 0, up to 1"
+        elif self.temperature and not has_key:
+            problem, expected = f"temperature={self.temperature} without key=", "key=accel.Key(seed), to draw from"
+        elif not self.temperature and (has_key or self.top_k is not None or self.top_p is not None):
+            problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 beside them"
+        if problem:
+            raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where="generate")
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+    """Return a token for each row of logits.
+
+    Args:
+        logits: shape [rows, classes]; fp16 and bf16 are computed in fp32.
+        sampling: rule of the choice.
+        generator: source of random numbers, on the device of the logits; None takes the most probable tokens.
+
+    Returns:
+        int64 of shape [rows].
+
+    Reference: Holtzman et al. 2020, "The curious case of neural text degeneration", arXiv:1904.09751.
+    """
+    if generator is None:
+        return logits.argmax(-1)
+    wide = logits if logits.element_size() >= 4 else logits.float()
+    wide = wide / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < wide.shape[-1]:
+        least = wide.topk(sampling.top_k, -1).values[:, -1:]
+        wide = wide.masked_fill(wide < least, -math.inf)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ordered, order = wide.softmax(-1).sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered  # the most probable token always stays
+        left_out = torch.zeros_like(wide, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        wide = wide.masked_fill(left_out, -math.inf)
+    return torch.multinomial(wide.softmax(-1), 1, generator=generator)[:, 0]
+
 
 _WHERE = "generate"
 
@@ -81,6 +318,8 @@ def generate(
         tensor([[3, 4, 0, 1]])
     """
     ctx.comm.check_open()
+    if select is first_tensor:
+        select = partial(first_tensor, containers=ctx.containers)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     sampling.check(has_key=key is not None)
     cached = takes_cache(model) if cache is None else cache

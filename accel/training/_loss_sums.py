@@ -1,18 +1,171 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of losses of micro-batches, from the user's function."""
+"""Sums of losses of micro-batches from the user's function, and a look at whether it is a mean."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from accel.context import DistContext
-from accel.parallel.pipeline import MicroBatch, first_rows, first_tensor
+from accel.errors import StepError
+from accel.parallel.axes.pipeline import MicroBatch, first_rows, first_tensor
+from accel.random import isolated_rng
 from accel.training._backward import check_loss
+from accel.tree import map_tensors
 
 LossFn = Callable[..., torch.Tensor]
+
+_KNOWN = "accel_known_losses"  # of a model: texts, so that a copy or a pickle of it needs nothing of accel
+_MOST_KNOWN = 64
+_DEEPEST = 3  # functions in the closures of functions
+_TWICE = 1.5  # between the 1 of a sum and the 2 of a mean
+_ROUNDING = 0.01  # of sums of 16-bit numbers
+_SAME = 0.1  # of a mean with some noise
+
+
+class LossProbe:
+    """Looks at a loss function in one call of `forward_backward`, unless the model has seen it before.
+
+    Args:
+        ctx: the context.
+        model: notes the functions that were looked at.
+        loss_fn: the user's.
+        weight: number of units in the batch.
+        micro_batches: number of micro-batches of the batch.
+    """
+
+    def __init__(
+        self, ctx: DistContext, model: nn.Module, loss_fn: LossFn, weight: float | torch.Tensor, micro_batches: int
+    ) -> None:
+        self._ctx = ctx
+        self._loss_fn = loss_fn
+        self._weight = weight
+        self._micro_batches = micro_batches
+        self._model = model
+        self._key = _key(loss_fn)
+        known = _known(model)
+        self._done = self._key in known or len(known) >= _MOST_KNOWN
+
+    def halves(self, given: tuple[Any, ...], rows: int) -> tuple[float, ...]:
+        """Return the losses of the halves of a micro-batch; none if it was looked at before, or raises on halves.
+
+        To be called before the loss itself, which may change what it is given.
+
+        Args:
+            given: output and targets.
+            rows: their number of rows.
+        """
+        if self._done or rows < 2:
+            return ()
+        first = rows // 2
+        found = self._values(given, rows, lambda tensor: tensor[:first].clone(), lambda tensor: tensor[first:].clone())
+        self._done = not found  # one that raises is left alone, for good
+        if self._done:
+            _note(self._model, self._key)
+        return found
+
+    def check(self, loss: torch.Tensor, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> None:
+        """Raise if a loss is a mean over rows. Waits for the device, once for a function.
+
+        Args:
+            loss: of the micro-batch.
+            halves: from `halves`.
+            given, rows: as there.
+
+        Raises:
+            StepError: the loss is a mean.
+        """
+        if not halves:
+            return
+        whole = float(loss.detach())
+        if not all(map(math.isfinite, (whole, *halves))) or whole == 0:
+            return  # the next batch may tell
+        if not self._is_mean(whole, halves, given, rows):
+            self._done = True
+            _note(self._model, self._key)
+            return
+        shown = " and ".join(f"{each:.4g}" for each in halves)
+        raise StepError(
+            "loss_fn returns a mean, which would be divided by the number of units once more",
+            expected="the sum of the losses of a micro-batch's real units",
+            got=f"{whole:.4g} for {rows} rows, {shown} for their halves",
+            where="forward_backward, loss_fn=",
+            fix='Return the sum: cross_entropy(logits, targets, reduction="sum"), or losses.sum(). weight= is the'
+            " number of units in the whole batch.",
+        )
+
+    def _is_mean(self, whole: float, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> bool:
+        both = sum(halves)
+        if abs(both) <= _TWICE * abs(whole) or abs(both - whole) <= _ROUNDING * sum(map(abs, halves)):
+            return False
+        # Rows twice leave a mean as it is. They tell it from a sum of pairs, as of one row beside targets of several.
+        twice = self._values(given, rows, lambda tensor: torch.cat([tensor, tensor]))
+        if not twice or abs(twice[0] - whole) > _SAME * abs(whole):
+            return False
+        return not float(self._weight) <= self._micro_batches  # else it counts micro-batches, of which this is the mean
+
+    def _values(
+        self, given: tuple[Any, ...], rows: int, *takes: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[float, ...]:
+        """Return the losses of rows of a micro-batch, without gradient and with random streams put back; none if one
+        raises."""
+        found: list[float] = []
+        with torch.no_grad(), isolated_rng(self._ctx.device):
+            for take in takes:
+
+                def taken(tensor: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor] = take) -> torch.Tensor:
+                    return take(tensor.detach()) if tensor.ndim and tensor.shape[0] == rows else tensor
+
+                try:
+                    found.append(float(self._loss_fn(*map_tensors(taken, given, self._ctx.containers))))
+                except Exception:  # whatever a user's function makes of fewer rows
+                    return ()
+        return tuple(found)
+
+
+def _known(model: nn.Module) -> tuple[str, ...]:
+    return vars(model).get(_KNOWN, ())
+
+
+def _note(model: nn.Module, key: str) -> None:
+    vars(model)[_KNOWN] = (*_known(model), key)
+
+
+def _key(function: object, deep: int = 0) -> str:
+    """Return a text for a loss function, the same for one that a loop makes anew in each batch."""
+    if isinstance(function, functools.partial):
+        inner = cast("functools.partial[Any]", function)
+        settings = [*inner.args, *inner.keywords.values()]
+        return f"{_key(inner.func, deep)}, {[_setting(each, deep) for each in settings]}"
+    code = getattr(function, "__code__", None)
+    if code is None:
+        kept = vars(function) if hasattr(function, "__dict__") else {}
+        settings = [f"{name}={each!r}" for name, each in kept.items() if isinstance(each, str | bool)]
+        return (
+            f"{type(function).__module__}.{getattr(function, '__qualname__', type(function).__qualname__)} {settings}"
+        )
+    cells = [each.cell_contents for each in getattr(function, "__closure__", None) or () if _is_filled(each)]
+    settings = [*cells, *(getattr(function, "__defaults__", None) or ())]
+    return f"{code.co_filename}:{code.co_firstlineno} {hash(code)} {[_setting(each, deep) for each in settings]}"
+
+
+def _setting(value: object, deep: int) -> str:
+    if value is None or isinstance(value, str | bool):
+        return repr(value)
+    return _key(value, deep + 1) if callable(value) and deep < _DEEPEST else type(value).__name__
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 class LossSums:
@@ -23,21 +176,25 @@ class LossSums:
         found: the sums so far, detached.
     """
 
-    def __init__(self, ctx: DistContext, loss_fn: LossFn, factor: float | torch.Tensor) -> None:
+    def __init__(self, ctx: DistContext, loss_fn: LossFn, factor: float | torch.Tensor, probe: LossProbe) -> None:
         self.factor = factor
         self.found: list[torch.Tensor] = []
         self._ctx = ctx
         self._loss_fn = loss_fn
+        self._probe = probe
 
     def of(self, output: Any, batch: MicroBatch) -> torch.Tensor:
         """Return the sum of a micro-batch's losses; rows that fill it up are left out."""
         containers = self._ctx.containers
         if not batch.rows.real:
-            found = first_tensor(output).flatten()[:0].sum()
+            found = first_tensor(output, containers).flatten()[:0].sum()
         else:
-            given = () if batch.targets is None else (first_rows(batch.targets, batch.rows, containers),)
-            found = self._loss_fn(first_rows(output, batch.rows, containers), *given)
+            trees = (output,) if batch.targets is None else (output, batch.targets)
+            given = tuple(first_rows(each, batch.rows, containers) for each in trees)
+            halves = self._probe.halves(given, batch.rows.real)
+            found = self._loss_fn(*given)
             check_loss(found, "forward_backward", "Return the sum over the real units: loss.sum().")
+            self._probe.check(found, halves, given, batch.rows.real)
         if found.dtype in (torch.float16, torch.bfloat16):
             found = found.float()  # weight times scale does not fit into 16 bits
         self.found.append(found.detach())

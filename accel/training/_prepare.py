@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, cast, overload
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,23 +17,116 @@ from typing_extensions import TypeVar
 
 from accel.comm import Call, agreed
 from accel.context import DistContext, context_first
-from accel.data import Loader, StreamLoader, prepare_loader
+from accel.data import Loader, StreamLoader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
+from accel.items import is_zero
 from accel.optim import parameters_of
 from accel.parallel import (
     check_model,
     compile_as_set,
     engine_of,
     heir_of,
+    is_dropped,
+    name_of,
     prepare_model,
     refuse_plan,
     replaces_parameters,
     unwrap_model,
 )
 from accel.precision import apply_precision
-from accel.tensors import is_offloaded
-from accel.topology import Plan
-from accel.training._optimizer_parameters import check_masters, check_state, current_parameter, drop_others, move_state
+from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded
+from accel.topology import STRATEGY_DIMENSION, Plan
+
+
+def current_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter, or its replacement in the model."""
+    heir = heir_of(parameter)
+    return parameter if heir is None else heir
+
+
+def drop_others(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Take parameters of other ranks' stages out of a group, with their state. Mutates both."""
+    kept = [not is_dropped(each) for each in group["params"]]
+    if all(kept):
+        return
+    for each in group["params"]:
+        if is_dropped(each):
+            _ = optimizer.state.pop(each, None)
+    for key in ("params", "param_names"):
+        if key in group:
+            group[key] = list(itertools.compress(cast("list[Any]", group[key]), kept))
+
+
+def move_state(optimizer: Optimizer) -> None:
+    """Move state to the devices of its parameters, as after a load before `prepare`. Mutates the state's containers.
+
+    A "step" stays where it is, as torch keeps it on the CPU, unless its group is `capturable` or `fused`.
+    """
+    for group in optimizer.param_groups:
+        counts_there = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                stays = key == "step" and not counts_there
+                if isinstance(value, torch.Tensor) and value.device != parameter.device and not stays:
+                    optimizer.state[parameter][key] = value.to(parameter.device)
+
+
+def check_masters(optimizer: Optimizer) -> None:
+    """Raise if an optimizer cannot step float32 copies of its 16-bit parameters."""
+    for each in parameters_of([optimizer]):
+        if each.requires_grad and is_half(each) and (is_dtensor(each) or not has_wide_gradient(each)):
+            raise PrepareError(
+                "this parameter cannot have master weights",
+                expected="a replicated parameter with gradients in float32, as prepare makes them",
+                got="one that is sharded" if is_dtensor(each) else f"gradients in {each.dtype}",
+                where=f"prepare_optimizer, {name_of(each) or f'a parameter of shape {list(each.shape)}'}",
+                fix="Prepare the model along with the optimizer. Keep sharded parameters in float32:"
+                ' precision="bf16" gathers and computes in bf16.',
+            )
+    if is_zero(optimizer):
+        raise PrepareError(
+            "a ZeroRedundancyOptimizer steps parameters of its own",
+            expected="another optimizer, for Precision(master_weights=)",
+            where="prepare_optimizer",
+            fix='Pass strategy="fsdp" and precision="bf16": every rank then has a share of float32 parameters.',
+        )
+
+
+def tell_narrow(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
+    """Log on rank 0 that optimizers step shards in 16 bits, where others' FSDP makes float32 ones of such a model.
+
+    A precision that says the format of parameters is meant so, and other strategies leave parameters as they are.
+    """
+    narrow = ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None
+    if not narrow or STRATEGY_DIMENSION.get(ctx.strategy) != "shard" or not ctx.is_main_process:
+        return
+    found = [each for each in parameters_of(optimizers) if each.requires_grad and is_half(each)]
+    if found:
+        logging.getLogger("accel.training").warning(
+            "the optimizer steps %d parameters in %s, such as %s, and keeps its state so: steps below 1/256 of a "
+            "weight are lost. For float32 weights, gathered and computed in 16 bits, load the model in float32 or pass "
+            'precision=accel.Precision(compute="%s", params="fp32"). If 16 bits are meant, pass precision="pure-bf16".',
+            len(found),
+            str(found[0].dtype).removeprefix("torch."),
+            name_of(found[0]) or f"one of shape {list(found[0].shape)}",
+            ctx.precision.compute,
+        )
+
+
+def check_state(optimizer: Optimizer, replaced: Iterable[torch.Tensor]) -> None:
+    """Raise if shards cannot replace parameters of an optimizer."""
+    listed = list(replaced)
+    found = [each for each in listed if optimizer.state.get(each)]
+    if found or (listed and is_zero(optimizer)):
+        raise PrepareError(
+            "the optimizer's state does not fit the shards of its parameters",
+            expected="one without state, as torch's are before their first step",
+            got=f"a {type(optimizer).__name__}" + (f" with state of {len(found)} of them" if found else ""),
+            where="prepare, strategy fsdp",
+            fix="Prepare the model first, and build the optimizer from the parameters that it has then; then load its"
+            " state.",
+        )
+
 
 Net: TypeAlias = nn.Module  # not a type variable: on several ranks DDP's wrapper comes back
 Data: TypeAlias = DataLoader[Any]
@@ -96,7 +193,8 @@ def prepare(ctx: DistContext, /, *objects: Net | Data | Kept, plan: Plan | None 
 def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any:
     """Prepare models, optimizers, schedulers and loaders, and return them in the order given. A collective.
 
-    Under the strategy `fsdp` the optimizers take the shards of the models' parameters.
+    Under the strategy `fsdp` the optimizers take the shards of the models' parameters. Shards in 16 bits that a precision
+    such as "bf16" does not ask for are told once, by the logger `accel.training`, with the ways out.
 
     Args:
         ctx: the context.
@@ -126,6 +224,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
     plan = ctx.plan if plan is None else plan
     engine = engine_of(ctx)
     with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
+        objects = tuple(map(unwrapped_loader, objects))
         _check_kinds(objects)
         _check_optimizers(objects)
         _check_schedulers(objects)
@@ -142,6 +241,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
     else:
         models = [prepare_model(ctx, each, plan=plan) if isinstance(each, nn.Module) else each for each in loaded]
         prepared = [_prepare_stepped(ctx, each) for each in models]
+        tell_narrow(ctx, [each for each in prepared if isinstance(each, Optimizer)])
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar, cast, get_args, overload
 
@@ -12,18 +14,168 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel import xla
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, check_choice
-from accel.optim import Accumulation
-from accel.parallel import Engine, StepRequest, engine_of
+from accel.devices import wide_dtype
+from accel.errors import ConfigError, StepError, check_choice
+from accel.optim import Accumulation, clamp_, parameters_of, scale_, step_masters
+from accel.parallel import Engine, EngineOutcome, StepRequest, engine_of, steps_alone
 from accel.precision import LossScale
-from accel.training._call_order import ended_window
-from accel.training._idle_settings import check_settings
-from accel.training._leftovers import refuse_leftovers
-from accel.training._nonfinite import check_overflow
-from accel.training._schedulers import check_not_exhausted
-from accel.training._step_effects import clear_here, step_by, step_here
-from accel.training._train_state import TrainState, after_step
-from accel.training._window import check_alone, check_limit, check_norm_type, checked_window, division, total_weight
+from accel.topology import dimension_of
+from accel.training._refused import check_not_exhausted, check_overflow, check_settings
+from accel.training._train_state import TrainState, after_step, ended_window
+from accel.training._window import (
+    as_tensor,
+    check_alone,
+    check_limit,
+    check_norm_type,
+    check_real,
+    checked_window,
+    division,
+    refuse_leftovers,
+    shortening,
+    total_weight,
+    whole_norm,
+    window_gradients,
+)
+
+
+def step_here(
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    window: Accumulation,
+    weight: float | torch.Tensor,
+    request: StepRequest,
+) -> EngineOutcome:
+    """Divide, clip, step and clear the gradients. A collective if some are sharded.
+
+    Gradients and parameters do not change if the window is empty, or if a checked gradient is not finite.
+
+    Args:
+        ctx: the context.
+        optimizers: all optimizers of this step.
+        window: the window that has ended.
+        weight: its weight over all ranks.
+        request: factor, limits and policy.
+
+    Raises:
+        StepError: there are no gradients, or not those of a step.
+        ConfigError: value clipping of complex gradients, or a weight that is no number.
+    """
+    parts = _parts(ctx, optimizers, window, joint=request.joint)
+    if request.max_value is not None:
+        check_real(itertools.chain(*parts), "max_value=")
+    clips = any(limit is not None for limit in request.max_norms)
+    every = parameters_of(optimizers)
+    norms = [whole_norm(ctx, part, every, request.norm_type) for part in parts] if request.check_finite or clips else []
+    if request.check_finite:
+        finite, empty = _read(norms, weight)
+        if empty or not finite:
+            return EngineOutcome(stepped=False, finite=finite, grad_norm=None)
+    norms = [norm * request.factor for norm in norms]
+    _apply(parts, request, norms)
+    grad_norm = _joined(norms, parts, joint=request.joint)
+    for each in optimizers:
+        if ctx.precision.master_weights is None:
+            each.step()
+        else:
+            step_masters(each)
+    clear_here(optimizers)
+    return EngineOutcome(stepped=True, finite=True, grad_norm=grad_norm)
+
+
+def step_by(
+    engine: Engine,
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    weight: float | torch.Tensor,
+    request: StepRequest,
+) -> EngineOutcome:
+    """Let an engine step, unless the window is known to be empty."""
+    if request.check_finite:
+        _, empty = _read([], weight)
+        if empty:
+            return EngineOutcome(stepped=False, finite=True, grad_norm=None)
+    return engine.step(ctx, optimizers, request)
+
+
+def clear_here(optimizers: list[Optimizer]) -> None:
+    """Clear gradients as `zero_grad` does, without its records for the profiler, which take most of its time."""
+    for optimizer in optimizers:
+        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:  # overridden, or wrapped
+            optimizer.zero_grad()
+            continue
+        for each in parameters_of([optimizer]):
+            each.grad = None
+
+
+def _parts(
+    ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
+) -> list[list[torch.Tensor]]:
+    """Group gradients by norm: all, or those of each optimizer; a parameter of two counts for the first."""
+    groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
+    parts = window_gradients(ctx, window, *groups)
+    if window.divided and window.divided != sum(map(len, parts)):
+        raise StepError(
+            "some of the gradients were divided by weight and loss scale, and others not",
+            expected="unscale_gradients of all optimizers that take the step",
+            got=f"{window.divided} gradients divided, {sum(map(len, parts))} in the step",
+            fix="Pass both the same optimizers: accum = accel.unscale_gradients(ctx, [first, second], scaler, accum).",
+        )
+    return parts
+
+
+def _disjoint(groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    seen: set[int] = set()
+    left: list[list[torch.Tensor]] = []
+    for group in groups:
+        left.append([each for each in group if id(each) not in seen])
+        seen.update(map(id, group))
+    return left
+
+
+def _read(norms: list[float | torch.Tensor], weight: float | torch.Tensor) -> tuple[bool, bool]:
+    """Return whether the gradients are finite and whether the window is empty, in one wait for the device."""
+    values = [*norms, weight]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if tensors:
+        first = tensors[0]
+        wide = wide_dtype(first.device)
+        read = iter(torch.stack([value.to(first.device, wide) for value in tensors]).cpu())
+        values = [next(read) if isinstance(value, torch.Tensor) else value for value in values]
+    *lengths, total = map(float, values)
+    if not 0 <= total < math.inf:
+        raise ConfigError(
+            "a weight of this window is none",
+            expected="finite numbers, 0 or above",
+            got=f"a sum of {total}",
+            where="backward, weight=",
+            fix="The window's gradients are invalid: drop them by accel.discard or accel.clear_gradients.",
+        )
+    return all(map(math.isfinite, lengths)), total == 0
+
+
+def _apply(parts: list[list[torch.Tensor]], request: StepRequest, norms: list[float | torch.Tensor]) -> None:
+    """Divide and clip, in one pass over the gradients that share a norm."""
+    for at, part in enumerate(parts):
+        if not part:
+            continue  # an optimizer none of whose parameters took part
+        factor, limit = request.factor, request.max_norms[at]
+        if limit is not None:
+            factor = factor * shortening(norms[at], limit)
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            scale_(part, factor)
+        if request.max_value is not None:
+            clamp_(part, request.max_value)
+
+
+def _joined(norms: list[float | torch.Tensor], parts: list[list[torch.Tensor]], *, joint: bool) -> torch.Tensor | None:
+    """Return the norms as one tensor: of shape [] for all together, else of one norm for each optimizer."""
+    if not norms:
+        return None
+    if joint:
+        return as_tensor(norms[0], parts[0])
+    device = next((norm.device for norm in norms if isinstance(norm, torch.Tensor)), None)
+    return torch.stack([as_tensor(norm, part, device) for norm, part in zip(norms, parts, strict=True)])
+
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -186,15 +338,15 @@ def optimizer_step(
     else:
         outcome = step_by(engine, ctx, optimizers, weight, request)
     if not outcome.finite and (nonfinite == "raise" or scaler.dynamic):
-        check_overflow(ctx, scaler, accum, optimizers)
+        check_overflow(ctx, scaler, accum, optimizers, apart=_decide_apart(ctx, optimizers))
     if not outcome.stepped:
         _clear(engine, ctx, optimizers)
-        return _result(False, accum, scaler, None, finite=outcome.finite)
+        return _result(ctx, optimizers, outcome, accum, scaler)
     for each in schedulers:
         each.step()
     if ctx.device.type == "xla":
         xla.end_step()
-    return _result(True, accum, scaler, outcome.grad_norm, finite=True)
+    return _result(ctx, optimizers, outcome, accum, scaler)
 
 
 def _clear(engine: Engine | None, ctx: DistContext, optimizers: list[Optimizer]) -> None:
@@ -214,13 +366,37 @@ def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulat
 
 
 def _result(
-    stepped: bool, accum: Accumulation | None, scaler: LossScale, norm: torch.Tensor | None, *, finite: bool
+    ctx: DistContext,
+    optimizers: list[Optimizer],
+    outcome: EngineOutcome,
+    accum: Accumulation | None,
+    scaler: LossScale,
 ) -> StepResult[Accumulation] | StepResult[None]:
+    """Return the records after a step; its decision is noted, for ranks to compare, unless they may decide apart."""
+    stepped, finite = outcome.stepped, outcome.finite
+    norm = outcome.grad_norm if stepped else None
     after = scaler.update(finite=finite) if stepped or not finite else scaler
+    if ctx.world_size > 1 and not _decide_apart(ctx, optimizers):
+        updates = None if accum is None else accum.updates
+        ctx.comm.steps.add(updates=updates, stepped=stepped, finite=finite, scale=after.scale)
     if accum is None:
+        ctx.comm.seen_loss = None
         return StepResult(stepped, None, after, norm)
     spent = scaler if after is not scaler else None
-    return StepResult(stepped, accum.close(stepped=stepped, finite=finite, spent=spent), after, norm)
+    closed = accum.close(stepped=stepped, finite=finite, spent=spent)
+    return StepResult(stepped, closed, after, norm)
+
+
+def _decide_apart(ctx: DistContext, optimizers: list[Optimizer]) -> bool:
+    """Return whether a rank may skip a step that others take: its parameters, or those along an axis, are its own."""
+    for name, axis in ctx.position.axes:
+        if axis.size > 1 and dimension_of(name) is None:
+            return True
+    for each in optimizers:
+        for group in each.param_groups:
+            if group["params"] and steps_alone(group["params"][0]):
+                return True
+    return False
 
 
 def _listed(objects: T | Sequence[T], kind: type[T], where: str) -> list[T]:

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window that has ended: its gradients, its weight over all ranks, and the division of both."""
+"""A window that has ended: its gradients, its weight over all ranks, their norm, and the division of both."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
+from torch.optim import Optimizer
 
-from accel.context import DistContext
+from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat
+from accel.context import DistContext, group_of
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, gradients
-from accel.parallel import average_, check_exchanged
+from accel.optim import Accumulation, gradients, parameters_of, total_norm
+from accel.parallel import average_, check_exchanged, drop_unused, found_gradient, name_of
+from accel.parallel.axes.pipeline import is_tied_copy
 from accel.precision import LossScale
 from accel.tensors import is_dtensor
 
@@ -59,13 +65,17 @@ def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | No
 def window_gradients(
     ctx: DistContext, window: Accumulation, *groups: Iterable[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Return the gradients of groups of parameters as ranks have exchanged them. A collective if a graph was kept.
+    """Return the gradients of groups of parameters as ranks have exchanged them.
+
+    A collective if a graph was kept, or where unused parameters have been announced.
 
     Raises:
         StepError: no group has gradients, one is sparse, or ranks have not exchanged them.
         PrepareError: no model exchanges the gradient of a parameter.
     """
     listed = [list(group) for group in groups]
+    if ctx.world_size > 1:
+        drop_unused(ctx, chain.from_iterable(listed))
     found = [_gradients(ctx, window, group) for group in listed]
     if not any(found) and (any(listed) or ctx.axis("pp").size == 1):  # a pipeline's rank may train nothing
         raise StepError(
@@ -193,3 +203,72 @@ def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Te
     if window.retained and ctx.world_size > 1:  # what was exchanged already is the same everywhere, and stays
         average_(ctx, [grad for grad in grads if not is_dtensor(grad)])
     return grads
+
+
+_MOST_NAMED = 3
+
+
+def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if `accumulate` found gradients at the start of the window, on parameters of this step.
+
+    Zeros are no gradients. A rank's shard may hold only zeros, so ranks agree on sharded gradients, by a collective.
+    Whole gradients are equal on all ranks, unless some ranks ran a backward of their own: these raise alone, because
+    the others have nothing to agree on.
+
+    Raises:
+        StepError: on every rank that holds such a gradient or a shard of it; the first parameters are named.
+    """
+    found = [
+        (each, nonzero)
+        for each in parameters_of(optimizers)
+        if (nonzero := found_gradient(each)) is not None and each.grad is not None  # else no optimizer steps it
+    ]
+    if not found:
+        return
+    used = [each for each, nonzero in found if nonzero]
+    is_sharded = any(is_dtensor(each) for each, _ in found)
+    with agreed(ctx.comm, Call("optimizer_step", ordered=False)) if is_sharded else nullcontext():
+        if used:
+            raise _leftovers(used)
+
+
+def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
+    names = [name_of(each) or f"one of shape {list(each.shape)}" for each in parameters[:_MOST_NAMED]]
+    more = f" and {len(parameters) - _MOST_NAMED} more" if len(parameters) > _MOST_NAMED else ""
+    return StepError(
+        "the step would use gradients from before its window",
+        expected="parameters without gradients when a window begins",
+        got=f"gradients of {', '.join(names)}{more}",
+        where="optimizer_step",
+        fix="Call accel.clear_gradients(model) where a window is abandoned, or where a loss of another model has left"
+        " gradients in this one; optimizer.zero_grad() after each window in which an optimizer takes no step.",
+    )
+
+
+def whole_norm(
+    ctx: DistContext, grads: Sequence[torch.Tensor], parameters: Iterable[torch.Tensor], norm_type: float
+) -> float | torch.Tensor:
+    """Return the total norm of gradients over all stages. A collective along the pipeline, and of DTensors' meshes.
+
+    Args:
+        ctx: the context.
+        grads: of this rank.
+        parameters: among them those that the gradients are of.
+        norm_type: p of the p-norm, above 0; inf for the largest absolute value.
+
+    Returns:
+        As `accel.optim.total_norm`; equal on all ranks.
+    """
+    if ctx.axis("pp").size == 1:
+        return total_norm(grads, norm_type)
+    group = group_of(ctx, "pp")
+    assert group is not None
+    copies = {id(each.grad) for each in parameters if is_tied_copy(each)}
+    own = total_norm([grad for grad in grads if id(grad) not in copies], norm_type)
+    power = torch.as_tensor(own, dtype=torch.float64, device=ctx.device).reshape(1)
+    comm = adopt(group, ctx.device)
+    if norm_type == math.inf:
+        norm = all_gather_flat(comm, power).amax(0)  # a reduction by max need not keep NaN
+    else:
+        norm = all_reduce_flat(comm, power**norm_type, "sum") ** (1 / norm_type)
+    return norm.item() if norm.is_cpu else norm.reshape(())

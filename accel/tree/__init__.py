@@ -9,12 +9,13 @@ from accel.tree._batches import (
     slice_tensors as slice_tensors,
     tensors_equal as tensors_equal,
 )
-from accel.tree._container import Container as Container, Containers as Containers
-from accel.tree._mappings import is_its_values as is_its_values
 from accel.tree._walk import (
+    Container as Container,
+    Containers as Containers,
     Leaf as Leaf,
     flatten as flatten,
     has_method as has_method,
+    is_its_values as is_its_values,
     leaves as leaves,
     map_leaves as map_leaves,
     map_movable as map_movable,

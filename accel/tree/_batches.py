@@ -53,8 +53,12 @@ def slice_tensors(tree: T, rows: slice | torch.Tensor, containers: Containers = 
         containers: further kinds of containers.
 
     Raises:
-        TreeError: a container of an unknown kind.
+        TreeError: a container of an unknown kind, or a nested tensor, by its path.
     """
+    for path, tensor in tensors(tree, containers):
+        if tensor.is_nested:
+            fix = "Slice its parts, which tensor.unbind() returns."
+            raise TreeError("a nested tensor cannot be sliced", got=str(tensor.layout), where=path, fix=fix)
     return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, tree, containers)
 
 
@@ -89,7 +93,7 @@ def find_batch_size(tree: object, containers: Containers = ()) -> int | None:
     Raises:
         TreeError: tensors differ in their number of rows, or a container is of an unknown kind.
     """
-    rows = [(path, tensor.shape[0]) for path, tensor in tensors(tree, containers) if tensor.dim()]
+    rows = [(path, tensor.size(0)) for path, tensor in tensors(tree, containers) if tensor.dim()]
     for path, count in rows:
         if count != rows[0][1]:
             raise TreeError(
@@ -135,6 +139,9 @@ def tensors_equal(first: object, second: object, containers: Containers = ()) ->
 def _equal(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
         return bool(one == other)
+    if one.is_nested or other.is_nested:
+        same = one.is_nested == other.is_nested and one.layout == other.layout and one.size(0) == other.size(0)
+        return same and all(map(_equal, one.unbind(), other.unbind()))
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if one.device != other.device:

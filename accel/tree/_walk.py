@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested containers: flattened to leaves with paths, and rebuilt.
-
-A container is a dict (or a subclass), another mapping that can be rebuilt from a dict, a list, tuple, namedtuple,
-dataclass or `msgspec.Struct`, or of a kind that a `Container` describes. Everything else is a leaf, except a container
-of an unknown kind. That is an error with its path, because as a leaf it would silently keep the tensors inside from
-being processed.
-
-A tensor in two places is two leaves.
-"""
+"""Nested containers: flattened to leaves with paths, and rebuilt."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -20,8 +13,83 @@ import msgspec
 import torch
 
 from accel.errors import TreeError
-from accel.tree._container import Container, Containers
-from accel.tree._mappings import can_be_rebuilt, with_values
+
+_COMPARED = (str, int, float, bool, tuple)
+
+
+def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any] | None:
+    """Return a mapping of the same class and attributes with other values; None if the class cannot be rebuilt.
+
+    A UserDict is copied, so that a subclass keeps its attributes. Another class must give the same mapping back when it
+    is called with a dict of it.
+
+    Args:
+        mapping: not a dict. Unchanged.
+        values: new values, by the keys of the mapping in their order.
+    """
+    if isinstance(mapping, UserDict):
+        clone = copy.copy(mapping)
+        clone.data = values
+        return clone
+    if not is_its_values(mapping):
+        return None
+    return cast(Any, type(mapping))(values)
+
+
+def can_be_rebuilt(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether `with_values` rebuilds a mapping."""
+    return isinstance(mapping, UserDict) or is_its_values(mapping)
+
+
+def is_its_values(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a class called with the keys and values of a mapping gives all that the mapping is."""
+    values = dict(mapping)
+    try:
+        again = cast(Any, type(mapping))(dict(values))
+        same = type(again) is type(mapping) and list(again) == list(values)
+        return same and all(again[key] is values[key] for key in values) and _same_attributes(mapping, again)
+    except Exception:  # a class takes what it likes, and raises what it likes
+        return False
+
+
+def _same_attributes(old: object, new: object) -> bool:
+    """Return whether two objects have equal attributes, beside those that store a mapping's values."""
+    before, after = (cast(dict[str, Any], getattr(each, "__dict__", {})) for each in (old, new))
+    return before.keys() == after.keys() and all(_same(before[name], after[name]) for name in before)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return _stored(one) == _stored(other) if isinstance(one, dict) else type(one) in _COMPARED and bool(one == other)
+
+
+def _stored(values: Any) -> dict[Any, int]:
+    return {key: id(value) for key, value in values.items()}
+
+
+class Container(msgspec.Struct, frozen=True):
+    """Describes one more kind of container, subclasses included.
+
+    Attributes:
+        kind: the class.
+        take_apart: maps a value to its children by name; equal structures give equal names in equal order.
+        put_together: maps a value and its new children by name to the new value, of the same class.
+
+    >>> from collections import deque
+    >>> Container(deque, lambda old: dict(enumerate(old)), lambda old, new: deque(new.values(), old.maxlen)).kind
+    <class 'collections.deque'>
+    """
+
+    kind: type[Any]
+    take_apart: Callable[[Any], Mapping[Any, object]]
+    put_together: Callable[[Any, dict[Any, Any]], object]
+
+
+Containers = Sequence[Container]
+
 
 T = TypeVar("T")
 Leaf = tuple[str, Any]

@@ -31,7 +31,7 @@ from torch import nn
 
 import accel
 from accel.comm import Comm, _message, _torch
-from accel.comm._schedules import gather_rounds, gather_to_rounds, reduction_rounds
+from accel.comm._rounds import gather_rounds, gather_to_rounds, reduction_rounds
 from accel.testing import Simulator
 from accel.testing._group import SimulatedGroup
 

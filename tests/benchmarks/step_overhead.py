@@ -30,7 +30,7 @@ import accel
 Loop = Callable[[int], None]
 Make = Callable[[accel.DistContext, int, int, float | None], dict[str, Loop]]
 BATCH = 32
-BY_HAND, CHECKED = "torch, by hand", "torch, by hand, looks"
+BY_HAND, CHECKED, OPENED = "torch, by hand", "torch, by hand, looks", "the open loop"
 
 
 def make_model(width: int) -> nn.Module:
@@ -145,6 +145,40 @@ def with_accel(
     return loop
 
 
+def with_train_step(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
+    """The same loop by `train_step`."""
+    model, optimizer, batch = prepared(ctx, width)
+
+    def loss_sum(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+    def loop(count: int) -> None:
+        state = accel.train_state(ctx, accumulation=steps)
+        for _ in range(count):
+            state, _ = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, max_norm=max_norm)
+
+    return loop
+
+
+def with_sums(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
+    """The open loop of the calls in `train_step`."""
+    model, optimizer, batch = prepared(ctx, width)
+    inputs, targets = batch.data
+
+    def loss_sum(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+    def loop(count: int) -> None:
+        state = accel.train_state(ctx, accumulation=steps)
+        for _ in range(count):
+            state = state.next(batch)
+            _, state = accel.forward_backward(ctx, model, state, inputs, loss_fn=loss_sum, targets=targets)
+            if state.sync:
+                state = accel.optimizer_step(ctx, optimizer, state, max_norm=max_norm)
+
+    return loop
+
+
 def with_parts(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> Loop:
     """The same loop, its accumulation and its loss scale carried apart."""
     model, optimizer, batch = prepared(ctx, width)
@@ -223,7 +257,7 @@ def compare(
     for name, own in times.items():
         ratios = [
             statistics.median(mine / theirs for mine, theirs in zip(own, times[reference], strict=True))
-            for reference in (BY_HAND, CHECKED)
+            for reference in (BY_HAND, CHECKED, OPENED)
             if reference in times
         ]
         told = "".join(f"   {ratio:5.2f}x" for ratio in ratios)
@@ -255,12 +289,19 @@ def token_variants_of(ctx: accel.DistContext, width: int, steps: int, max_norm: 
     }
 
 
+def whole_variants_of(ctx: accel.DistContext, width: int, steps: int, max_norm: float | None) -> dict[str, Loop]:
+    """`train_step` beside the calls that it makes."""
+    arguments = (ctx, width, steps, max_norm)
+    return {OPENED: with_sums(*arguments), "train_step": with_train_step(*arguments)}
+
+
 def settings() -> Iterator[tuple[str, str, int, float | None, Make]]:
     """What is compared: a heading, the precision, accumulation, clipping, and what makes the loops."""
     for kind, precision, make in (
         ("fp32", "fp32", variants_of),
         ("token weights", "fp32", token_variants_of),
         ("fp16", "fp16", variants_of),
+        ("train_step beside its three calls", "fp32", whole_variants_of),
     ):
         for steps in (1, 4):
             for max_norm in (None, 1.0):

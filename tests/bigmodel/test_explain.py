@@ -30,7 +30,7 @@ SKELETON = Skeleton(
 
 
 def test_the_table_has_each_kind_once_and_places_with_their_limits() -> None:
-    found = accel.infer_device_map(SKELETON, {0: 41 * MB, "cpu": 21 * MB - MB, "disk": None})
+    found = accel.infer_device_map(SKELETON, {0: 41 * MB, "cpu": 21 * MB - MB, "disk": None}, slots=2)
     text = accel.explain(found)
     cells = [re.split(r"\s{2,}", line) for line in text.splitlines()]
     assert ["embed", "1", "cpu", "cuda:0", "rows", "8.4 MB", "8.4 MB"] in cells
@@ -56,7 +56,9 @@ def test_figures_of_a_pass_are_those_of_the_simulation() -> None:
 
 
 def test_the_picture_draws_the_segments_of_each_device_in_order() -> None:
-    found = accel.infer_device_map(SKELETON, {0: 22 * MB, 1: 22 * MB, "cpu": 28 * MB, "disk": None})
+    found = accel.infer_device_map(
+        SKELETON, {0: 22 * MB, 1: 22 * MB, "cpu": 28 * MB, "disk": None}, slots=2, fill="balanced"
+    )
     lines = accel.explain(found, picture=True).split("\n\n")[-1].splitlines()
     marks = {"cpu": "c", "disk": "d"}
     names = [segment.name for segment in SKELETON.segments]

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
+import time
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import accel
 from accel.bigmodel.plan import DeviceMap, Segment, Skeleton, Weight, infer_device_map, pass_seconds
+from accel.bigmodel.plan._placement import Fill
 
 UNIT = 512
 Case = tuple[Skeleton, dict[str, int | None], dict[str, Any]]
@@ -64,9 +68,9 @@ def cases(draw: st.DrawFn) -> Case:
         if draw(st.integers(0, odds)) == 0:
             limits[place] = draw(st.sampled_from([None, skeleton.memory // 2]))
     options = {
-        "slots": draw(st.integers(1, 3)),
+        "slots": draw(st.integers(1, 3) | st.none()),
         "placement": draw(st.sampled_from(["spread", "last"])),
-        "fill": draw(st.sampled_from(["balanced", "sequential", "low_first"])),
+        "fill": draw(st.sampled_from(["balanced", "sequential", "low_first", None])),
     }
     return skeleton, limits, options
 
@@ -213,6 +217,96 @@ def test_devices_are_filled_in_equal_shares_or_in_order_or_with_little_on_the_fi
     assert len(found.order) == 6
 
 
+WAYS = list(itertools.product(get_args(Fill), (1, 2, 3)))
+
+
+def check_choice(case: Case) -> None:
+    """No way that can be named has fewer bytes in files, and a way that was named is the one that is taken."""
+    skeleton, limits, options = case
+    placement = options["placement"]
+    try:
+        found = infer_device_map(skeleton, limits, placement=placement)
+    except accel.PlacementError:
+        found = None
+    costs: dict[tuple[str, int], tuple[int, int]] = {}
+    for fill, slots in WAYS:
+        try:
+            named = infer_device_map(skeleton, limits, placement=placement, fill=fill, slots=slots)
+        except accel.PlacementError:
+            continue
+        assert named.slots == slots
+        costs[fill, slots] = named.resident("disk"), named.resident("mmap")
+    if found is None:
+        assert not costs
+        return
+    mine = found.resident("disk"), found.resident("mmap")
+    assert mine <= min(costs.values(), default=mine)
+    assert found.slots == 2 or all(mine < cost for (_, slots), cost in costs.items() if slots == 2)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_no_way_that_can_be_named_has_fewer_bytes_in_files(case: Case) -> None:
+    check_choice(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(cases())
+def test_no_way_has_fewer_bytes_in_files_of_many_models(case: Case) -> None:
+    check_choice(case)
+
+
+def mixtral() -> Skeleton:
+    """Mixtral 8x7B in bfloat16."""
+    shapes = {"attention": (10_240, 4096), "experts.up": (8, 28_672, 4096), "experts.down": (8, 4096, 14_336)}
+    blocks = tuple(
+        Segment(
+            name=f"layers.{at}",
+            weights=tuple(
+                Weight(name=f"layers.{at}.{name}", shape=shape, dtype="BF16") for name, shape in shapes.items()
+            ),
+        )
+        for at in range(32)
+    )
+    table = {"shape": (32_000, 4096), "dtype": "BF16"}
+    first = Segment(name="embed", weights=(Weight(name="embed.w", **table),), rows=True)
+    return Skeleton(segments=(first, *blocks, Segment(name="head", weights=(Weight(name="head.w", **table),))))
+
+
+def test_many_small_gpus_and_a_host_hold_a_model_without_a_disk() -> None:
+    skeleton, limits = mixtral(), {**dict.fromkeys(range(8), "8.2GB"), "cpu": "56GB", "disk": None}
+    found = infer_device_map(skeleton, limits)
+    assert found.resident("disk") == 0
+    assert all(found.resident(f"cuda:{at}") > 2.9e9 for at in range(8))
+    text = accel.explain(found)
+    assert "Chosen: fill='sequential', slots=1: 0 B on disk" in text
+    assert "fill='balanced', slots=2: 84.2 GB on disk" in text
+    assert len([line for line in text.splitlines() if line.startswith("fill=")]) == 5
+    assert infer_device_map(skeleton, limits, fill="balanced", slots=2).chosen == ""
+    whole = infer_device_map(skeleton, dict.fromkeys(range(2), "60GB"))
+    assert whole.order == ()
+    assert accel.explain(whole).endswith("All segments fit on their devices: fill='balanced'.")
+    assert DeviceMap.decode(found.encode()) == found
+
+
+def test_two_slots_stay_where_one_leaves_no_less_in_files() -> None:
+    skeleton = layers(16)
+    found = infer_device_map(skeleton, {0: 24 * UNIT, "cpu": skeleton.memory * 2})
+    assert (found.slots, len(found.order)) == (2, 12)
+    assert infer_device_map(skeleton, {0: 4 * UNIT, "cpu": skeleton.memory * 2}).slots == 1  # there is room for one
+
+
+def test_a_choice_is_quick() -> None:
+    draw = random.Random(0)
+    segments = (Segment(name=f"s{at}", weights=(weight(f"s{at}.w", draw.randint(1, 10_000)),)) for at in range(200))
+    skeleton = Skeleton(segments=tuple(segments))
+    limits: dict[int | str, int | None] = dict.fromkeys(range(8), skeleton.memory // 20)
+    began = time.process_time()
+    infer_device_map(skeleton, {**limits, "cpu": skeleton.memory // 4, "disk": None})
+    assert time.process_time() - began < 1
+
+
 def test_embeddings_leave_first_and_a_large_block_does_not_set_the_slots() -> None:
     segments = (
         Segment(name="embed", weights=(weight("embed.w", 20),), rows=True),
@@ -223,7 +317,7 @@ def test_embeddings_leave_first_and_a_large_block_does_not_set_the_slots() -> No
     found = infer_device_map(skeleton, {0: 52 * UNIT, "cpu": skeleton.memory})
     assert found.home["embed"] == "cpu"
     assert found.order == ()
-    found = infer_device_map(skeleton, {0: 40 * UNIT, "cpu": 38 * UNIT, "disk": None})
+    found = infer_device_map(skeleton, {0: 40 * UNIT, "cpu": 38 * UNIT, "disk": None}, slots=2)
     assert (found.home["head"], found.slot_bytes("cuda:0"), len(found.order)) == ("cuda:0", 4 * UNIT, 5)
     assert found.home["embed"] == "cpu"
     assert sorted(found.home.values()).count("disk") == 3
@@ -234,7 +328,7 @@ def test_the_host_computes_from_mapped_files_or_through_slots() -> None:
     skeleton = layers(8)
     mapped = infer_device_map(skeleton, {"cpu": 16 * UNIT, "mmap": None})
     assert (mapped.order, mapped.used("cpu"), mapped.used("mmap")) == ((), 16 * UNIT, 16 * UNIT)
-    read = infer_device_map(skeleton, {"cpu": 16 * UNIT, "disk": None})
+    read = infer_device_map(skeleton, {"cpu": 16 * UNIT, "disk": None}, slots=2)
     assert (len(read.order), read.window("cpu"), read.used("cpu")) == (6, 8 * UNIT, 16 * UNIT)
 
 
@@ -266,9 +360,11 @@ def test_a_dtype_changes_sizes_and_texts_are_limits() -> None:
         ({0: 5}, {"placement": "first"}, "unknown placement"),
         ({0: 5}, {"fill": "low"}, "unknown way to fill devices"),
         ({0: 5}, {"dtype": "bf16"}, "not a dtype of weights.*Did you mean `bfloat16`"),
-        ({0: 5}, {}, r"does not fit on 'cuda:0': expected at least 4096 bytes \(4.1 kB\), got 5; its largest block is"),
-        ({0: 4096}, {}, "no home for the segments that stream.*Add 'disk': None, or 'cpu': 20480"),
-        ({0: 4096, "cpu": 5}, {}, r"no room for .* expected at least 20480 bytes .*max_memory\['cpu'\]"),
+        ({0: 5}, {}, r"does not fit on 'cuda:0': expected at least 2048 bytes \(2.0 kB\), got 5; its largest block is"),
+        ({0: 5}, {"slots": 2}, r"does not fit on 'cuda:0': expected at least 4096 bytes .*fewer slots"),
+        ({0: 4096}, {"slots": 2}, "no home for the segments that stream.*Add 'disk': None, or 'cpu': 20480"),
+        ({0: 4096}, {}, "no home for the segments that stream.*Add 'disk': None, or 'cpu': 16384"),
+        ({0: 4096, "cpu": 5}, {"slots": 2}, r"no room for .* expected at least 20480 bytes .*max_memory\['cpu'\]"),
     ],
 )
 def test_limits_that_mean_nothing_or_fit_nothing_are_refused(limits: Any, options: Any, text: str) -> None:

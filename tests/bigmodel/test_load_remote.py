@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import accel
-from accel.bigmodel.load._shared import assign
+from accel.bigmodel.load._load import assign
 from accel.errors import CheckpointError, ConfigError
 from accel.storage import encode_index
 from accel.tensors import full_tensor
@@ -52,11 +52,11 @@ def test_models_load_from_stores_by_ranges(store: fsspec.AbstractFileSystem) -> 
 
 def test_objects_that_change_or_are_missing_are_errors(store: fsspec.AbstractFileSystem) -> None:
     with accel.open_weights(URL) as source:
-        store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.zeros(3)}))
+        store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.zeros(3), "unused": torch.zeros(1)}))
         with pytest.raises(CheckpointError, match=r"too short.*m1\.safetensors"):
             source.read([("unused", torch.empty(500_000))])
     with accel.open_weights(URL) as source:
-        store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.ones(4)}))
+        store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.ones(4), "unused": torch.zeros(1)}))
         with pytest.raises(CheckpointError, match=r"changed while it was read.*m1\.safetensors"):
             source.read([("bias", torch.empty(3))])
     store.rm_file("/weights/model/m1.safetensors")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from streamed import DEVICE, Net, make_net, streamed_map, token_ids
 from torch import nn
 
 import accel
+from accel.bigmodel import dispatch_model
 
 
 def _wider_map(net: Net, home: str) -> accel.DeviceMap:
@@ -143,3 +146,60 @@ def test_a_model_that_an_inference_call_swapped_in_trains() -> None:
             first(token_ids())
         first(token_ids()).sum().backward()
         assert all(each.grad is not None for each in first.parameters())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_weight_that_is_deleted_does_not_hide_the_errors_of_calls(
+    mode: Callable[[], AbstractContextManager[None]], inside: bool
+) -> None:
+    net = make_net()
+    up = net.blocks[0].up
+
+    def drop(module: nn.Module, args: object) -> None:
+        del module.weight
+
+    def call() -> None:
+        with dispatch_model(net, streamed_map(net, "cpu")), mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells of the hook that the call's error passes by
+            if inside:
+                up.register_forward_pre_hook(drop)
+            else:
+                del up.weight
+            net(token_ids())
+
+    with pytest.raises(AttributeError if inside or mode is torch.enable_grad else accel.StreamError, match="weight"):
+        call()
+    assert not any("Absent" in repr(each) for name, each in net.named_parameters() if "blocks.0.up" not in name)
+    assert torch.equal(net.blocks[1].up.weight, make_net().blocks[1].up.weight)
+
+
+def test_embeddings_that_cut_their_rows_stay_on_their_device() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20_000, 32, max_norm=1.0)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32)) for _ in range(3))
+            self.blocks[1].add_module("bag", nn.EmbeddingBag(100, 32, max_norm=1.0))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            y = self.table(ids)
+            return self.blocks[2](self.blocks[1].bag(ids) + self.blocks[0](y).sum(1))
+
+    net, twin = (Cut() for _ in range(2))
+    twin.load_state_dict(net.state_dict())
+    ids = torch.tensor([[1, 2], [3, 1]])
+    skeleton = accel.describe(net)
+    fixed = {each.name for each in skeleton.weights() if not each.moves}
+    assert {"table.weight", "blocks.1.bag.weight"} <= fixed
+    away = {segment.name: "cpu" for segment in skeleton.segments}
+    runs = dict.fromkeys(away, "cpu:0")
+    with pytest.raises(
+        accel.ConfigError, match=r"a segment that cannot move.*at DeviceMap\.home\['table'\].*max_norm="
+    ):
+        accel.DeviceMap(skeleton=skeleton, home=away, runs=runs)
+    homes = {each.name: "cpu" if each.movable else "cpu:0" for each in skeleton.segments}
+    with torch.no_grad(), dispatch_model(net, accel.DeviceMap(skeleton=skeleton, home=homes, runs=runs)):
+        for _ in range(2):
+            assert torch.equal(net(ids), twin(ids))
+        assert float(net.table.weight[1].norm()) <= 1.001

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.bigmodel.run._crossings import Arrivals, move_inputs
+from accel.bigmodel.run._hooks import Arrivals, move_inputs
 
 transformers = pytest.importorskip("transformers")
 

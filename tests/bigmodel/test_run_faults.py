@@ -20,7 +20,7 @@ from streamed import make_net, streamed_map, token_ids
 import accel
 import accel.testing
 from accel.bigmodel import StoredTensor, cpu_offload, disk_offload, dispatch_model, open_weights, swap_models
-from accel.bigmodel.run._order import ObservedOrder, choose_fill
+from accel.bigmodel.run._stream import ObservedOrder, choose_fill
 
 
 class Flaky:
@@ -369,7 +369,7 @@ def test_a_full_disk_of_scratch_files_leaves_the_model_and_the_folder_as_they_we
     def full(*_: object) -> None:
         raise accel.CheckpointError("No space left on device (ENOSPC)")
 
-    monkeypatch.setattr("accel.bigmodel.run._scratch.write_tensors", full)
+    monkeypatch.setattr("accel.bigmodel.run._sources.write_tensors", full)
     for folder, text in ((tmp_path, "No space left"), (tmp_path / "none", "No such file")):
         with pytest.raises(accel.CheckpointError, match=text) as caught:
             dispatch_model(net, streamed_map(net, "disk"), scratch=folder)

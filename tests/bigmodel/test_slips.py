@@ -16,6 +16,7 @@ from torch import nn
 
 import accel
 from accel.errors import AccelError
+from accel.estimate._headers import read_headers
 
 
 def make() -> nn.Module:
@@ -173,3 +174,25 @@ def test_a_model_that_takes_turns_is_not_pickled() -> None:
             pickle.dumps(first)
         assert torch.equal(copy.deepcopy(first)(x), expected)
     assert torch.equal(pickle.loads(pickle.dumps(first))(x), expected)
+
+
+def test_an_index_that_names_tensors_which_its_file_lacks(tmp_path: Path) -> None:
+    ctx = accel.single("cpu")
+    accel.save_model(ctx, trained := make(), tmp_path, max_shard_size="100B")
+    index = tmp_path / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    file, other = whole["weight_map"]["0.weight"], whole["weight_map"]["1.weight"]
+    assert file != other
+    for listed in ({"0.more": file}, {"0.weight": other}):
+        index.write_text(json.dumps({**whole, "weight_map": {**whole["weight_map"], **listed}}))
+        problem = (
+            rf"the index names tensors that its files lack: expected '{next(iter(listed))}' in {listed.popitem()[1]}"
+        )
+        for path in (tmp_path, index):
+            with pytest.raises(accel.CheckpointError, match=problem):
+                accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), path, allow_missing="*")
+        with pytest.raises(accel.CheckpointError, match="the index names tensors that its files lack"):
+            read_headers(tmp_path)
+    index.write_text(json.dumps({**whole, "weight_map": {"0.weight": file, "1.weight": other, "1.bias": other}}))
+    model = accel.load_checkpoint_in_model(ctx, accel.init_empty_weights(make), tmp_path)  # files may hold more
+    assert torch.equal(model[0].bias, trained[0].bias)

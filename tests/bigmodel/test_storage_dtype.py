@@ -15,9 +15,8 @@ from streamed import DEVICE, Net, make_net, token_ids
 from torch import nn
 
 import accel
-from accel.bigmodel.run._slots import Block, Slot, StreamedWeight, narrow_part, part, widen
-from accel.bigmodel.run._supply import Supply
-from accel.bigmodel.run._transfer import DeviceTransfer
+from accel.bigmodel.run._slots import Block, DeviceTransfer, Slot, StreamedWeight, narrow_part, part, widen
+from accel.bigmodel.run._supplies import Supply
 
 FP8 = torch.float8_e4m3fn
 RESIDENT = "resident"
@@ -227,8 +226,8 @@ def test_a_map_holds_more_blocks_by_casting_them() -> None:
     assert "262 kB" in text
     assert "1.0 MB to cast" in text
     with pytest.raises(accel.PlacementError, match=f"at least {2 * whole} bytes"):
-        accel.infer_device_map(stored, {"cuda:0": whole, "disk": None})
-    away = accel.infer_device_map(stored, {"cuda:0": 2 * whole, "disk": None})
+        accel.infer_device_map(stored, {"cuda:0": whole, "disk": None}, slots=2)
+    away = accel.infer_device_map(stored, {"cuda:0": 2 * whole, "disk": None}, slots=2)
     assert len(away.order) == 8
     assert away.cast_bytes("cuda:0") == 0
     assert accel.pass_seconds(away, {}, bandwidth=whole) == pytest.approx(8 / 4)

@@ -19,8 +19,8 @@ from processes import free_port, run_ranks
 
 from accel import load_state, save_state, wait_for_everyone
 from accel.checkpoint import latest_checkpoint
-from accel.checkpoint._notes import ShareReport, collect_notes, leave_note
-from accel.checkpoint._stage import Stage, WrittenFile
+from accel.checkpoint._background import ShareReport, collect_notes, leave_note
+from accel.checkpoint._save import Stage, WrittenFile
 from accel.context import DistContext, session, single
 from accel.errors import AccelError, CheckpointError, CollectiveMismatch, ConfigError
 from accel.storage import as_place

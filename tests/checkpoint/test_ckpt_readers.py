@@ -11,7 +11,7 @@ import accel
 from accel import CheckpointError
 from accel.checkpoint import main_readers
 from accel.comm import Call
-from accel.items._readers import agree_on_readers
+from accel.items._source import agree_on_readers
 
 
 @settings(max_examples=25)

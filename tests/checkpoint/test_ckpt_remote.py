@@ -5,6 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def orphaned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every holder of a lock has ended."""
-    monkeypatch.setattr("accel.storage._remote_lock.is_gone", lambda holder: True)
+    monkeypatch.setattr("accel.storage._lock.is_gone", lambda holder: True)
 
 
 def names() -> list[str]:
@@ -112,7 +113,7 @@ def test_a_crash_at_any_operation_loses_nothing(layout: str, orphaned: None) -> 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_failing_store_is_the_same_error_on_all_ranks(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.storage._remote_lock.FRESH_S", -1.0)  # the lock's object may not have been removed
+    monkeypatch.setattr("accel.storage._lock.FRESH_S", -1.0)  # the lock's object may not have been removed
     refused = 0
     for moment in range(1000):
         register()
@@ -172,6 +173,79 @@ def test_retention_deletes_the_manifest_first_and_what_is_not_ours_never() -> No
     assert not steps() & {"step-00000000", "step-00000002", "step-00000008"}
 
 
+def requests(work: Any) -> int:
+    """Count the requests of some work as S3 counts them: a small upload is one."""
+    kinds = list[str]()
+
+    def watch(kind: str, do: Any) -> Any:
+        kinds.append(kind)
+        return do()
+
+    Store.fault = watch
+    work()
+    Store.fault = None
+    return sum(kind != "part" for kind in kinds)
+
+
+def test_a_save_and_a_load_take_few_requests_however_many_checkpoints_there_are() -> None:
+    counts = dict[str, int]()
+
+    def save(name: str, step: int, **options: Any) -> None:
+        def work() -> None:
+            saved = accel.save_state(CPU, URL, held(step), step=step, **options)
+            assert not isinstance(saved, accel.Saving) or saved.result()
+
+        counts[name] = requests(work)
+
+    save("first", 0)
+    for step in range(1, 12):
+        save("more", step)
+    save("kept", 12, keep=20)
+    before = counts["more"]
+    assert counts["first"] == before <= 10
+    assert counts["kept"] <= before + 1
+    save("at once", 13, keep=2)  # 12 go, each by its manifest and two deletions
+    assert counts["at once"] <= before + 2 + 3 * 12
+    for step in range(14, 17):
+        save("steady", step, keep=2)
+        assert counts["steady"] <= 15  # and on S3 one that lists unfinished uploads
+    save("async", 17, keep=2, mode="async")
+    save("same", 17, keep=2)
+    assert counts["async"] <= 15
+    assert counts["same"] <= 16
+    assert requests(lambda: load(URL)) == 4
+    assert requests(lambda: accel.latest_checkpoint(URL)) == 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    order=st.lists(st.integers(0, 9), min_size=2, max_size=6),
+    bad=st.sets(st.integers(0, 9), max_size=2),
+    keep=st.builds(accel.Keep, newest=st.integers(1, 4), every=st.none() | st.integers(1, 4))
+    | st.builds(accel.Keep, newest=st.integers(1, 3), best=st.integers(1, 2), by=st.just("loss")),
+)
+def test_retention_in_a_store_keeps_what_it_keeps_in_a_folder(order: Any, bad: Any, keep: Any) -> None:
+    register()
+    with tempfile.TemporaryDirectory() as folder:
+        for at, step in enumerate(order):
+            last = at == len(order) - 1
+            if last:
+                for name in [name for name in Store.objects if step_number(name) in bad - {step}]:
+                    if name.endswith("manifest.json"):
+                        Store.objects[name] = Store.objects[name][0][:-9] + b"torn here", 0.0
+                for path in Path(folder).glob("*/manifest.json"):
+                    if step_number(str(path)) in bad - {step}:
+                        path.write_bytes(path.read_bytes()[:-9] + b"torn here")
+            for out in (URL, folder):
+                rule = keep if last else None
+                accel.save_state(CPU, out, held(step), step=step, keep=rule, metrics={"loss": float(step % 3)})
+        assert steps() == {path.name for path in Path(folder).iterdir()}
+
+
+def step_number(path: str) -> int:
+    return int(path.rpartition("step-")[2].partition("/")[0])
+
+
 def test_a_second_writer_is_refused_and_named_while_the_first_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     items, refused = {"x": torch.ones(3)}, list[str]()
 
@@ -207,6 +281,82 @@ def test_a_lock_of_another_host_holds_for_a_minute(age: float) -> None:
         assert LOCK not in names()
 
 
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+@pytest.mark.parametrize("age", [10.0, 100.0])
+def test_the_store_s_clock_decides_where_those_of_two_hosts_are_apart(age: float, ahead: float) -> None:
+    holder = {"host": "elsewhere", "pid": 7, "started": "", "since": "then"}
+    lease = {"holder": holder, "token": "x", "renewed": time.time() - age + ahead}
+    Store.objects[f"runs/demo/{LOCK}"] = msgspec.json.encode(lease), time.time() - age
+    if age < 60:
+        with pytest.raises(CheckpointError, match="process 7 on host elsewhere"):
+            accel.save_state(CPU, URL, {"x": 1}, step=1)
+        assert names() == [LOCK]
+    else:
+        accel.save_state(CPU, URL, {"x": 1}, step=1)
+        assert steps() == {"step-00000001"}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_process_takes_a_lock_back_that_it_failed_to_release(mode: Any) -> None:
+    def stuck(kind: str, work: Any) -> Any:
+        if kind == "delete":
+            raise ConnectionError("unplugged")
+        return work()
+
+    Store.fault = stuck
+    saved = accel.save_state(CPU, URL, held(1), step=1, mode=mode)
+    assert mode == "sync" or saved.result()
+    Store.fault = None
+    assert LOCK in names()
+    accel.save_state(CPU, URL, held(2), step=2)
+    assert LOCK not in names()
+    assert load(URL) == 2
+
+
+@pytest.mark.parametrize("kind", ["list", "part", "put"])
+def test_a_store_that_does_not_answer_is_told(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("accel.storage._objects._SILENT_S", 0.1)
+
+    def told() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "has not answered" in each.getMessage()]
+
+    accel.save_state(CPU, URL, held(0), step=0)
+    assert told() == []
+    until = time.monotonic() + 10
+
+    def slow(found: str, work: Any) -> Any:
+        while found == kind and not told() and time.monotonic() < until:
+            time.sleep(0.01)
+        return work()
+
+    Store.fault = slow
+    accel.save_state(CPU, URL, held(1), step=1)
+    assert URL in told()[0]
+
+
+def test_a_save_under_way_is_no_damaged_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    accel.save_state(CPU, URL, held(1), step=1)
+    found: list[Any] = []
+
+    def look(kind: str, work: Any) -> Any:
+        if kind == "put" and any("step-00000002" in name for name in names()) and not found:
+            found.append("")
+            found[0] = accel.latest_checkpoint(URL), load(URL)
+        return work()
+
+    Store.fault = look
+    accel.save_state(CPU, URL, held(2), step=2)
+    Store.fault = None
+    assert found == [(RemotePath(f"{URL}/step-00000001"), 1)]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    with pytest.raises(CheckpointError, match=r"objects only some time after"):
+        accel.load_state(CPU, f"{URL}/step-00000009", held(0))
+    with pytest.raises(CheckpointError, match=r"objects only some time after"):
+        accel.load_state(CPU, f"{URL}-other", held(0))
+
+
 def test_a_writer_that_lost_its_lock_does_not_commit_nor_delete_what_the_other_wrote() -> None:
     run = Run()
     accel.save_state(CPU, URL, run.items(), step=1)
@@ -231,7 +381,7 @@ def test_a_writer_that_lost_its_lock_does_not_commit_nor_delete_what_the_other_w
 
 
 def test_a_long_save_renews_its_lock_and_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.storage._remote_lock._BEAT_S", 0.01)
+    monkeypatch.setattr("accel.storage._lock._BEAT_S", 0.01)
     renewed, lives, waited = set[float](), set[str](), list[bool]()
 
     def slow(kind: str, work: Any) -> Any:

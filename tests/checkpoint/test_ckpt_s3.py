@@ -102,6 +102,19 @@ def test_a_large_object_is_uploaded_in_parts_and_a_failed_one_leaves_none(bucket
     assert store.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", []) == []
 
 
+def test_the_next_save_aborts_uploads_of_dead_writers_in_its_folder_alone(bucket: RemotePath) -> None:
+    import fsspec
+
+    out = bucket / "aborted"
+    store = fsspec.filesystem("s3", **bucket.options)
+    for key in ("aborted/step-00000001/tensors", "aborted-not/step-00000001/tensors"):
+        store.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    accel.save_state(CPU, out, {"x": torch.ones(2)}, step=2)
+    left = store.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
+    assert [each["Key"] for each in left] == ["aborted-not/step-00000001/tensors"]
+    store.call_s3("abort_multipart_upload", Bucket="bucket", Key=left[0]["Key"], UploadId=left[0]["UploadId"])
+
+
 def test_of_many_writers_at_once_one_gets_the_lock(bucket: RemotePath) -> None:
     out, outcomes = bucket / "locks", list[str]()
     ready = threading.Barrier(4)

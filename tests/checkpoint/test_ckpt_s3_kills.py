@@ -172,7 +172,7 @@ def test_kills_at_requests_lose_nothing(world: int, killer: tuple[Killer, Remote
         outcomes.append(value)
         accel.save_state(CPU, out, items(3, large), step=3, keep=1)  # nothing holds up the next save
         assert loaded_value(out, large) == 3
-        assert {name: len(found) for name, found in as_place(out).tree().items()} == {"step-00000003": 2}
+        assert {name: len(found.names()) for name, found in as_place(out).inside().items()} == {"step-00000003": 2}
         fsspec.filesystem("s3", **bucket.options).rm(out.url, recursive=True)
     assert set(outcomes) == {1, 2}  # killed before the commit, and after it
     print(f"{world} ranks: {counts} requests, {len(outcomes)} kills, {outcomes.count(2)} committed, 0 lost")

@@ -82,7 +82,8 @@ def test_a_function_makes_the_model(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["estimate", "big_nets:net", "--device-map", "cpu=60kB,disk", "--json"]) == 0
     found = accel.DeviceMap.decode(capsys.readouterr().out)
     assert found == accel.infer_device_map(accel.describe(make_model()), {"cpu": "60kB", "disk": None})
-    assert len(found.order) == 3
+    assert len(found.order) == 2
+    assert found.slots == 1  # as two leave more on the disk
     flags = "--device-map cpu=60kB,disk --storage-dtype float8_e4m3fn --storage-skip 3.*"
     assert main(["estimate", "big_nets:net", *flags.split(), "--json"]) == 0
     found = accel.DeviceMap.decode(capsys.readouterr().out)

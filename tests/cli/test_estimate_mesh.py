@@ -13,7 +13,7 @@ import pytest
 from processes import patience
 
 from accel.cli import main
-from accel.estimate import Step, rank_memory, read_transformer, step_traffic
+from accel.estimate import EstimatedStep, rank_memory, read_transformer, step_traffic
 from accel.topology import Axes, Plan
 
 LLAMA = {
@@ -35,7 +35,7 @@ def test_programs_read_what_the_formulas_give(folder: Path, capsys: pytest.Captu
     found = msgspec.json.decode(capsys.readouterr().out)
     model = read_transformer(folder)
     axes = Axes(dp_replicate=2, dp_shard=4, cp=2, tp=4)
-    step = Step(tokens=512, rows=2, micro_batches=3, recompute=True)
+    step = EstimatedStep(tokens=512, rows=2, micro_batches=3, recompute=True)
     plan = Plan(context="ring", sequence=True)
     assert (found["mesh"], found["ranks"], found["parameters"]) == (str(axes), 64, model.count)
     assert found["memory"] == msgspec.to_builtins(rank_memory(model, axes, step, plan))

@@ -136,3 +136,22 @@ def test_rows_of_a_ragged_last_batch_are_padded_to_one_width_and_gathered(ranks)
         return accel.gather(ctx, wide[1]).tolist()
 
     assert ranks.run(rank, 2) == [[[0, 0, -1]] * 3 + [[1, 1, 1]] * 2] * 2
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize(
+    "collective",
+    [accel.pad_across_processes, accel.gather, accel.reduce, accel.broadcast, accel.broadcast_from_holder],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_on_every_rank_by_path_and_lists_of_tensors_pass(ranks, collective, layout):
+    def rank(ctx):
+        parts = [torch.ones(2, 3), torch.ones(3, 3)]
+        holds = ctx.rank == 1 or collective is not accel.broadcast_from_holder
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        with pytest.raises(TreeError, match=r"a nested .*x.*\[0\].*to_padded_tensor"):
+            collective(ctx, {"x": [nested if ctx.rank == 1 else parts[0]]} if holds else None)
+        assert collective(ctx, {"x": parts} if holds else None)["x"][0].shape[1] == 3
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2

@@ -9,7 +9,7 @@ import socket
 import pytest
 from torch.distributed import HashStore
 
-from accel.comm._alarm import StoreAlarm, _open_sockets, _shut_down
+from accel.comm._lost import StoreAlarm, _open_sockets, _shut_down
 
 
 def test_the_first_note_stays_and_is_returned_to_all():

@@ -25,7 +25,7 @@ from accel.comm import (
     exchange,
     reduce_ints,
 )
-from accel.comm._handle import MOST_GATHERED
+from accel.comm._group import MOST_GATHERED
 
 Program = Callable[[accel.DistContext], Any]
 few = settings(max_examples=25)

@@ -12,8 +12,8 @@ from configs import configs
 from hypothesis import given, strategies as st
 
 from accel.cli import main
-from accel.config import LaunchConfig, _format, decode, decode_values, encode, read_config
-from accel.config._format import CHANGES, FormatChange, is_old, take_format, update_values
+from accel.config import LaunchConfig, _resolve, decode, decode_values, encode, read_config
+from accel.config._resolve import CHANGES, FormatChange, is_old, take_format, update_values
 from accel.errors import ConfigError
 
 LATER = (
@@ -69,7 +69,7 @@ def test_formats_that_do_not_exist_are_refused(given: object) -> None:
 
 
 def test_an_old_key_is_refused_with_the_command_that_updates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_format, "CHANGES", LATER)
+    monkeypatch.setattr(_resolve, "CHANGES", LATER)
     assert [is_old(key) for key in ("ranks", "color", "nproc_per_node")] == [True, True, False]
     with pytest.raises(ConfigError, match=r"Run `accel config update a\.toml`"):
         decode("ranks = 2\n", "a.toml")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from accel.cli import main
-from accel.config._yaml import decode_yaml
+from accel.config._accelerate import decode_yaml
 from accel.config._yaml_plain import decode_plain
 from accel.errors import ConfigError
 

@@ -366,6 +366,9 @@ def test_a_worker_init_fn_finds_the_users_dataset():
         (lambda batch: [*batch], "expected inputs, targets = batch.data"),
         (lambda batch: batch["labels"], r"expected batch.data\['labels'\]"),
         (lambda batch: batch[0], r"expected batch.data\[0\]"),
+        (lambda batch: dict(**batch), r"expected model\(\*\*batch.data\)"),
+        (lambda batch: torch.nn.Identity()(**batch), r"expected model\(\*\*batch.data\)"),
+        (lambda batch: torch.nn.Identity()(*batch), "expected inputs, targets = batch.data"),
     ],
 )
 def test_a_batch_that_is_taken_for_its_data_names_the_field(slip, told):

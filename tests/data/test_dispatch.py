@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accel.data.stream._packing import BatchPacker, BatchUnpacker, PackedBatches
+from accel.data.stream._dispatch import BatchPacker, BatchUnpacker, PackedBatches
 
 relaxed = settings(deadline=None, max_examples=80)
 

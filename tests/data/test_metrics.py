@@ -125,3 +125,53 @@ def test_a_place_that_is_none_is_refused(ranks, place):
         return True
 
     assert all(ranks.run(rank, 3))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    n=st.integers(1, 30),
+    world=st.integers(1, 5),
+    size=st.integers(1, 7),
+    tail=st.sampled_from(["ragged", "pad"]),
+    shared=st.booleans(),
+)
+def test_gathered_objects_are_those_of_the_dataset_each_once(ranks, n, world, size, tail, shared):
+    """Whatever stands in for a sample, and where several ranks hold the same ones."""
+
+    def rank(ctx):
+        place = (0, 1) if shared else None
+        loader = accel.prepare_loader(ctx, DataLoader(range(n), batch_size=size), tail=tail, data_parallel=place)
+        found = []
+        for batch in accel.batches(ctx, loader):
+            texts = tuple({"text": f"sample {each}"} for each in batch.data.tolist())
+            got = accel.gather_for_metrics(ctx, texts, batch, use_gather_object=True)
+            assert [each["text"] for each in got] == [
+                f"sample {each}" for each in accel.gather_for_metrics(ctx, batch.data, batch).tolist()
+            ]
+            found += [each["text"] for each in got]
+        return found
+
+    assert ranks.run(rank, world) == [[f"sample {each}" for each in range(n)]] * world
+
+
+@pytest.mark.parametrize("wrong", [["one"], "ab", {"texts": ["a", "b"]}, torch.zeros(2), None])
+def test_what_is_not_an_object_a_row_is_refused_on_every_rank(ranks, wrong):
+    def rank(ctx):
+        batch = _first_batch(ctx)
+        with pytest.raises(DataError, match=r"rank 1: not an object for each row.*expected a list of 2, got"):
+            accel.gather_for_metrics(ctx, wrong if ctx.rank == 1 else ["a", "b"], batch, use_gather_object=True)
+        assert accel.gather_for_metrics(ctx, ["a", "b"], batch, use_gather_object=True) == ["a", "b"] * 2
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2
+
+
+def test_ranks_that_differ_in_what_they_gather_are_told(ranks):
+    def rank(ctx):
+        batch = _first_batch(ctx)
+        values, objects = (["a", "b"], True) if ctx.rank == 1 else (batch.data, False)
+        with pytest.raises(CollectiveMismatch, match=r"gather_object at test_metrics\.py"):
+            accel.gather_for_metrics(ctx, values, batch, use_gather_object=objects)
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from accel import ConfigError, Cursor, DataError
-from accel.data import Plan, SampleCount, Shard, shard
+from accel.data import EpochPlan, SampleCount, Shard, shard
 
 TAILS = ("ragged", "pad", "drop")
 worlds = st.integers(1, 9)
@@ -23,10 +23,10 @@ def plans(draw):
     samples = draw(st.integers(1, 200))
     tail = draw(st.sampled_from(TAILS))
     most = samples if tail == "drop" else 300
-    return Plan(samples=samples, global_batch=draw(st.integers(1, most)), tail=tail)
+    return EpochPlan(samples=samples, global_batch=draw(st.integers(1, most)), tail=tail)
 
 
-def _epoch(plan: Plan, world: int, cursor: Cursor | None = None) -> list[list[Shard]]:
+def _epoch(plan: EpochPlan, world: int, cursor: Cursor | None = None) -> list[list[Shard]]:
     """The steps of the rest of an epoch; in each, the shards of all ranks."""
     cursor = cursor or Cursor()
     steps, epoch = [], cursor.epoch
@@ -125,4 +125,4 @@ def test_a_cursor_holds_counts(name, value):
 )
 def test_a_plan_that_cannot_be_is_refused(fields, error, said):
     with pytest.raises(error, match=said):
-        Plan(**{"samples": 10, "global_batch": 4} | fields)
+        EpochPlan(**{"samples": 10, "global_batch": 4} | fields)

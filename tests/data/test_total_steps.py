@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accel
+from accel.testing import simulate
 
 
 @given(
@@ -45,5 +49,49 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         accel.total_steps(loader, accumulation=0)
     with pytest.raises(accel.ConfigError, match=r"at total_steps\(epochs=\)"):
         accel.total_steps(loader, epochs=1.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(accel.DataError, match=r"total_steps\(accel.prepare_loader\(ctx, loader\)"):
-        accel.total_steps(plain)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(accel.ConfigError, match=r"expected total_steps\(loader, ctx=ctx, \.\.\.\)"):
+        accel.total_steps(plain)
+    with pytest.raises(accel.ConfigError, match=r"cut already.*got ctx=, global_batch=.*Leave them out"):
+        accel.total_steps(loader, ctx=accel.single(), global_batch=4)
+    with pytest.raises(accel.DataError, match="give the schedule a number of steps"):
+        accel.total_steps(DataLoader(Endless()), ctx=accel.single())
+    with pytest.raises(accel.DataError, match=r"from accel\.prepare_loader, or torch's DataLoader"):
+        accel.total_steps([1, 2])  # pyright: ignore[reportArgumentType]
+
+
+@given(
+    samples=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    tail=st.sampled_from(["ragged", "pad", "drop"]),
+    accumulation=st.integers(1, 4),
+    world_size=st.integers(1, 4),
+)
+def test_a_plain_loader_has_the_steps_of_the_prepared_one(
+    samples: int, batch: int, tail: Any, accumulation: int, world_size: int
+) -> None:
+    size = batch * world_size
+    if tail == "drop" and samples < size:
+        return
+    plain = DataLoader(TensorDataset(torch.arange(samples)), batch)
+    cut: Any = {"global_batch": size, "tail": tail, "data_parallel": (world_size - 1, world_size)}
+    loader = accel.prepare_loader(accel.single(), plain, **cut)
+    prepared = accel.total_steps(loader, accumulation=accumulation, epochs=3)
+    assert accel.total_steps(plain, ctx=accel.single(), accumulation=accumulation, epochs=3, **cut) == prepared
+
+
+def test_a_schedule_precedes_one_prepare_of_everything() -> None:
+    def rank(ctx: accel.DistContext) -> tuple[int, int]:
+        plain = DataLoader(TensorDataset(torch.arange(23.0)), batch_size=3)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        steps = accel.total_steps(plain, ctx=ctx, accumulation=2, epochs=2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+        *_, loader = accel.prepare(ctx, model, optimizer, scheduler, plain)
+        return steps, accel.total_steps(loader, accumulation=2, epochs=2)
+
+    assert simulate(rank, 3) == [(4, 4)] * 3
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import accel
+from accel.engines.deepspeed import _package
 from accel.engines.deepspeed._package import PRIVATE
 from accel.testing import simulate
 
@@ -133,6 +135,39 @@ def test_the_trainable_part_alone_goes_on_at_every_stage(tmp_path: Path) -> None
     assert max(distances.values()) < CLOSE, distances
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_whole_weights_are_the_live_ones_however_deepspeed_arranges_them(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    found = launch(2, "arranged", tmp_path, status=0)
+    assert len(found) > 40
+    assert {name: each for name, each in found.items() if each["whole"] != 0 or each["ddp"] > CLOSE} == {}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_optimizers_of_several_groups_are_saved_and_go_on_at_every_stage(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    found = launch(2, "grouped", tmp_path, status=0)
+    assert len(found) == 25
+    assert {name: each for name, each in found.items() if each > CLOSE} == {}
+
+
+def test_what_deepspeed_alone_finds_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialize(**arguments: Any) -> Any:
+        raise arguments["model"]
+
+    monkeypatch.setattr(_package, "connected", lambda: SimpleNamespace(initialize=initialize))
+    with pytest.raises(accel.PrepareError, match=r"DeepSpeed refuses .*ValueError: no such stage"):
+        _ = _package.initialized(ValueError("no such stage"))
+    with pytest.raises(accel.ConfigError, match="LOCAL_RANK"):
+        _ = _package.initialized(AssertionError("LOCAL_RANK is not set"))
+    with pytest.raises(torch.OutOfMemoryError):
+        _ = _package.initialized(torch.OutOfMemoryError("CUDA out of memory"))
+
+
 def test_one_process_gets_the_group_that_deepspeed_communicates_by() -> None:
     with accel.session({}, device="cpu", strategy="deepspeed") as ctx:
         assert ctx.world_size == 1
@@ -156,6 +191,12 @@ def test_what_deepspeed_cannot_is_refused_before_it_is_needed() -> None:
             _prepared(ctx, net, adam, deepspeed=accel.DeepSpeed(stage=0))
         with pytest.raises(accel.ConfigError, match="no fp16 on a CPU"):
             _prepared(ctx, net, adam, precision="fp16")
+        net.scale = nn.Parameter(torch.tensor(1.0))
+        with pytest.raises(accel.PrepareError, match=r"without a dimension.*scale of shape \[\].*shape \[1\]"):
+            _prepared(ctx, net, torch.optim.AdamW(net.parameters()))
+        frozen = nn.Linear(2, 2).requires_grad_(False)
+        with pytest.raises(accel.PrepareError, match=r"no parameter that trains.*without an optimizer"):
+            _prepared(ctx, frozen, torch.optim.AdamW(frozen.parameters()))
         empty = accel.init_empty_weights(lambda: nn.Linear(2, 2))
         with pytest.raises(accel.PrepareError, match=r"build_sharded\(ctx, make\)"):
             _prepared(ctx, empty, torch.optim.AdamW(empty.parameters()))

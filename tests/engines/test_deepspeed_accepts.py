@@ -11,7 +11,7 @@ import pytest
 from deepspeed_configs import FACTS, configs
 from hypothesis import given, settings
 
-from accel.engines.deepspeed import DeepSpeed, Facts, resolve
+from accel.engines.deepspeed import DeepSpeed, RunFacts, resolve
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def checked() -> Any:
 @pytest.mark.slow
 @given(configs(), FACTS.map(lambda facts: msgspec.structs.replace(facts, ranks=1)))
 @settings(max_examples=40)
-def test_deepspeed_takes_what_is_settled_and_means_the_same(checked: Any, c: DeepSpeed, f: Facts) -> None:
+def test_deepspeed_takes_what_is_settled_and_means_the_same(checked: Any, c: DeepSpeed, f: RunFacts) -> None:
     resolved = resolve(c, f)
     taken = checked(resolved.settings)
     assert taken.train_batch_size == resolved.settings["train_batch_size"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed_keys
 import pytest
 import torch
 from deepspeed_configs import COUNTS, FACTS, configs
@@ -18,8 +19,9 @@ import accel
 from accel.config import LaunchConfig, decode, encode
 from accel.engines.deepspeed import (
     DeepSpeed,
-    Facts,
     Offload,
+    RunFacts,
+    _keys,
     config_of,
     from_section,
     from_setting,
@@ -41,7 +43,7 @@ def leaves_of(tree: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[s
 
 @given(configs(), FACTS)
 @settings(max_examples=60)
-def test_nothing_is_left_open_each_value_has_a_source_and_the_table_fits_a_terminal(c: DeepSpeed, f: Facts) -> None:
+def test_nothing_is_left_open_each_value_has_a_source_and_the_table_fits_a_terminal(c: DeepSpeed, f: RunFacts) -> None:
     resolved = resolve(c, f)
     leaves = leaves_of(resolved.settings)
     assert "auto" not in map(str, leaves.values())
@@ -57,7 +59,7 @@ def test_nothing_is_left_open_each_value_has_a_source_and_the_table_fits_a_termi
 
 @given(configs(), FACTS)
 @settings(max_examples=60)
-def test_settled_settings_settle_to_themselves(c: DeepSpeed, f: Facts) -> None:
+def test_settled_settings_settle_to_themselves(c: DeepSpeed, f: RunFacts) -> None:
     once = resolve(c, f).settings
     assert json.loads(json.dumps(once)) == once
     assert resolve(read_deepspeed(once), f).settings == once
@@ -65,7 +67,7 @@ def test_settled_settings_settle_to_themselves(c: DeepSpeed, f: Facts) -> None:
 
 @given(configs(), FACTS)
 @settings(max_examples=30)
-def test_a_context_carries_a_record_to_ranks_and_files(c: DeepSpeed, f: Facts) -> None:
+def test_a_context_carries_a_record_to_ranks_and_files(c: DeepSpeed, f: RunFacts) -> None:
     ctx = accel.single("cpu", deepspeed=c)
     assert isinstance(ctx.settings.deepspeed, str)
     assert resolve(config_of(ctx), f).settings == resolve(c, f).settings
@@ -83,14 +85,14 @@ def test_two_sizes_give_the_third_whoever_says_them(rows: int, steps: int, ranks
     }
     short = {"rows": "train_micro_batch_size_per_gpu", "steps": "gradient_accumulation_steps"}
     names = {short.get(name, name) for name in said}
-    known = Facts(
+    known = RunFacts(
         ranks=ranks,
         rows=None if "rows" in said else rows,
         accumulation=None if "steps" in said or "train_batch_size" in said else steps,
     )
     assert (
         resolve(DeepSpeed(settings={name: sizes[name] for name in names}), known).settings
-        == resolve(DeepSpeed(), Facts(ranks=ranks, rows=rows, accumulation=steps)).settings
+        == resolve(DeepSpeed(), RunFacts(ranks=ranks, rows=rows, accumulation=steps)).settings
     )
 
 
@@ -108,6 +110,10 @@ ALONE: list[tuple[dict[str, Any], str]] = [
     ({"compile": {"deepcompile": "auto"}}, 'compile.deepcompile: "auto", which nothing'),
     ({"managed_gradient_accumulation": True}, "managed_gradient_accumulation: true"),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio: 0.1, but a second optimizer"),
+    ({"zero_optimization": {"legacy_stage1": True}}, "legacy_stage1: true, but DeepSpeed has it no longer"),
+    ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm: false, but the step needs the norm"),
+    ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: "sum", but optimizer_step divides'),
 ]
 
 
@@ -116,7 +122,7 @@ def test_all_contradictions_are_told_at_once(chosen: set[int]) -> None:
     asked: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     for at in chosen:
         asked |= {name: asked.get(name, {}) | value if name in asked else value for name, value in ALONE[at][0].items()}
-    facts = Facts(
+    facts = RunFacts(
         ranks=2,
         precision=precision("bf16"),
         rows=4,
@@ -131,24 +137,95 @@ def test_all_contradictions_are_told_at_once(chosen: set[int]) -> None:
     assert all(ALONE[at][1] in caught.value.got for at in chosen)
 
 
+AT_STAGES: list[tuple[int, dict[str, Any], str]] = [  # a stage that refuses, with "bf16"
+    (3, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio: 0.5"),
+    (3, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "super_offload: true"),
+    (3, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor: 2.0"),
+    (1, {"data_types": {"grad_accum_dtype": "fp32"}}, 'grad_accum_dtype: "fp32"'),
+    (2, {"compile": {"deepcompile": True}}, "deepcompile: true"),
+    (
+        2,
+        {"zero_optimization": {"reduce_scater": True}},
+        "reduce_scater: no key of DeepSpeed. Did you",
+    ),
+    (3, {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memry": True}}}, "Did you mean `pin_memory`?"),
+    (2, {"zero_optimization": {"contiguous_gradients": "maybe"}}, "DeepSpeed takes bool there"),
+    (3, {"zero_optimization": {"sub_group_size": 1.5}}, "DeepSpeed takes int there"),
+    (2, {"zero_optimization": {"cpu_offload": True}}, "an older name. Write offload_optimizer instead"),
+    (3, {"zero_optimization": {"mics_shard_size": 2}}, "has removed it"),
+    (2, {"sparse_gradients": False}, "has removed it"),
+    (2, {"bf16": {"imediate_grad_update": True}}, "Did you mean `immediate_grad_update`?"),
+]
+PASSES: list[tuple[int, dict[str, Any]]] = [
+    (1, {"zero_optimization": {"round_robin_gradients": True, "parameter_alignment": True}}),
+    (1, {"gradient_predivide_factor": 2.0, "prescale_gradients": True}),
+    (2, {"gradient_predivide_factor": 2.0, "data_types": {"grad_accum_dtype": "fp32"}}),
+    (3, {"gradient_predivide_factor": 2.0, "prescale_gradients": True, "data_types": {"grad_accum_dtype": "fp32"}}),
+    (3, {"gradient_predivide_factor": 1.0, "gradient_allreduce_op": "MEAN", "compile": {"deepcompile": False}}),
+    (1, {"data_types": {"grad_accum_dtype": "bf16"}}),
+    (1, {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+    (3, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.0, "super_offload": False}}}),
+    (2, {"zero_optimization": {"compute_grad_norm": True, "legacy_stage1": False, "elastic_checkpoint": True}}),
+    (3, {"zero_optimization": {"sub_group_size": 1e9, "param_persistence_threshold": 5, "reduce_scatter": "true"}}),
+    (
+        2,
+        {"tensorboard": {"enabled": True, "job_name": "a"}, "aio": {"block_size": 1}, "elasticity": {"enabled": False}},
+    ),
+]
+
+
+def at_stage(stage: int, asked: dict[str, Any]) -> DeepSpeed:
+    """A JSON with a stage."""
+    return read_deepspeed(asked | {"zero_optimization": {"stage": stage, **asked.get("zero_optimization", {})}})
+
+
+@pytest.mark.parametrize(("stage", "asked", "said"), AT_STAGES)
+def test_what_only_a_stage_gets_wrong_is_refused_there(stage: int, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="contradicts the run") as caught:
+        _ = resolve(at_stage(stage, asked), RunFacts(ranks=2, precision=precision("bf16")))
+    assert said in caught.value.got
+
+
+@pytest.mark.parametrize(("stage", "asked"), PASSES)
+def test_keys_that_change_nothing_of_the_loop_pass(stage: int, asked: dict[str, Any]) -> None:
+    _ = resolve(at_stage(stage, asked), RunFacts(ranks=2, precision=precision("bf16")))
+
+
+def test_a_key_of_a_newer_version_passes_and_is_named() -> None:
+    resolved = resolve(at_stage(2, {"zero_optimization": {"quantum_tunnels": 3}}), RunFacts())
+    assert resolved.newer == ("zero_optimization.quantum_tunnels",)
+    assert resolved.settings["zero_optimization"]["quantum_tunnels"] == 3
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_keys_on_record_are_those_of_deepspeed() -> None:
+    _ = pytest.importorskip("deepspeed")
+    kept: dict[str, Any] = {}
+    exec(deepspeed_keys.recorded(), kept)
+    for name in ("VERSION", "KINDS", "REMOVED", "RENAMED"):
+        assert kept[name] == getattr(_keys, name), f"record them: python {deepspeed_keys.__file__}"
+
+
 def test_an_optimizer_of_the_file_may_be_the_one_passed() -> None:
     section = {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 0.95], "torch_adam": True}}
-    facts = Facts(optimizer="AdamW", optimizer_values={"lr": 0.1, "betas": (0.9, 0.95)})
+    facts = RunFacts(optimizer="AdamW", optimizer_values={"lr": 0.1, "betas": (0.9, 0.95)})
     resolved = resolve(read_deepspeed({"optimizer": section}), facts)
     assert "optimizer" not in resolved.settings
     assert resolved.settings["zero_allow_untested_optimizer"] is True
     with pytest.raises(ConfigError, match=r"AdamW, but prepare got SGD"):
-        _ = resolve(read_deepspeed({"optimizer": section}), Facts(optimizer="SGD"))
+        _ = resolve(read_deepspeed({"optimizer": section}), RunFacts(optimizer="SGD"))
     with pytest.raises(ConfigError, match=r"torch.optim.AdamW\(model.parameters"):
-        _ = resolve(read_deepspeed({"optimizer": section}), Facts())
+        _ = resolve(read_deepspeed({"optimizer": section}), RunFacts())
 
 
 def test_a_step_is_compared_with_what_the_file_says() -> None:
-    resolved = resolve(read_deepspeed({"gradient_clipping": 1, "gradient_accumulation_steps": 2}), Facts())
+    resolved = resolve(read_deepspeed({"gradient_clipping": 1, "gradient_accumulation_steps": 2}), RunFacts())
     resolved.check_step(max_norm=1.0, accumulation=2)
     with pytest.raises(ConfigError, match=r"(?s)max_norm=None here.*the state has 4"):
         resolved.check_step(max_norm=None, accumulation=4)
-    resolve(DeepSpeed(), Facts()).check_step(max_norm=3.0, accumulation=7)  # which say nothing
+    resolve(DeepSpeed(), RunFacts()).check_step(max_norm=3.0, accumulation=7)  # which say nothing
 
 
 def test_files_and_sections_name_themselves_in_errors(tmp_path: Path) -> None:
@@ -156,9 +233,9 @@ def test_files_and_sections_name_themselves_in_errors(tmp_path: Path) -> None:
     _ = path.write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "gradient_clipping": 2}')
     read = read_deepspeed(path)
     assert (read.stage, read.reduce_bucket, read.source) == (3, 500_000_000, str(path))
-    assert resolve(read, Facts()).rows["gradient_clipping",].source == str(path)
+    assert resolve(read, RunFacts()).rows["gradient_clipping",].source == str(path)
     with pytest.raises(ConfigError, match=r"ds\.json"):
-        _ = resolve(read, Facts(max_norm=1.0))
+        _ = resolve(read, RunFacts(max_norm=1.0))
     _ = path.write_text('{"zero_optimization": {"stage": 5}}')
     with pytest.raises(ConfigError, match=r"invalid enum value 5 - at `\$.stage` - at .*ds\.json"):
         _ = read_deepspeed(path)
@@ -175,7 +252,7 @@ def test_files_and_sections_name_themselves_in_errors(tmp_path: Path) -> None:
 
 def test_a_field_and_a_setting_do_not_say_one_thing_twice() -> None:
     with pytest.raises(ConfigError, match=r"Write it as stage= alone"):
-        _ = resolve(DeepSpeed(settings={"zero_optimization": {"stage": 2}}), Facts())
+        _ = resolve(DeepSpeed(settings={"zero_optimization": {"stage": 2}}), RunFacts())
     with pytest.raises(ConfigError, match=r"not usable"):
         _ = DeepSpeed(stage=4)  # pyright: ignore[reportArgumentType]
 
@@ -196,7 +273,7 @@ def test_facts_are_read_from_what_prepare_gets() -> None:
 
 def test_a_configuration_is_settled_without_torch_and_without_deepspeed() -> None:
     script = (
-        "import sys\nfrom accel.engines.deepspeed import DeepSpeed, Facts, resolve\n"
-        "resolve(DeepSpeed(), Facts()); assert not {'torch', 'deepspeed'} & sys.modules.keys()"
+        "import sys\nfrom accel.engines.deepspeed import DeepSpeed, RunFacts, resolve\n"
+        "resolve(DeepSpeed(), RunFacts()); assert not {'torch', 'deepspeed'} & sys.modules.keys()"
     )
     _ = subprocess.run([sys.executable, "-c", script], check=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accel.config import translate_deepspeed
-from accel.engines.deepspeed import DeepSpeed, Facts, Offload, from_section, resolve
+from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts, from_section, resolve
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_section_becomes_a_record(section: dict[str, Any], expected: DeepSpeed
     assert isinstance(setting, dict)
     assert from_section(setting, source="") == expected
     assert left == {}
-    _ = resolve(expected, Facts())
+    _ = resolve(expected, RunFacts())
 
 
 def test_a_json_stands_for_itself_and_what_has_no_counterpart_names_the_way_out() -> None:

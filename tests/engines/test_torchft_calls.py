@@ -18,7 +18,7 @@ torchft = pytest.importorskip("accel.engines.torchft")
 
 
 def test_a_model_of_another_shape_is_refused_and_stays() -> None:
-    from accel.engines.torchft._healing import capture, restore
+    from accel.engines.torchft._step import capture, restore
 
     state = accel.train_state(accel.single("cpu"))
     taken = capture({"model": nn.Linear(4, 1)}, state)

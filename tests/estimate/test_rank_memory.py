@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import accel
 from accel.comm import gathered
-from accel.estimate import Step, Transformer, rank_memory, step_traffic
+from accel.estimate import EstimatedStep, Transformer, rank_memory, step_traffic
 from accel.tensors import local_part
 from accel.topology import Axes, Plan
 
 
-def train(model: Any, axes: Axes, step: Step, live: Live, counted: Counted) -> None:
+def train(model: Any, axes: Axes, step: EstimatedStep, live: Live, counted: Counted) -> None:
     """Two steps; the second is measured, as it has a state of the optimizer from its start."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on GPUs
     tokens = step.tokens // axes.cp
@@ -56,12 +56,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, *
 
 
 def trained(
-    monkeypatch: pytest.MonkeyPatch, sizes: Transformer, axes: Axes, step: Step, plan: Plan
+    monkeypatch: pytest.MonkeyPatch, sizes: Transformer, axes: Axes, step: EstimatedStep, plan: Plan
 ) -> tuple[int, Mapping[Any, int], Mapping[Any, int]]:
     """The peak of a rank, and bytes and calls by axis and operation, of a model that `prepare_model` spreads."""
-    monkeypatch.setattr("accel.parallel.context._transformers._documents", one_document)
-    for method in ("_gather", "_heads"):
-        monkeypatch.setattr(f"accel.parallel.context.{method}.attend", attend)
+    monkeypatch.setattr("accel.parallel.axes.context._spread._documents", one_document)
+    monkeypatch.setattr("accel.parallel.axes.context._attention.attend", attend)
     with fake_rank(monkeypatch, axes, strategy=step.strategy) as ctx:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
@@ -78,34 +77,39 @@ def trained(
 
 
 CASES = {
-    "of the default run": (Axes(dp_replicate=16, dp_shard=64), Step(tokens=1024), Plan(), {"layers": 2}),
-    "held": (Axes(dp=64), Step(tokens=2048, micro_batches=2), Plan(), {"layers": 2}),
-    "exchanged each time": (Axes(dp=64), Step(tokens=512, micro_batches=2, held=False), Plan(), {"layers": 2}),
-    "uneven shards": (Axes(dp=1000), Step(tokens=512), Plan(), {"vocabulary": 1000, "layers": 2}),
-    "kept whole": (Axes(dp=64), Step(tokens=512), Plan(reshard_after_forward=False), {"vocabulary": 1000}),
-    "put apart": (Axes(dp=64), Step(tokens=2048), Plan(reshard_after_forward=True), {}),
-    "recomputed": (Axes(dp_replicate=4, dp_shard=16), Step(tokens=4096, recompute=True), Plan(), {"vocabulary": 1000}),
-    "keys gathered": (Axes(dp=128, cp=8), Step(tokens=8192), Plan(), {"layers": 2}),
-    "keys in a ring": (Axes(dp=256, cp=4), Step(tokens=8192), Plan(context="ring"), {"layers": 2}),
+    "of the default run": (Axes(dp_replicate=16, dp_shard=64), EstimatedStep(tokens=1024), Plan(), {"layers": 2}),
+    "held": (Axes(dp=64), EstimatedStep(tokens=2048, micro_batches=2), Plan(), {"layers": 2}),
+    "exchanged each time": (Axes(dp=64), EstimatedStep(tokens=512, micro_batches=2, held=False), Plan(), {"layers": 2}),
+    "uneven shards": (Axes(dp=1000), EstimatedStep(tokens=512), Plan(), {"vocabulary": 1000, "layers": 2}),
+    "kept whole": (Axes(dp=64), EstimatedStep(tokens=512), Plan(reshard_after_forward=False), {"vocabulary": 1000}),
+    "put apart": (Axes(dp=64), EstimatedStep(tokens=2048), Plan(reshard_after_forward=True), {}),
+    "recomputed": (
+        Axes(dp_replicate=4, dp_shard=16),
+        EstimatedStep(tokens=4096, recompute=True),
+        Plan(),
+        {"vocabulary": 1000},
+    ),
+    "keys gathered": (Axes(dp=128, cp=8), EstimatedStep(tokens=8192), Plan(), {"layers": 2}),
+    "keys in a ring": (Axes(dp=256, cp=4), EstimatedStep(tokens=8192), Plan(context="ring"), {"layers": 2}),
     "heads exchanged": (
         Axes(dp_replicate=2, dp_shard=64, cp=8),
-        Step(tokens=8192),
+        EstimatedStep(tokens=8192),
         Plan(context="heads"),
         {"layers": 2},
     ),
-    "tp alone": (Axes(tp=4), Step(tokens=1024), Plan(), {}),
-    "uneven parts": (Axes(dp=64, tp=4), Step(tokens=1024), Plan(), {"vocabulary": 8003, "inner": 2815}),
-    "tp": (Axes(dp=128, tp=8), Step(tokens=2048, micro_batches=2), Plan(), {"kv_heads": 8}),
-    "tp with replicas": (Axes(dp=128, tp=8), Step(tokens=2048, strategy="ddp"), Plan(), {"kv_heads": 8}),
-    "tp of more ranks than heads of keys": (Axes(dp=128, tp=8), Step(tokens=1024), Plan(), {}),
-    "tokens between products shared": (Axes(dp=256, tp=4), Step(tokens=2048), Plan(sequence=True), {}),
+    "tp alone": (Axes(tp=4), EstimatedStep(tokens=1024), Plan(), {}),
+    "uneven parts": (Axes(dp=64, tp=4), EstimatedStep(tokens=1024), Plan(), {"vocabulary": 8003, "inner": 2815}),
+    "tp": (Axes(dp=128, tp=8), EstimatedStep(tokens=2048, micro_batches=2), Plan(), {"kv_heads": 8}),
+    "tp with replicas": (Axes(dp=128, tp=8), EstimatedStep(tokens=2048, strategy="ddp"), Plan(), {"kv_heads": 8}),
+    "tp of more ranks than heads of keys": (Axes(dp=128, tp=8), EstimatedStep(tokens=1024), Plan(), {}),
+    "tokens between products shared": (Axes(dp=256, tp=4), EstimatedStep(tokens=2048), Plan(sequence=True), {}),
     "all four": (
         Axes(dp_replicate=4, dp_shard=32, cp=2, tp=4),
-        Step(tokens=4096, recompute=True),
+        EstimatedStep(tokens=4096, recompute=True),
         Plan(sequence=True, context="ring"),
         {},
     ),
-    "a ring recomputed": (Axes(dp=64, cp=2), Step(tokens=4096, recompute=True), Plan(context="ring"), {}),
+    "a ring recomputed": (Axes(dp=64, cp=2), EstimatedStep(tokens=4096, recompute=True), Plan(context="ring"), {}),
 }
 
 

@@ -9,18 +9,29 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from accel.estimate import Hosts, Step, Transformer, list_meshes, mesh_problem, rank_memory, step_time, step_traffic
+from accel.estimate import (
+    EstimatedStep,
+    Hosts,
+    Transformer,
+    list_meshes,
+    mesh_problem,
+    rank_memory,
+    step_time,
+    step_traffic,
+)
 from accel.estimate._cost import axis_bandwidth
 from accel.topology import Axes, Plan
 
 LLAMA = Transformer(layers=8, width=64, heads=8, kv_heads=4, head_width=8, inner=96, vocabulary=160)
 MIXTRAL = msgspec.structs.replace(LLAMA, experts=8, experts_per_token=2)
-STEP = Step(tokens=64, micro_batches=8)
+STEP = EstimatedStep(tokens=64, micro_batches=8)
 fitting = [axes for axes in list_meshes(16) if mesh_problem(axes, LLAMA, Plan(), tokens=64) is None]
 meshes = st.sampled_from([axes for axes in fitting if axes.cp == 1 or axes.dp * axes.dp_shard > 1])  # shards beside cp
 
 
-def sent(model: Transformer, axes: Axes, step: Step, plan: Plan | None = None, stage: int = 0) -> Mapping[str, int]:
+def sent(
+    model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan | None = None, stage: int = 0
+) -> Mapping[str, int]:
     """Bytes by axis and operation."""
     return {f"{each.axis} {each.operation}": each.bytes for each in step_traffic(model, axes, step, plan, stage=stage)}
 

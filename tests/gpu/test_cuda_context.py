@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.parallel.context._kernels import WRITTEN_OUT, Kernel, Masked, kernel_of
+from accel.parallel.axes.context._kernels import WRITTEN_OUT, Kernel, Masked, kernel_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

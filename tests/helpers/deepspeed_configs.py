@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from accel.engines.deepspeed import DeepSpeed, Facts, Offload
+from accel.engines.deepspeed import DeepSpeed, Offload, RunFacts
 from accel.formats import precision
 
 COUNTS = st.integers(1, 64)
 FACTS = st.builds(
-    Facts,
+    RunFacts,
     ranks=COUNTS,
     precision=st.sampled_from([precision(name) for name in ("fp32", "tf32", "bf16", "fp16")]),
     rows=st.none() | COUNTS,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed_cases import left_out, micro_batches
+from deepspeed_cases import arranged, grouped, left_out, micro_batches
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -241,6 +241,11 @@ def trainable(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
     return found
 
 
+def layouts(ctx: accel.DistContext, out: Path) -> dict[str, Any]:
+    """Hold whole weights against the live ones under each key that arranges them otherwise."""
+    return arranged(ctx)
+
+
 def main(part: str, out: Path) -> None:
     """Run a part, and print a line of JSON on rank 0."""
     import deepspeed
@@ -248,7 +253,8 @@ def main(part: str, out: Path) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
     with accel.session(device="cpu", strategy="deepspeed") as opened:
         ctx = accel.replace(opened, strategy="ddp")
-        found = {"killed": killed, "resumed": resumed, "trainable": trainable}[part](ctx, out)
+        parts = {"killed": killed, "resumed": resumed, "trainable": trainable, "arranged": layouts, "grouped": grouped}
+        found = parts[part](ctx, out)
         accel.print(ctx, "found:", json.dumps(found), flush=True)
         if part == "killed":
             accel.wait_for_everyone(ctx)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import accel
-from accel.parallel import Engine, StepOutcome, StepRequest
+from accel.parallel import Engine, EngineOutcome, StepRequest
 
 
 class FlatModel(nn.Module):
@@ -110,21 +110,21 @@ def _backward(ctx: accel.DistContext, loss: torch.Tensor, retain_graph: bool) ->
     torch.autograd.backward(loss, retain_graph=retain_graph)
 
 
-def _step(ctx: accel.DistContext, optimizers: Sequence[Optimizer], request: StepRequest) -> StepOutcome:
+def _step(ctx: accel.DistContext, optimizers: Sequence[Optimizer], request: StepRequest) -> EngineOutcome:
     [optimizer] = optimizers
     assert isinstance(optimizer, FlatMomentum)
     [limit] = request.max_norms
     grads = optimizer.model.gradients
     norm = (grads * request.factor).norm(request.norm_type)
     if request.check_finite and not norm.isfinite():
-        return StepOutcome(stepped=False, finite=False, grad_norm=None)
+        return EngineOutcome(stepped=False, finite=False, grad_norm=None)
     shortened = 1.0 if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
     grads.mul_(request.factor * shortened)
     if request.max_value is not None:
         grads.clamp_(-request.max_value, request.max_value)
     optimizer.step()
     grads.zero_()
-    return StepOutcome(stepped=True, finite=True, grad_norm=norm)
+    return EngineOutcome(stepped=True, finite=True, grad_norm=norm)
 
 
 def _clear(ctx: accel.DistContext, optimizers: Sequence[Optimizer]) -> None:

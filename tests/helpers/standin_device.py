@@ -63,7 +63,7 @@ def main() -> None:
     dist.Backend.register_backend("standccl", lambda *_: None, devices=["standin"])  # type: ignore[arg-type]
 
     from accel import DeviceError, devices, random
-    from accel.context._device import choose_device
+    from accel.context._make import choose_device
     from accel.env import LaunchEnv
     from accel.precision._support import check_compute
 

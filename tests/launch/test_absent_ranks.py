@@ -12,11 +12,9 @@ import pytest
 from launching import Workspace, missed_backward
 
 from accel.launching import FailureRecord
-from accel.launching._children import Children
-from accel.launching._failure_record import Failure, culprit, repeats
-from accel.launching._flight_record import EnteredCollective
-from accel.launching._hang import RankAnswer, Watch, absent_report, locate
-from accel.launching._relay import Relay
+from accel.launching.local._children import Children, Relay
+from accel.launching.local._hang import RankAnswer, Watch, absent_report, locate
+from accel.launching.reports._failure import EnteredCollective, Failure, culprit, repeats
 
 LOADING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/utils/data/dataloader.py", line 9 in wait
@@ -120,8 +118,8 @@ def test_a_rank_that_ends_while_it_is_asked_lives_on(tmp_path: Path) -> None:
     """An ending interpreter takes the fault handler away before the process is gone."""
     script = f"""
 import faulthandler, os
-from accel.launching._failure_record import STACK_SIGNAL
-from accel.launching._worker import show_stacks
+from accel.launching.reports._failure import STACK_SIGNAL
+from accel.launching.local._worker import show_stacks
 show_stacks({str(tmp_path / "record")!r})
 faulthandler.unregister(STACK_SIGNAL)  # as at the end
 os.kill(os.getpid(), STACK_SIGNAL)

@@ -11,8 +11,15 @@ from hypothesis import given, strategies as st
 
 from accel.cli._launch import describe_plan
 from accel.config import LaunchConfig
-from accel.launching import Gpu, LaunchPlan, Machine, Target, describe_cores, plan_launch
-from accel.launching._cores import bind_processes, bound, list_cores, read_memory_node, read_memory_nodes, share_cores
+from accel.launching import Gpu, LaunchPlan, LaunchTarget, Machine, describe_cores, plan_launch
+from accel.launching.local._machine import (
+    bind_processes,
+    bound,
+    list_cores,
+    read_memory_node,
+    read_memory_nodes,
+    share_cores,
+)
 
 TWO_NODES = {0: ((0, 8), (1, 9), (2, 10), (3, 11)), 1: ((4, 12), (5, 13), (6, 14), (7, 15))}
 
@@ -117,7 +124,7 @@ def gpus(*nodes: int | None, names: tuple[str, ...] = ("H100",)) -> tuple[Gpu, .
 
 def plan(machine: Machine, environ: dict[str, str] | None = None, **settings: object) -> LaunchPlan:
     return plan_launch(
-        Target(name="train.py"),
+        LaunchTarget(name="train.py"),
         LaunchConfig(bind_cores=True, **settings),  # pyright: ignore[reportArgumentType]
         environ=environ or {},
         machine=machine,
@@ -165,7 +172,7 @@ def test_cores_follow_the_gpus_that_processes_use(
 
 def test_processes_are_bound_only_if_asked() -> None:
     made = plan_launch(
-        Target(name="train.py"),
+        LaunchTarget(name="train.py"),
         LaunchConfig(nproc_per_node=2),
         environ={},
         machine=Machine(cores=16, memory_nodes=TWO_NODES),

@@ -15,7 +15,7 @@ from launching import HERE, Workspace, alive
 from processes import wait_for
 
 from accel.launching import Children, Failure, LaunchPlan, ProcessPlan
-from accel.launching._attempts import run_to_end
+from accel.launching.local._supervisor import run_to_end
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,10 +37,12 @@ def test_the_last_output_is_the_culprits_report_once(workspace: Workspace, n: st
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == f"accel: rank {rank} failed: ValueError: bad batch - at {script}:4"
     assert done.stderr.splitlines()[1] == "Traceback (most recent call last):"
-    *_, raised, last = ["", *done.stderr.splitlines()] if n == "2" else ["", *done.stderr.splitlines(), ""]
+    *_, raised, last = done.stderr.splitlines()
     assert raised == "ValueError: bad batch"
-    assert re.fullmatch(r"accel: rank 1 failed after 0:00:\d\d, exit status 1", last) or n == "1"
-    assert done.stderr.count("ValueError: bad batch") == 2
+    told = re.escape(f"exit status 1: ValueError: bad batch - at {script}:4")
+    assert re.fullmatch(rf"accel: rank {rank} failed after 0:00:\d\d, {told}", last)
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("ValueError: bad batch") == 3  # first, in the traceback, and last
     assert "_worker" not in done.stderr
     assert "to the end" in done.stdout
 

@@ -19,7 +19,8 @@ from processes import patience, wait_for
 
 import accel
 from accel.config import LaunchConfig
-from accel.launching import _parcel, launch_placed
+from accel.launching import launch_placed
+from accel.launching.local import _function_rank
 
 E2E = pytest.mark.multiprocess
 
@@ -163,10 +164,10 @@ def test_settings_without_effect_are_refused() -> None:
 
 
 def test_ranks_that_start_again_leave_nothing_of_the_last_time(tmp_path: Path) -> None:
-    _parcel.send_call(str(tmp_path), b"call")
-    _parcel.send_value(str(tmp_path), 0, b"value")
-    _parcel.send_error(str(tmp_path), 1, RefusedError("", 1), "")
-    _parcel.drop_results(str(tmp_path))
+    _function_rank.send_call(str(tmp_path), b"call")
+    _function_rank.send_value(str(tmp_path), 0, b"value")
+    _function_rank.send_error(str(tmp_path), 1, RefusedError("", 1), "")
+    _function_rank.drop_results(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["call"]
 
 
@@ -180,12 +181,15 @@ def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
 
 
 def test_without_the_extra_what_has_a_module_is_sent_and_the_rest_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_parcel, "find_spec", lambda _: None)
-    assert _parcel.unpack(_parcel.pack((total, [1, RefusedError]), "here"), "here") == (total, [1, RefusedError])
+    monkeypatch.setattr(_function_rank, "find_spec", lambda _: None)
+    assert _function_rank.unpack(_function_rank.pack((total, [1, RefusedError]), "here"), "here") == (
+        total,
+        [1, RefusedError],
+    )
     monkeypatch.setattr(RefusedError, "__module__", "__main__")
     for sent in (lambda ctx: ctx, RefusedError("", 1)):
         with pytest.raises(accel.MissingExtraError, match=r"accel\[notebook\]"):
-            _parcel.pack(sent, "here")
+            _function_rank.pack(sent, "here")
 
 
 def test_only_the_main_thread_launches() -> None:
@@ -209,6 +213,6 @@ def test_an_exception_that_cannot_travel_leaves_its_traceback(tmp_path: Path) ->
             super().__init__(one)
 
     for error in (LocalError(1, 2), OSError(threading.Lock())):
-        _parcel.send_error(str(tmp_path), 0, error, "the traceback")
-        assert _parcel.receive_error(str(tmp_path), 0) == (None, "the traceback")
-    assert _parcel.receive_error(str(tmp_path), 1) is None
+        _function_rank.send_error(str(tmp_path), 0, error, "the traceback")
+        assert _function_rank.receive_error(str(tmp_path), 0) == (None, "the traceback")
+    assert _function_rank.receive_error(str(tmp_path), 1) is None

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, strategies as st
 from launching import HERE, Workspace
 
-from accel.launching._flight_record import EnteredCollective, last_calls
-from accel.launching._hang import RankAnswer, hang_report
+from accel.launching.local._hang import RankAnswer, hang_report
+from accel.launching.reports._failure import EnteredCollective, last_calls
 
 WAITING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/distributed/c10d.py", line 9 in wait
   File "/lib/site-packages/accel/process.py", line 37 in wait_for_everyone
   File "/home/ada/train.py", line 12 in step
   File "/home/ada/train.py", line 20 in <module>
-  File "/lib/site-packages/accel/launching/_worker.py", line 85 in run_script
+  File "/lib/site-packages/accel/launching/local/_worker.py", line 85 in run_script
 """
 LOADING = WAITING.replace("line 12 in step", "line 7 in load")
 

@@ -15,7 +15,7 @@ from processes import free_ports, wait_for
 
 from accel.config import LaunchConfig
 from accel.errors import ConfigError, LaunchError
-from accel.launching import HostSlots, Target, choose_hosts, exported, host_commands, read_hosts
+from accel.launching import HostSlots, LaunchTarget, choose_hosts, exported, host_commands, read_hosts
 
 FILE = "# two of them\nnode0 slots=4\n\nnode1  slots = 4 # the new one\n"
 HOSTS = read_hosts(FILE, "hosts")
@@ -85,7 +85,7 @@ def test_a_filter_that_fits_nothing_is_refused(filters: dict[str, str], told: st
 
 
 def commands(hosts: tuple[HostSlots, ...], config: LaunchConfig, *told: str) -> list[str]:
-    target = Target(kind="script", name="train.py", args=("--name", "a b"))
+    target = LaunchTarget(kind="script", name="train.py", args=("--name", "a b"))
     exports = {"NCCL_DEBUG": "INFO"}
     made = host_commands(hosts, target, config, told, python="/bin/py", folder="/home/a b", exports=exports)
     return [each.command for each in made]

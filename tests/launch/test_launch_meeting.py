@@ -9,11 +9,11 @@ from hypothesis import given, strategies as st
 from accel.config import LaunchConfig
 from accel.endpoints import split_endpoint
 from accel.errors import LaunchError
-from accel.launching._failure_record import Failure
-from accel.launching._host_terms import HostTerms, assign_node_ranks, describe_hosts, terms_of
-from accel.launching._hosts import check_endpoint, is_here
-from accel.launching._plan import HostPosition
-from accel.launching._report import failure_report
+from accel.launching._target import HostTerms, assign_node_ranks, describe_hosts, terms_of
+from accel.launching.hosts._hosts import check_endpoint, is_here
+from accel.launching.local._plan import HostPosition
+from accel.launching.reports._failure import Failure
+from accel.launching.reports._report import failure_report
 
 
 def note(host: str, node_rank: int | None = None, **settings: str) -> HostTerms:
@@ -143,7 +143,7 @@ def test_ranks_of_one_role_are_counted_over_the_hosts() -> None:
 def test_a_rendezvous_belongs_to_the_job_that_came_first() -> None:
     from torch.distributed import HashStore
 
-    from accel.launching._rendezvous import claim
+    from accel.launching.hosts._agent import claim
 
     store = HashStore()
     config = LaunchConfig(rdzv_id="job-7", rdzv_endpoint="h0:29400")

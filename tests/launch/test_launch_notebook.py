@@ -14,8 +14,8 @@ import pytest
 
 import accel
 from accel.config import LaunchConfig
-from accel.launching import _hosted_notebook
-from accel.launching._hosted_notebook import HostedNotebook, choose_device, rank_environ, read_hosted
+from accel.launching import _function
+from accel.launching._function import HostedNotebook, choose_device, rank_environ, read_hosted
 
 COLAB = {"COLAB_RELEASE_TAG": "release-colab_20261101-060104_RC00", "COLAB_GPU": "1", "COLAB_TPU_1VM": ""}
 COLAB_TPU = {"COLAB_RELEASE_TAG": "r", "COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1"}
@@ -28,8 +28,8 @@ AUTO = LaunchConfig(nproc_per_node="auto")
 def chips(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with torch_xla, whose number of chips a test sets."""
     machine = SimpleNamespace(tpu_chips=8)
-    monkeypatch.setattr(_hosted_notebook, "find_spec", lambda _: object())
-    monkeypatch.setattr(_hosted_notebook, "read_machine", lambda: machine)
+    monkeypatch.setattr(_function, "find_spec", lambda _: object())
+    monkeypatch.setattr(_function, "read_machine", lambda: machine)
     return machine
 
 
@@ -78,7 +78,7 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_starts(
         choose_device(AUTO, read_hosted(COLAB_TPU), {"torch_xla": used})
     with pytest.raises(accel.LaunchError, match="behind the network"):
         choose_device(AUTO, read_hosted(COLAB | {"COLAB_TPU_ADDR": "10.0.0.2:8470"}), {})
-    monkeypatch.setattr(_hosted_notebook, "find_spec", lambda _: None)
+    monkeypatch.setattr(_function, "find_spec", lambda _: None)
     with pytest.raises(accel.MissingExtraError, match=r"only torch_xla drives.*torch_xla\[tpu\].*device=\"cpu\""):
         accel.launch(print, environ=COLAB_TPU, config=AUTO)
 

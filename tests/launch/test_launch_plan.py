@@ -15,9 +15,9 @@ from accel import launching
 from accel.config import FIELDS, SETTINGS, TORCHRUN_VARIABLES, LaunchConfig
 from accel.env import read_env
 from accel.errors import ConfigError, EnvError, LaunchError
-from accel.launching import Gpu, LaunchPlan, Machine, Target, plan_launch, visible_gpus
-from accel.launching._machine import read_gpus
-from accel.launching._plan import HostPosition
+from accel.launching import Gpu, LaunchPlan, LaunchTarget, Machine, plan_launch, visible_gpus
+from accel.launching.local._machine import read_gpus
+from accel.launching.local._plan import HostPosition
 from accel.topology import fit_axes
 
 
@@ -28,11 +28,11 @@ def plan(
     args: tuple[str, ...] = (),
     machine: Machine | None = None,
     config: LaunchConfig | None = None,
-    target: Target | None = None,
+    target: LaunchTarget | None = None,
     position: HostPosition | None = None,
 ) -> LaunchPlan:
     return plan_launch(
-        target or Target(name="train.py", args=args),
+        target or LaunchTarget(name="train.py", args=args),
         config or LaunchConfig(nproc_per_node=n),
         environ=environ or {},
         machine=machine or Machine(cores=8),
@@ -206,10 +206,10 @@ def test_cards_without_peer_to_peer_copies_are_told_to_nccl(name: str, count: in
 
 
 def test_modules_and_programs() -> None:
-    module = plan(target=Target(kind="module", name="pkg.train", args=("-x",))).processes[0]
+    module = plan(target=LaunchTarget(kind="module", name="pkg.train", args=("-x",))).processes[0]
     assert module.program == (sys.executable, "-m", "pkg.train", "-x")
     assert module.command[-3:] == ("module", "pkg.train", "-x")
-    assert plan(target=Target(kind="program", name="nvidia-smi")).processes[0].program == ("nvidia-smi",)
+    assert plan(target=LaunchTarget(kind="program", name="nvidia-smi")).processes[0].program == ("nvidia-smi",)
 
 
 class FakeNvml:

@@ -14,8 +14,8 @@ from launching import ACCEL, Workspace
 from processes import free_port, patience
 
 from accel.config import LaunchConfig
-from accel.launching import _hosts
-from accel.launching._hosts import await_name
+from accel.launching.hosts import _hosts
+from accel.launching.hosts._hosts import await_name
 
 SCRIPT = """
     import os

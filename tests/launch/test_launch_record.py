@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from processes import patience, wait_for
 
 from accel.config import LaunchConfig, resolve
-from accel.launching import FailureRecord, Target
-from accel.launching._failure_record import Failure
-from accel.launching._record_changes import began, corrected, ended, first_record, noted, seen
+from accel.launching import FailureRecord, LaunchTarget
+from accel.launching.reports._failure import Failure
+from accel.launching.reports._journal import began, corrected, ended, first_record, noted, seen
 from accel.run_folder import LaunchRecord, RunRecord, Setting, read_launches, read_run
 
 
@@ -27,7 +27,7 @@ def only(folder: Path) -> LaunchRecord:
 
 def a_record(*words: str) -> LaunchRecord:
     resolved = resolve({"nproc_per_node": "2"}, {"ACCEL_LOG_DIR": "logs"})
-    return first_record(Target(name="train.py", args=words), resolved.config, resolved.sources)
+    return first_record(LaunchTarget(name="train.py", args=words), resolved.config, resolved.sources)
 
 
 def test_settings_stand_with_their_sources_and_without_credentials() -> None:
@@ -36,7 +36,7 @@ def test_settings_stand_with_their_sources_and_without_credentials() -> None:
     assert record.settings["nproc_per_node"] == Setting("2", "flag --nproc-per-node")
     assert record.settings["log_dir"] == Setting("logs", "environment ACCEL_LOG_DIR")
     assert record.settings["precision"] == Setting("auto", "default")
-    bare = first_record(Target(kind="module", name="pack.train"), LaunchConfig(nnodes=2, rdzv_endpoint="a:1"), {})
+    bare = first_record(LaunchTarget(kind="module", name="pack.train"), LaunchConfig(nnodes=2, rdzv_endpoint="a:1"), {})
     assert bare.command == ("-m", "pack.train")
     assert bare.settings["nnodes"] == Setting("2", "the caller, or this machine")
 

@@ -8,8 +8,8 @@ import os
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from accel.launching import _relay
-from accel.launching._relay import Pipe, Relay, Sink, split_lines
+from accel.launching.local import _children
+from accel.launching.local._children import Pipe, Relay, Sink, split_lines
 
 TEXT = st.lists(st.sampled_from([b"a", b"\xff", b"\n", b"\r", b"\r\n"]), max_size=12).map(b"".join)
 
@@ -64,7 +64,7 @@ def test_while_one_bar_stands_others_show_their_end_only() -> None:
 
 def test_a_bar_that_stands_still_gives_its_line_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr(_relay.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_children.time, "monotonic", lambda: now[0])
     source, target = os.pipe()
     sink = Sink(target)
     sink.write(b"0 ", [b"1%\r"])
@@ -82,7 +82,7 @@ def test_a_slow_sink_draws_few_states_and_loses_neither_lines_nor_the_newest_sta
 ) -> None:
     now = [10.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_relay.time, "monotonic", lambda: now[0])
+        patch.setattr(_children.time, "monotonic", lambda: now[0])
         source, target = os.pipe()
         sink = Sink(target, redraw_s=0.5)
         lines: list[bytes] = []

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from accel.launching import FailureRecord
-from accel.launching._failure_record import Failure, culprit, exit_code, file_beside, read_failure
-from accel.launching._report import failure_report, last_line, stop_report
+from accel.launching.reports._failure import Failure, culprit, exit_code, file_beside, read_failure
+from accel.launching.reports._report import failure_report, last_line, stop_report
 from accel.run_folder import write_json
 
 
@@ -94,7 +94,7 @@ def test_a_crash_points_at_the_users_innermost_frame(tmp_path: Path) -> None:
     Path(file_beside(path, "crash")).write_text(
         "Fatal Python error: Segmentation fault\n\nStack (most recent call first):\n"
         '  File "/x/site-packages/lib.py", line 3 in call\n  File "/home/train.py", line 9 in step\n'
-        '  File "/x/accel/launching/_worker.py", line 1 in main\n\nExtension modules: a, b (total: 2)\n'
+        '  File "/x/accel/launching/local/_worker.py", line 1 in main\n\nExtension modules: a, b (total: 2)\n'
     )
     text = failure_report(read_failure(0, -signal.SIGSEGV, path, 1.0))
     assert text.startswith("accel: rank 0 was killed by SIGSEGV - at /home/train.py:9\n")

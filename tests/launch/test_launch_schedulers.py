@@ -122,3 +122,14 @@ def test_a_launch_over_nodes_submits_itself_and_fails_with_a_report(slurm: Slurm
     here = ("--rdzv-endpoint", "127.0.0.1:29477")  # n1 and n2 are no hosts that could be found
     out = submitted(slurm, workspace.folder, "--cpu", "--nnodes", 2, *here, script)
     assert "failed: ValueError: bad batch" in out
+
+
+def test_launchers_of_a_step_that_nobody_joined_are_refused(slurm: Slurm, workspace: Workspace) -> None:
+    words = ("srun", "-N", "2", "--ntasks-per-node", "1", sys.executable, "-m", "accel.cli", "launch", "--cpu")
+    script = workspace.write("print('ran')")
+    done = slurm.run(*words, script)
+    assert done.returncode == 2
+    assert "ran" not in done.stdout
+    assert "--rdzv-endpoint n1:29400` for one job" in done.stderr
+    done = slurm.run(*words, "--nnodes", "1", script)
+    assert (done.returncode, done.stdout.split()) == (0, ["ran", "ran"]), done.stderr

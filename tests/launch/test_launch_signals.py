@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from launching import HERE, REST, Workspace, alive
 from processes import patience, wait_for
+
+from accel.launching.local._signals import Guard, Signals
+from accel.launching.local._worker import describe_failure
+from accel.run_folder import read_launches
 
 pytestmark = pytest.mark.multiprocess
 
@@ -123,3 +129,56 @@ def test_a_killed_launcher_leaves_no_rank(workspace: Workspace, n: int) -> None:
 
 def line_of(script: Path, word: str) -> int:
     return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if word in line)
+
+
+def test_a_request_to_stop_that_nobody_reads_ends_the_process_and_one_that_is_read_does_not() -> None:
+    for is_stuck, number in ((True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGCHLD)):
+        source, sink = socket.socketpair()
+        with source, sink:
+            source.setblocking(False)
+            signals, left, killed = Signals(source), threading.Event(), threading.Event()
+            status: list[int] = []
+            signals.abandon = killed.set
+            guard = Guard(
+                source, signals, lambda code, status=status, left=left: (status.append(code), left.set()), 0.3
+            )
+            guard.start()
+            sink.send(bytes([number]))
+            if not is_stuck:
+                assert signals.stop(1.0) == number
+            ends = is_stuck and number == signal.SIGTERM
+            assert left.wait(patience(10) if ends else 0.8) == ends
+            guard.end()
+            assert not guard.is_alive()
+            assert (status, killed.is_set()) == (([128 + number], True) if ends else ([], False))
+
+
+@pytest.mark.slow
+def test_a_launcher_whose_output_nobody_reads_ends_when_it_is_asked_to(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it, a signal cuts a write short
+    script = workspace.write(f"{HERE}\nhere()\nraise RuntimeError('line\\n' * 20_000)\n")  # more than a pipe holds
+    launcher = workspace.start("launch", script)
+    [pid] = workspace.pids(1)
+    wait_for(lambda: not alive(pid))
+    time.sleep(1.0)  # for the report, at which the launcher blocks
+    assert launcher.poll() is None
+    asked_s = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(patience(10)) == 128 + signal.SIGTERM
+    assert time.monotonic() - asked_s < patience(6)
+
+
+def test_a_long_word_in_an_exception_is_told_and_recorded_at_once(workspace: Workspace) -> None:
+    script = workspace.write("raise RuntimeError('A' * 20_000)")
+    done = workspace.accel("launch", "--nproc-per-node", "2", "--log-dir", "logs", script)
+    assert done.returncode == 1
+    assert "failed: RuntimeError: AAAA" in done.stderr
+    assert read_launches(workspace.folder / "logs")[0].attempts[0].error.message == "A" * 20_000
+
+
+def test_what_the_launcher_reads_of_a_message_is_bounded() -> None:
+    record = describe_failure(0, RuntimeError("b" * 1_000_000))
+    assert len(record.message) < 101_000
+    assert len(record.traceback) < 101_000

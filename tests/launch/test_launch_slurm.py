@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from accel.cli import main
 from accel.config import FIELDS, LaunchConfig
-from accel.launching import Target, batch_script
+from accel.launching import LaunchTarget, batch_script
 
 SRUN = """#!/bin/sh
 while [ "${1#--kill}" != "$1" ] || [ "${1#--cpus}" != "$1" ]; do shift; done
@@ -22,7 +22,7 @@ for word; do printf '%s\\0' "$word"; done
 
 
 def script(config: LaunchConfig, *given_: str, args: tuple[str, ...] = (), **target: str) -> str:
-    return batch_script(Target(name="train.py", args=args, **target), config, given_, python="/bin/py")  # type: ignore[arg-type]
+    return batch_script(LaunchTarget(name="train.py", args=args, **target), config, given_, python="/bin/py")  # type: ignore[arg-type]
 
 
 def run(text: str, folder: Path) -> list[str]:
@@ -99,3 +99,55 @@ def test_a_job_that_slurm_refuses_is_told_in_its_words(
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "--slurm", "train.py"]) == 2
     assert "Slurm refuses the job: got invalid partition: x." in capsys.readouterr().err
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+RIGHT = [
+    (STEP, ["--nnodes", "1"], "written out"),
+    (STEP | {"ACCEL_NNODES": "1"}, [], "written out, as a variable"),
+    (STEP | {"RANK": "0", "WORLD_SIZE": "2"}, [], "a launch of a rank"),
+    (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, [], "one task"),
+    ({"SLURM_NNODES": "2", "SLURM_NTASKS": "2"}, [], "a batch script"),
+    ({"OMPI_COMM_WORLD_SIZE": "1", "SM_HOSTS": '["algo-1"]'}, [], "alone"),
+    (STEP, ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400"], "one job"),
+]
+
+
+@pytest.mark.parametrize(
+    ("environ", "first"),
+    [
+        (STEP, "n1"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "HOST"),
+        ({"PMI_SIZE": "2"}, "HOST"),
+        ({"SM_HOSTS": '["algo-2", "algo-1"]'}, "algo-1"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_launchers_in_several_tasks_must_say_whether_they_are_one_job(
+    words: list[str],
+    environ: dict[str, str],
+    first: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--cpu", *words, "train.py"]) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith("accel: error: 2 tasks start this launch, and nobody says whether they are one job")
+    assert f"Write `--nnodes 2 --rdzv-endpoint {first}:29400` for one job" in err
+    assert "`--nnodes 1` for a job in each task" in err
+
+
+@pytest.mark.parametrize(("environ", "words", "why"), RIGHT)
+def test_a_launcher_that_was_told_or_is_alone_passes(
+    environ: dict[str, str], words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--cpu", "--dry-run", *words, "train.py"]) == 0, why

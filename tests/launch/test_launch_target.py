@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from accel.errors import LaunchError
-from accel.launching._target import Target, check_target
+from accel.launching._target import LaunchTarget, check_target
 
 
 class Elsewhere:
@@ -22,8 +22,8 @@ class Elsewhere:
 
 def test_every_finder_is_asked_for_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="no such module"):
-        check_target(Target(kind="module", name="lies_elsewhere"), {})
+        check_target(LaunchTarget(kind="module", name="lies_elsewhere"), {})
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Elsewhere()])
-    check_target(Target(kind="module", name="lies_elsewhere"), {})
+    check_target(LaunchTarget(kind="module", name="lies_elsewhere"), {})
     with pytest.raises(LaunchError, match="no such module"):
-        check_target(Target(kind="module", name="lies_elsewhere.train"), {})
+        check_target(LaunchTarget(kind="module", name="lies_elsewhere.train"), {})

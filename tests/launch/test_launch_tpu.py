@@ -10,15 +10,15 @@ import pytest
 from accel.cli import main
 from accel.config import LaunchConfig, resolve
 from accel.errors import EnvError, LaunchError
-from accel.launching import Machine, Target, on_pod, plan_launch
-from accel.launching._tpu import count_chips
+from accel.launching import LaunchTarget, Machine, on_pod, plan_launch
+from accel.launching.local._machine import count_chips
 
 POD = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "tpu-0.tpu,tpu-1.tpu"}
 
 
 def processes(config: LaunchConfig, chips: int) -> int:
     plan = plan_launch(
-        Target(name="train.py"),
+        LaunchTarget(name="train.py"),
         config,
         environ={},
         machine=Machine(cores=8, tpu_chips=chips),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from accel.launching import FailureRecord
-from accel.launching._failure_record import Failure
-from accel.launching._report import failure_report
+from accel.launching.reports._failure import Failure
+from accel.launching.reports._report import failure_report
 
 MISMATCH = "ranks disagree about the call they make together: expected rank 0: gather" + 300 * "x"
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel import CollectiveMismatch, ConfigError, Cursor, DataError, TreeError
-from accel.metrics._groups import Scalars, add_on_device, fetched
+from accel.metrics._adding import Scalars, add_on_device, fetched
 
 few = settings(max_examples=20)
 N = 37

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.metrics._peaks import peak_flops
-from accel.metrics._step_times import RankTimes, step_times
+from accel.metrics._flops import peak_flops
+from accel.metrics._steps import RankTimes, step_times
 
 
 class SlowOn(TensorDataset):
@@ -170,8 +170,20 @@ def test_a_rank_that_computes_longer_and_even_ranks():
     assert accel.straggler({"time": step_times(even)}) is None
     slow = RankTimes(steps=2, samples=8, seconds=0.2, wait=0.02, own=0.19)
     assert accel.straggler({"time": step_times([*even, slow])}) == (
-        "rank 3 takes 95.0 ms a step of its own, the median is 25.0 ms; it computes longer"
+        "rank 3 takes 95.0 ms a step of its own, the median is 25.0 ms; it takes longer before the backward"
     )
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_of_two_ranks_the_other_is_named_and_no_median(slow):
+    times = [RankTimes(steps=2, samples=8, seconds=0.2, wait=0.02, own=0.05)] * 2
+    assert accel.straggler({"time": step_times(times)}) is None
+    times[slow] = RankTimes(steps=2, samples=8, seconds=0.2, wait=0.15, own=0.19)
+    for untimed in ([], [RankTimes()]):
+        assert accel.straggler({"time": step_times([*times, *untimed])}) == (
+            f"rank {slow} takes 95.0 ms a step of its own, rank {1 - slow} takes 25.0 ms; "
+            "it waits for data, 75.0 ms a step"
+        )
 
 
 def test_peaks_of_devices():

@@ -17,7 +17,7 @@ from torch.profiler import schedule
 import accel
 from accel.cli import main
 from accel.errors import ConfigError
-from accel.observe._memory_history import recording, write_snapshot
+from accel.observe._profile import recording, write_snapshot
 from accel.report.traces import find_waits, rank_times, read_traces, slowest
 from accel.testing import simulate
 

@@ -8,6 +8,7 @@ import glob
 import importlib
 import json
 import sys
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -275,3 +276,41 @@ def test_several_ranks_write_to_one_run_of_wandb_in_shared_mode(monkeypatch: pyt
     assert len({each["id"] for each in alone}) == 2
     assert {each["group"] for each in alone} == {"first"}
     assert all(each["tags"] == ["a"] for each in calls)
+
+
+def test_variables_of_mlflow_name_the_experiment_and_add_tags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+    experiments: list[str] = []
+
+    class Client:
+        def __init__(self, tracking_uri: str | None) -> None:
+            del tracking_uri
+
+        def get_experiment_by_name(self, name: str) -> None:
+            experiments.append(name)
+
+        def create_experiment(self, name: str, artifact_location: str | None) -> str:
+            del artifact_location
+            return name
+
+        def create_run(self, experiment: str, **options: Any) -> Any:
+            made.append({"experiment": experiment, **options})
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="1"))
+
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", types.SimpleNamespace(Param=str))
+    run = accel.Run(project="p", id="i" * 32, name="first")
+    tracker = accel.trackers.mlflow(tags={"team": "speech"})
+    _ = tracker.start(run, {})
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "vision")
+    monkeypatch.setenv("MLFLOW_TAGS", '{"team": "vision", "host": "h0"}')
+    _ = tracker.start(run, {})
+    assert [each["experiment"] for each in made] == ["p", "vision"]
+    assert [each["tags"] for each in made] == [
+        {"team": "speech", "accel.run": run.id},
+        {"team": "speech", "host": "h0", "accel.run": run.id},
+    ]
+    for wrong in ("team=vision", '{"rank": 1}', "[]"):
+        monkeypatch.setenv("MLFLOW_TAGS", wrong)
+        with pytest.raises(accel.ConfigError, match=r"a JSON object of texts.*at MLFLOW_TAGS"):
+            _ = accel.init_trackers(accel.single(), "demo", to=[tracker], dir=tmp_path)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -226,7 +228,6 @@ OPENINGS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (accel.ConfigError, "not a list of trackers", {"to": jsonl()}),
     (accel.ConfigError, "two trackers have one name", {"to": [jsonl(), jsonl("b")]}),
     (accel.ConfigError, "the run has no folder", {"to": [jsonl()]}),
-    (accel.ConfigError, "unknown ranks", {"to": [msgspec.structs.replace(Recorded().tracker, ranks="all")]}),
     (accel.MissingExtraError, "needs wandb", {"to": [msgspec.structs.replace(Recorded().tracker, check=missing)]}),
     (accel.ConfigError, "not a configuration", {"to": [], "config": 3}),
     (accel.ConfigError, "not a name", {"to": [], "run": ""}),
@@ -243,6 +244,43 @@ def test_a_wrong_opening_is_an_error_on_every_rank(
     found = ranks.run(lambda ctx: caught(lambda: accel.init_trackers(ctx, "p", **options)), 2)
     assert [type(error) for error in found] == [kind, kind]
     assert all(message in str(error) for error in found)
+
+
+OPTIONAL = ("flush", "log_images", "log_table", "log_figure", "log_artifact", "first_step", "check")
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("not a name: expected printable text, got '' - at Tracker, name=", {"name": ""}),
+        ("not a name", {"name": "a\nb"}),
+        ("not a name", {"name": None}),
+        ("expected start(run, config), got NoneType None - at tracker recorded, start=", {"start": None}),
+        ("expected log(live, values, step), got str 'x' - at tracker recorded, log=", {"log": "x"}),
+        ("expected finish(live, ending), got int 3", {"finish": 3}),
+        *((f"expected {field}(", {field: "x"}) for field in OPTIONAL),
+        ("unknown ranks", {"ranks": "all"}),
+    ],
+)
+def test_a_tracker_that_no_run_could_use_is_refused_when_it_is_made(message: str, changes: dict[str, Any]) -> None:
+    made = Recorded().tracker
+    fields = {field: getattr(made, field) for field in made.__struct_fields__}
+    for make in (lambda: accel.Tracker(**{**fields, **changes}), lambda: msgspec.structs.replace(made, **changes)):
+        with pytest.raises(accel.ConfigError, match=re.escape(message)):
+            make()
+
+
+def test_a_tracker_of_any_callables_is_taken() -> None:
+    class Live:
+        def __init__(self, run: accel.Run, config: Any) -> None: ...
+
+        def log(self, values: Any, step: int) -> None: ...
+
+        def finish(self, ending: accel.Ending) -> None: ...
+
+    named = accel.Tracker("my tracker", Live, Live.log, functools.partial(Live.finish), ranks="host")
+    assert all(getattr(named, field) is None for field in OPTIONAL)
+    assert all(callable(tracker.start) for tracker in (accel.trackers.wandb(), accel.trackers.csv()))
 
 
 def test_debug_names_the_value_that_differs_between_ranks(ranks: Simulator) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import random
@@ -24,6 +25,9 @@ from hypothesis import example, given, settings, strategies as st
 from processes import patience, same_path
 
 import accel
+from accel.observe import _writer
+from accel.report import read_data, report_page
+from accel.run_folder import read_run
 from accel.testing import Simulator
 
 
@@ -185,6 +189,93 @@ def test_no_checkpoint_commits_before_the_local_records_hold_its_steps(
     else:
         assert found == [None, None]
         assert flushed == [5]
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, the disk takes half of a line."""
+    is_full, write = threading.Event(), os.write
+
+    def written(file: int, data: Any) -> int:
+        if not is_full.is_set() or not bytes(data).endswith(b"}\n"):
+            return write(file, data)
+        if len(data) > 20:
+            return write(file, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", written)
+    monkeypatch.setattr(_writer, "_RETRY_S", 0.02)
+    return is_full
+
+
+def logged_steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_moment_of_full_disk_loses_no_line_and_no_later_checkpoint(
+    full: threading.Event, tmp_path: Path, ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(ctx: accel.DistContext) -> tuple[BaseException | None, ...]:
+        def save(step: int) -> BaseException | None:
+            return caught(lambda: accel.save_state(ctx, tmp_path / "ckpt", {"trackers": trackers}, step=step))
+
+        with accel.tracking(ctx, "p", to=[accel.trackers.jsonl()], dir=tmp_path, strict=True) as trackers:
+            for step in range(30):
+                if step == 10:
+                    accel.wait_for_everyone(ctx)
+                    full.set()
+                accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+            during = save(29)
+            full.clear()
+            accel.log(ctx, trackers, {"loss": 1.0}, step=30)
+            return during, save(30)
+
+    during, after = zip(*ranks.run(train, 2), strict=True)
+    assert [type(error) for error in during] == [accel.CheckpointError] * 2  # its disk is full now
+    assert "No space left" in str(during[1])
+    assert after == (None, None)
+    assert logged_steps(tmp_path) == list(range(31))
+    told = [each.getMessage() for each in caplog.records if "tries again" in each.getMessage()]
+    assert len(told) == 1
+    assert read_run(tmp_path).lost == ""
+
+
+def test_lines_that_are_gone_are_told_once_and_saving_goes_on(
+    full: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ctx = accel.single()
+    with accel.tracking(ctx, "p", to=[accel.trackers.jsonl()], dir=tmp_path, room_bytes=2000) as trackers:
+        accel.log(ctx, trackers, {"loss": 1.0}, step=0)
+        trackers.tracked.save()
+        full.set()
+        for step in range(1, 100):
+            accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+        full.clear()
+        for step in range(100, 103):
+            accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+            accel.save_state(ctx, tmp_path / "ckpt", {"trackers": trackers}, step=step)
+    steps = logged_steps(tmp_path)
+    assert steps[0] == 0
+    assert steps[-4:] == [99, 100, 101, 102]
+    assert 4 < len(steps) < 50
+    lost = f"tracker jsonl: {103 - len(steps)} dropped"
+    told = [each.getMessage() for each in caplog.records if "lack records" in each.getMessage()]
+    assert len(told) == 1
+    assert lost in told[0]
+    assert read_run(tmp_path).lost == lost
+    assert lost in report_page([read_data("a", tmp_path)])
+
+
+def test_a_disk_that_stays_full_holds_the_end_up_for_a_moment_only(full: threading.Event, tmp_path: Path) -> None:
+    ctx = accel.single()
+    with accel.tracking(ctx, "p", to=[accel.trackers.jsonl()], dir=tmp_path) as trackers:
+        accel.log(ctx, trackers, {"loss": 1.0}, step=0)
+        trackers.tracked.save()
+        full.set()
+        for step in range(1, 10):
+            accel.log(ctx, trackers, {"loss": 1.0}, step=step)
+    assert logged_steps(tmp_path) == [0]
+    assert "9 failed: log: OSError: [Errno 28] No space left" in read_run(tmp_path).lost
 
 
 def test_a_run_of_another_project_is_refused() -> None:

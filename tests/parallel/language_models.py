@@ -112,14 +112,22 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.attention = Attention(ctx, 4, kv_heads)
         self.mlp = Mixture(experts) if experts else Mlp()
+        self.gain = nn.Parameter(torch.ones(()))
+        self.spare: nn.Module | None = None
+        self.uses_spare = False
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norms[0](x))
+        x = x + self.gain * self.attention(self.norms[0](x))
+        if self.spare is not None and self.uses_spare:
+            x = x + self.spare(x)
         return x + self.mlp(self.norms[1](x))
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token. Of two blocks the second may have experts, and the first a layer that nothing calls."""
+    """Predicts each next token. Of two blocks the second may have experts, and the first a spare layer."""
 
     def __init__(
         self,
@@ -170,6 +178,8 @@ def rows(number: int = 10) -> Tensor:
 
 # Sensitive to the scale of gradients, and quick to dispatch on the many meshes of these tests.
 STEEPEST: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.5)
+# Moves a parameter by a gradient of zeros, and not without one.
+HEAVY: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
 
 
 def make_objects(
@@ -205,6 +215,12 @@ def forward_backward(
     )
 
 
+def _use_spare(model: nn.Module, used: bool) -> None:
+    for each in model.modules():
+        if isinstance(each, Block):
+            each.uses_spare = used
+
+
 def train(
     ctx: accel.DistContext,
     mesh: str,
@@ -215,14 +231,14 @@ def train(
     plan: accel.Plan | None = None,
     **options: Any,
 ) -> Run:
-    """Train on batches of 4 sequences, the last of 2; some tokens do not count."""
+    """Train on batches of 4 sequences, the last of 2; some tokens do not count. Spare layers take part in step 0."""
     ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
     model, optimizer = make_objects(ctx, **options)
     loader = accel.prepare_loader(ctx, DataLoader(rows(), batch_size=4), global_batch=4)
     plan = plan or plan_of(options.get("experts", 0))
     if options.get("unused"):
         model = accel.prepare_model(ctx, model, plan=plan, find_unused_parameters=True)
-        optimizer = accel.prepare(ctx, STEEPEST([each for each in model.parameters() if each.requires_grad]))
+        optimizer = accel.prepare(ctx, HEAVY([each for each in model.parameters() if each.requires_grad]))
     else:
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
     state = accel.train_state(ctx, accumulation=accumulation)
@@ -231,6 +247,7 @@ def train(
     while state.epoch < epochs:
         for batch in accel.batches(ctx, loader, state):
             state = state.next(batch)
+            _use_spare(model, state.updates == 0)
             labels = batch.data.masked_fill(batch.data == 3, -100)
             labels[int(batch.valid) :] = -100  # stand-ins
             loss, state = forward_backward(ctx, model, state, ids=batch.data, labels=labels)

@@ -64,7 +64,7 @@ def _backward(model: Any, inputs: torch.Tensor, *, holds: str = "") -> None:
 )
 @pytest.mark.parametrize("clears", [True, False], ids=["cleared", "left"])
 def test_what_fully_shard_holds_is_dropped(ranks, layout, holds, clears):
-    """If this fails with another torch, look at `accel.parallel._unsharded`: its private names have changed."""
+    """If this fails with another torch, look at `accel.parallel._leftovers`: its private names have changed."""
 
     def rank(ctx):
         inputs = torch.ones(2, 4) * (1 + ctx.rank)

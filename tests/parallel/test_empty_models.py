@@ -127,3 +127,45 @@ def test_no_rank_holds_more_than_its_part(ranks: Simulator) -> None:
 
     for held, whole in ranks.run(rank, 4, default_group=True):
         assert held < whole / 2  # norms and the mixture's router and experts are not divided along tp
+
+
+@pytest.mark.parametrize(
+    ("axes", "strategy"), [(Axes(), "ddp"), (Axes(dp=2), "ddp"), (Axes(dp=2), "fsdp"), (Axes(pp=2), "ddp")], ids=str
+)
+def test_weights_for_others_are_not_written_before_the_values_came(
+    ranks: Simulator, tmp_path: Path, axes: Axes, strategy: Any
+) -> None:
+    folder = tmp_path / "good"
+
+    def rank(ctx: accel.DistContext) -> list[str]:
+        ctx = _on(ctx, axes, strategy)
+        empty, _ = _prepared(ctx, empty=True)
+        full, _ = _prepared(ctx, empty=False)
+        accel.save_model(ctx, full, folder)
+        said: list[str] = []
+        for write in (lambda: accel.save_model(ctx, empty, folder), lambda: accel.get_state_dict(ctx, empty)):
+            with pytest.raises(
+                accel.AccelError, match=r"no values yet.*(save_model|get_state_dict)\. Load them"
+            ) as caught:
+                write()
+            said.append(type(caught.value).__name__)
+        accel.load_checkpoint_in_model(ctx, empty, folder)  # filled, with no forward yet
+        weights = accel.get_state_dict(ctx, empty, dst=None)
+        assert all(torch.equal(each, weights[name]) for name, each in accel.get_state_dict(ctx, full, dst=None).items())
+        accel.save_model(ctx, empty, folder)
+        return said
+
+    for said in ranks.run(rank, axes.world_size, default_group=True):
+        assert said == ["PrepareError"] * 2
+
+
+def test_a_model_that_has_diverged_is_written(tmp_path: Path) -> None:
+    ctx = accel.single("cpu")
+    net = accel.prepare_model(ctx, accel.init_empty_weights(lambda: nn.Linear(2, 2)))
+    net = accel.initialize_weights(ctx, net, accel.Key(0))
+    net(torch.ones(1, 2))
+    with torch.no_grad():
+        net.weight.fill_(float("nan"))
+    accel.save_model(ctx, net, tmp_path)
+    state = accel.get_state_dict(ctx, net, dst=None)
+    assert state["weight"].isnan().all()

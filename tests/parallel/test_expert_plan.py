@@ -12,8 +12,8 @@ from torch import nn
 
 import accel
 from accel.errors import PrepareError
-from accel.parallel._paths import matching, named_modules
-from accel.parallel.experts._plan import expert_plan, resolve_experts
+from accel.parallel._modules import matching, named_modules
+from accel.parallel.axes.experts._plan import expert_plan, resolve_experts
 from accel.testing import simulate
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from accel.comm import merged_order
 from accel.errors import PrepareError
-from accel.parallel.shard._axes import shard_axes
-from accel.parallel.shard._units import plan_units
+from accel.parallel.axes.shard._options import shard_axes
+from accel.parallel.axes.shard._units import plan_units
 
 
 class Block(nn.Module):
@@ -123,7 +123,6 @@ def _hooked() -> nn.Module:
 
 
 REFUSED = {
-    "scalar": (lambda: nn.Sequential(_with(nn.Linear(1, 1), torch.ones(()))), r"0\.own.*shape \[1\]"),
     "strides": (lambda: nn.Sequential(_with(nn.Linear(1, 1), torch.ones(2, 3).T)), r"strides \(1, 3\).*0\.own"),
     "no elements": (lambda: nn.Sequential(_with(nn.Linear(1, 1), torch.ones(0, 3))), r"without elements.*0\.own"),
     "list": (lambda: nn.ModuleList([Block()]), "got ModuleList.*one by one"),

@@ -14,7 +14,7 @@ from language_models import LENGTH, WORDS, make_objects, plan_of
 import accel
 from accel import Axes, Key
 from accel.testing import Simulator, simulate
-from accel.training._sampling_tokens import Sampling, next_tokens
+from accel.training._generate import Sampling, next_tokens
 
 EXPERTS = 4
 PROMPTS = torch.randint(WORDS, (5, 3), generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
-from torch import nn
+from torch import distributed as dist, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 import accel
 from accel.errors import ConfigError, PrepareError
@@ -85,12 +86,78 @@ def test_what_cannot_be_joined_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         for models, error, said in (
             ([make()], PrepareError, "a Linear that DDP does not wrap"),
+            ([torch.optim.SGD(make().parameters())], PrepareError, "a SGD that DDP does not wrap"),
             ([], ConfigError, "the models that the block trains"),
         ):
             with pytest.raises(error, match=said), accel.join_uneven_inputs(ctx, *models):
                 pass
 
     ranks.run(rank, 2)
+
+
+class Counted(JoinHook):
+    """Answers the exchange of a `Counter` without a count."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+
+    def main_hook(self) -> None:
+        self.counter.exchange(0)
+
+
+class Counter(Joinable):
+    """Adds the steps of all ranks, an exchange a step."""
+
+    def __init__(self, group: dist.ProcessGroup, options: list[dict[str, object]]) -> None:
+        super().__init__()
+        self.group, self.options, self.total = group, options, 0
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        self.exchange(1)
+
+    def exchange(self, count: int) -> None:
+        counts = torch.tensor([count])
+        dist.all_reduce(counts, group=self.group)
+        self.total += int(counts)
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        self.options.append(kwargs)
+        return Counted(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.group
+
+
+def test_other_joinables_join_beside_a_model_or_alone(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[int, int]:
+        model = accel.prepare_model(ctx, make())
+        counter = Counter(model.process_group, options := [])
+        scaler = accel.loss_scale(ctx)
+        with accel.join_uneven_inputs(ctx, counter, model):
+            for inputs in batches(ctx.rank, 2 + ctx.rank):
+                counter()
+                accel.backward(ctx, model(inputs).square().mean(), scaler)
+        beside = counter.total
+        with accel.join_uneven_inputs(ctx, counter, divide_by_initial_world_size=False):
+            for _ in range(3 - ctx.rank):
+                counter()
+        assert [each["divide_by_initial_world_size"] for each in options] == [True, True, False, False]
+        return beside, counter.total
+
+    assert ranks.run(rank, 3, default_group=True) == [(2 + 3 + 4, 9 + 3 + 2 + 1)] * 3
+
+
+def test_a_joinable_is_left_alone_on_one_rank() -> None:
+    counter = Counter(dist.group.WORLD, options := [])
+    with accel.join_uneven_inputs(accel.single(), counter):
+        pass
+    assert not options
 
 
 REAL = """

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import accel
 from accel import PrepareError
-from accel.parallel._composition import _ORDER, _SPREADS, composition
+from accel.parallel._prepare_model import _ORDER, _SPREADS, composition
 from accel.parallel._spread import SpreadOptions
 from accel.testing import Simulator
 from accel.topology import AXIS_NAMES, Dimension

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from catching import caught
 from torch import nn
 
 import accel
@@ -28,6 +30,53 @@ def _gpt2() -> nn.Module:
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(**SMALL, **rates, n_embd=32, n_layer=4, n_head=4, n_positions=16)
     return transformers.GPT2LMHeadModel(config)
+
+
+def _bert() -> nn.Module:
+    """Calls its embeddings with `inputs_embeds` and without ids behind the first stage."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **sizes, **rates))
+
+
+def _adapted() -> nn.Module:
+    """One without a task, whose forward names no inputs."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(_gpt2(), peft.LoraConfig(r=2))
+
+
+def _mamba() -> nn.Module:
+    """Asks its head for a dtype."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=64, use_cache=False, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "inputs", "told"),
+    [
+        (_llama, {"labels"}, "Leave labels out of the inputs"),
+        (_adapted, {"attention_mask"}, "give its config a task_type"),
+        (_mamba, set(), r"reads lm_head.weight itself, a tensor of stage 1 alone"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of peft, and of kernels that Mamba would like
+def test_models_whose_forward_is_no_chain_are_told_why(
+    ranks: Simulator, make: Any, inputs: set[str], told: str
+) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        with accel.seeded(ctx, 0):
+            model = accel.prepare_model(ctx, make())
+        ids = torch.arange(32).view(4, 8)
+        given = {"input_ids": ids, **dict.fromkeys(inputs, torch.ones_like(ids))}
+        return caught(
+            lambda: accel.forward_backward(ctx, model, accel.loss_scale(ctx), None, given, loss_fn=torch.sum, weight=1)
+        )
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert isinstance(error, accel.StageError)
+        assert re.search(told, str(error))
 
 
 def _loss_sum(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -55,7 +104,7 @@ def _train(ctx: accel.DistContext, make: Any, mesh: str) -> tuple[dict[str, torc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_llama, _gpt2])
+@pytest.mark.parametrize("make", [_llama, _gpt2, _bert])
 def test_a_pipeline_takes_the_steps_of_one_process(ranks: Simulator, make: Any) -> None:
     whole, expected = ranks.run(partial(_train, make=make, mesh=""), 1)[0]
     found = ranks.run(partial(_train, make=make, mesh="pp=2"), 2, default_group=True)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from catching import caught
@@ -258,6 +260,68 @@ class Gated(Words):
         return self.head(self.norm(hidden))
 
 
+class ReadsHead(Words):
+    """Computes with the weight of a module that it does not call."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.linear(self.norm(hidden), self.head.weight)
+
+
+class Listed(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(8, dtype=torch.float64) for _ in range(8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            hidden = block(hidden * scale)
+        return self.head(self.norm(hidden))
+
+
+class Flattened(Words):
+    """Uses its first input itself."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows, _ = ids.shape
+        return super().forward(ids.view(rows, -1))
+
+
+class FlattenedLate(Words):
+    """Gives its blocks another tensor than it was given, of which they fail."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids) if ids.ndim == 2 else ids[..., 1:]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Questions(Words):
+    """Asks modules of other stages what it needs not."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.head.bias is None
+        assert self.head.weight is None or self.head.weight.ndim == 2
+        return super().forward(ids)
+
+
+class FailingBlock(Block):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) + None  # pyright: ignore[reportOperatorIssue]
+
+
+class FailsInside(Questions):
+    """Fails in a block for a reason of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = FailingBlock().double()
+
+
 class Failing(Words):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.is_floating_point() and torch.is_grad_enabled():
@@ -265,12 +329,12 @@ class Failing(Words):
         return super().forward(ids)
 
 
-def _forward_backward(ctx: accel.DistContext, make: Any) -> Any:
+def _forward_backward(ctx: accel.DistContext, make: Any, loss_fn: Any = loss_sum) -> Any:
     ctx = accel.replace(ctx, mesh="pp=2")
     model = accel.prepare_model(ctx, make(), plan=accel.Plan(micro_batches=2))
     ids, targets = batch_of(0, 4)
     return accel.forward_backward(
-        ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_sum, weight=1
+        ctx, model, accel.loss_scale(ctx), None, ids, targets=targets, loss_fn=loss_fn, weight=1
     )
 
 
@@ -281,12 +345,34 @@ def _forward_backward(ctx: accel.DistContext, make: Any) -> Any:
         (Pairs, "a module returns something else than one tensor"),
         (Late, "norm of stage 0 behind blocks.7 of stage 1"),
         (Gated, "what it computes from the model's first input"),
+        (ReadsHead, "reads head.weight itself, a tensor of stage 1 alone"),
+        (Listed, "reads scales.0 itself, a tensor of stage 1 alone"),
+        (Flattened, "in the place of the first input, which the forward uses itself"),
+        (FlattenedLate, "changes what a stage is given before it reaches the stage's first module"),
+        (FailsInside, "a pipeline stage failed: TypeError"),
     ],
 )
 def test_models_that_are_no_chain_are_refused_on_every_rank(ranks: Simulator, make: Any, told: str) -> None:
     for error in ranks.run(lambda ctx: caught(lambda: _forward_backward(ctx, make)), 2, default_group=True):
         assert isinstance(error, StageError)
         assert told in str(error)
+
+
+def test_a_forward_may_look_at_modules_of_other_stages(ranks: Simulator) -> None:
+    _check_two_stages(ranks, Questions)
+
+
+def _failing_loss(_output: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+    raise TypeError("NoneType")
+
+
+@pytest.mark.parametrize(("make", "loss_fn"), [(FailsInside, loss_sum), (Questions, _failing_loss)])
+def test_an_error_of_a_block_or_of_the_loss_is_told_as_it_is(ranks: Simulator, make: Any, loss_fn: Any) -> None:
+    """What the forward has looked at before has nothing to do with it."""
+    with pytest.raises(StageError, match="a pipeline stage failed: TypeError") as told:
+        ranks.run(lambda ctx: _forward_backward(ctx, make, loss_fn), 2, default_group=True)
+    assert "chain" not in str(told.value)
+    assert "first input" not in str(told.value)
 
 
 @pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
@@ -308,6 +394,71 @@ def test_outputs_are_those_of_the_whole_model_on_every_rank(
     for before, chosen in ranks.run(rank, 2, default_group=True):
         torch.testing.assert_close(before, whole, rtol=0, atol=1e-12)
         assert torch.equal(chosen, whole[:5].argmax(-1))
+
+
+@dataclasses.dataclass
+class Logits:
+    """An output with its logits in a container of its own."""
+
+    name: str
+    inner: Any
+
+
+class Record(msgspec.Struct):
+    logits: Any
+
+
+class Own:
+    """A container that only its description takes apart."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+
+OWN = accel.Container(Own, lambda old: {"values": old.values}, lambda old, new: Own(new["values"]))
+KINDS: dict[str, tuple[Any, Any]] = {
+    "a dataclass": (lambda x: Logits("", x), lambda out: out.inner),
+    "a Struct": (Record, lambda out: out.logits),
+    "a described kind": (Own, lambda out: out.values),
+    "a mapping": (lambda x: {"name": "", "logits": x}, lambda out: out["logits"]),
+    "nested ones": (lambda x: [Logits("", (None, Record(x)))], lambda out: out[0].inner[1].logits),
+    "a tensor behind a container": (lambda x: Logits([x[:1]], x), lambda out: out.inner),  # pyright: ignore[reportArgumentType]
+}
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [*((kind, "pp=2") for kind in KINDS), ("a described kind", "")])
+def test_outputs_may_be_of_any_kind_that_collectives_take(ranks: Simulator, kind: str, mesh: str) -> None:
+    pack, unpack = KINDS[kind]
+    ids, targets = batch_of(0, 5)
+
+    class Packed(Words):
+        def forward(self, ids: torch.Tensor) -> Any:
+            return pack(super().forward(ids))
+
+    def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
+        ctx = accel.replace(ctx, mesh=mesh, containers=[OWN])
+        model = accel.prepare_model(ctx, Packed(), plan=accel.Plan(micro_batches=2))
+        outputs = accel.forward(ctx, model, ids)
+        loss, _ = accel.forward_backward(
+            ctx,
+            model,
+            accel.loss_scale(ctx),
+            None,
+            ids,
+            targets=targets,
+            loss_fn=lambda out, targets: loss_sum(unpack(out), targets),
+            weight=1,
+        )
+        tokens = accel.generate(ctx, model, ids[:2, :3], max_new_tokens=2)
+        return [outputs, loss, tokens]
+
+    whole = Words()
+    expected = whole(ids).detach()
+    tokens = accel.generate(accel.single(), whole, ids[:2, :3], max_new_tokens=2)
+    for outputs, loss, found in ranks.run(rank, 2 if mesh else 1, default_group=True):
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(loss, loss_sum(expected, targets))
+        assert torch.equal(found, tokens)
 
 
 def test_a_mode_is_that_of_every_module_of_the_stages(ranks: Simulator) -> None:
@@ -421,6 +572,32 @@ def test_memory_of_other_stages_is_freed_and_optimizers_leave_them_out(ranks: Si
     for held, own, sizes in ranks.run(rank, 2, default_group=True):
         assert held == own < 35
         assert set(sizes) == {0}
+
+
+class Shaped(nn.Linear):
+    """Prints by its weight, as norms of transformers do."""
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}"
+
+
+def test_a_model_prints_with_the_modules_of_other_stages(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> list[str]:
+        model = nn.Sequential(*(nn.Sequential(Shaped(2, 2), nn.ReLU()) for _ in range(4)))
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2"), model)
+        inside = [repr(each) for each in model.modules() if isinstance(each, Shaped)]
+        return [*repr(model).splitlines(), *inside]
+
+    first, last = ranks.run(rank, 2, default_group=True)
+    own = [
+        line
+        for at in range(2)
+        for line in (f"  ({at}): Sequential(", "    (0): Shaped((2, 2))", "    (1): ReLU()", "  )")
+    ]
+    other = [f"  ({at}): Sequential(of another stage)" for at in range(2, 4)]
+    held, freed = ["Shaped((2, 2))"] * 2, ["Shaped(of another stage)"] * 2
+    assert first == ["Sequential(", *own, *other, ")", *held, *freed]
+    assert last[-4:] == [*freed, *held]
 
 
 def test_a_weight_is_needed_where_no_state_knows_it(ranks: Simulator) -> None:

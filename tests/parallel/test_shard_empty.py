@@ -109,7 +109,17 @@ def test_what_could_never_be_filled_is_refused(ranks: Simulator) -> None:
         sharded = accel.replace(ctx, strategy="fsdp")
         with pytest.raises(PrepareError, match="the rank that others take their values from"):
             accel.prepare_model(sharded, _net(empty=ctx.rank == 0))
-        with pytest.raises(PrepareError, match=r"no checkpoint holds.*scale on the meta device"):
+        with pytest.raises(PrepareError, match=r"no checkpoint holds.*scale on the meta device.*init_empty_weights"):
             accel.prepare_model(sharded, _net(empty=True))
 
     ranks.run(rank, 2, default_group=True)
+
+
+def test_one_rank_is_told_of_a_buffer_that_no_load_fills() -> None:
+    ctx = accel.single()
+    model = accel.prepare_model(ctx, _net(empty=True))
+    with torch.no_grad():
+        for each in [*model.parameters(), *(each for name, each in model.named_buffers() if name != "scale")]:
+            each.zero_()
+    with pytest.raises(PrepareError, match=r"No checkpoint holds scale\. Build the model by accel\.init_empty_weights"):
+        model(torch.ones(2, 4))

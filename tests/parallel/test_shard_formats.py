@@ -16,7 +16,7 @@ from torch.optim import SGD
 import accel
 from accel import ConfigError, Plan, PrepareError
 from accel.formats import Precision, precision
-from accel.parallel.shard._formats import WireFormat, wire_format
+from accel.parallel.axes.shard._options import WireFormat, wire_format
 from accel.testing import Simulator
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 import accel
 from accel import Plan, PrepareError
-from accel.parallel.shard import SHARD
+from accel.parallel.axes.shard import SHARD
 from accel.testing import Simulator
 
 EXACT = {"rtol": 0, "atol": 1e-13}

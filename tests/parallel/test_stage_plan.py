@@ -15,10 +15,9 @@ from torch import nn
 
 import accel
 from accel import ConfigError, PrepareError
-from accel.parallel.pipeline._placement import make_layout, own_stages
-from accel.parallel.pipeline._split import plan_rows, split_batch
-from accel.parallel.pipeline._stage_plan import check_stages, divide
-from accel.parallel.pipeline._ties import holders
+from accel.parallel.axes.pipeline._pipeline import holders
+from accel.parallel.axes.pipeline._stage_module import plan_rows, split_batch
+from accel.parallel.axes.pipeline._stage_plan import check_stages, divide, make_layout, own_stages
 
 SCHEDULES = get_args(get_type_hints(accel.Plan)["schedule"])
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=9)
@@ -104,6 +103,16 @@ def test_numbers_of_stages_are_integers_from_one(stages: int) -> None:
 def test_costs_are_numbers_of_modules_in_the_chain(costs: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         accel.stage_plan(Gpt(), 2, costs=costs)
+
+
+def test_a_module_in_two_places_is_told_as_one() -> None:
+    model = Gpt()
+    model.inner.h[2] = model.inner.h[0]
+    with pytest.raises(PrepareError) as caught:
+        accel.stage_plan(model, 2)
+    lines = str(caught.value).split("\n")[1:-1]
+    assert [line.strip() for line in lines] == ["inner.h.2 is inner.h.0 again, and a stage has a module in one place"]
+    assert "tie their parameters" in caught.value.fix
 
 
 def test_all_problems_of_stages_are_told_at_once() -> None:

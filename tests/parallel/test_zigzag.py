@@ -7,7 +7,7 @@ import itertools
 
 from hypothesis import given, strategies as st
 
-from accel.parallel.context._zigzag import natural_order, pieces, places, rank_order, ring_block
+from accel.parallel.axes.context._split import natural_order, pieces, places, rank_order, ring_block
 
 sizes = st.integers(1, 12)
 

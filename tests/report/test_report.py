@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html.parser
 import math
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from sample_runs import START_S, write_everything, write_launch, write_metrics, write_run
 
 from accel.cli import main
 from accel.errors import MissingExtraError
-from accel.report import Curves, name_runs, read_data, report_page, state_of, thin
+from accel.report import Curves, MetricCurve, _page, name_runs, read_data, report_page, state_of, thin
 from accel.report._html import element, table
 from accel.report._run_data import RunData
 from accel.report._tables import settings as settings_of
@@ -156,6 +162,63 @@ def test_names_and_errors_of_a_run_are_no_markup(tmp_path: Path) -> None:
     assert not any("alert(1)" in script and "{" not in script for script in found.scripts)
     assert found.text.count(bad) >= 6
     assert found.tags.count("script") == shown.count("</script>") == len(found.scripts)
+
+
+def test_bokeh_draws_one_figure_of_a_kind_and_the_others_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def figure(**options: object) -> object:
+        made.append(plotting.figure(**options))
+        return made[-1]
+
+    ask = _page._bokeh
+    plotting = ask("plotting")
+    monkeypatch.setattr(
+        _page, "_bokeh", lambda name: SimpleNamespace(figure=figure) if name == "plotting" else ask(name)
+    )
+    curves: dict[str, dict[str, MetricCurve]] = {}
+    for at in range(300):
+        curve = MetricCurve()
+        for step in range(1 if at == 7 else 5):  # a line of one point is a kind of its own, and one of marks
+            curve.add(step, math.nan if at == 8 and step == 2 else float(at))
+        curves[f"metric {at}"] = {"ColumnDataSource": curve, "b": curve} if at == 9 else {"ColumnDataSource": curve}
+    drawn = _page.draw(curves, ["ColumnDataSource", "b"])
+    assert len(made) == 4
+    assert list(drawn.places) == list(curves)
+    content, items = msgspec.json.decode(f"[{drawn.scripts[-1].removeprefix('Bokeh.embed.embed_items(')[:-2]}]")
+    roots = content["report"]["roots"]
+    assert [root["id"] for root in roots] == items[0]["root_ids"]
+    known: list[str] = []
+    heights: list[list[float]] = []
+    for root in roots:  # names are unique but for references, and each figure has the data of its metric
+        objects = list(walk(root))
+        known += [each["id"] for each in objects if "type" in each]
+        assert {each["id"] for each in objects} <= set(known)
+        sources = [each["attributes"]["data"] for each in objects if each.get("name") == "ColumnDataSource"]
+        heights.append([column_of(source, "y") for source in sources])
+    assert len(known) == len(set(known))
+    assert [each[0] for each in heights] == [[float(at)] * (1 if at == 7 else 4 if at == 8 else 5) for at in range(300)]
+    assert heights[8][1:] == [[8.0]]
+    ranges = {root["attributes"]["x_range"]["id"] for root in roots}
+    assert len(ranges) == 1
+
+
+def walk(value: object) -> Iterator[dict[str, Any]]:
+    """Yield the objects and references of bokeh's JSON."""
+    if isinstance(value, dict):
+        if isinstance(value.get("id"), str):
+            yield value
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from walk(each)
+
+
+def column_of(data: dict[str, Any], name: str) -> list[float]:
+    column = dict(data["entries"])[name]
+    if isinstance(column, list):
+        return column
+    text = gzip.decompress(base64.b64decode(column["array"]["data"]))
+    return list(struct.unpack(f"<{len(text) // 8}d", text))
 
 
 def test_a_run_without_metrics_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

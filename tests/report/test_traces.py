@@ -16,7 +16,7 @@ from accel.cli import main
 from accel.errors import ConfigError
 from accel.report.traces import (
     Communication,
-    RankTimes,
+    RankBreakdown,
     Trace,
     describe_profile,
     find_waits,
@@ -124,10 +124,10 @@ def test_a_trace_of_a_cpu_is_taken_apart() -> None:
     waits = find_waits(traces)
     assert waits.spans == {0: [(25, 55), (28, 28)], 1: [(55, 55), (58, 58)]}
     first, second = (rank_times(each, waits) for each in traces)
-    assert first == RankTimes(
+    assert first == RankBreakdown(
         rank=0, steps=1, total=100, computing=18, waiting=27, exposed=30, hidden=3, data=10, idle=15
     )
-    assert second == RankTimes(
+    assert second == RankBreakdown(
         rank=1, steps=1, total=100, computing=18, waiting=0, exposed=27, hidden=3, data=40, idle=15
     )
     slow = slowest([first, second])
@@ -168,7 +168,7 @@ def test_a_trace_of_a_gpu_is_that_of_its_device() -> None:
     waits = find_waits([parse_trace("x.json", gpu_trace(rank, 25 * (1 - rank))) for rank in range(2)])
     assert waits.spans == {0: [(15, 40)], 1: [(40, 40)]}
     found = rank_times(parse_trace("x.json", gpu_trace(1, 0)), waits)
-    assert found == RankTimes(
+    assert found == RankBreakdown(
         rank=1, steps=1, total=100, computing=47, waiting=0, exposed=10, hidden=10, data=4, idle=39
     )
     assert set(traces[0].operators) == {
@@ -241,6 +241,7 @@ def test_names_of_operators_are_one_line_and_ranks_come_from_file_names(tmp_path
         ({}, "no traces"),
         ({"a.json": b"{"}, "not a trace of torch.profiler"),
         ({"a.json": b"[]"}, "not a trace of torch.profiler"),
+        ({"a.json": b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"}, "not a trace of torch.profiler"),
         ({"a.json.gz": b"torn"}, "not a trace of torch.profiler"),
         ({"a.json": cpu_trace(0, 0), "b.json": cpu_trace(0, 0)}, "several traces of rank 0"),
         ({"a.json": cpu_trace(0, 0), "b.json": content([], accel={"rank": 1, "world_size": 4})}, "of different runs"),

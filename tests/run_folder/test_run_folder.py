@@ -61,7 +61,14 @@ def test_a_line_is_what_the_page_says() -> None:
     )
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"loss":1}', b'{"step":true}', b'{"step":"1"}', b"\xff"])
+NESTED = b'{"step":1,"a":' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"[]", b'{"loss":1}', b'{"step":true}', b'{"step":"1"}', b"\xff", NESTED],
+    ids=lambda line: line[:9],
+)
 def test_a_damaged_line_is_none(line: bytes) -> None:
     assert decode_line(line) is None
 
@@ -136,6 +143,8 @@ def test_records_are_read_as_written_and_anything_else_is_none(tmp_path: Path) -
     write_json(tmp_path / "run.json", run)
     assert read_run(tmp_path) == run
     assert read_json(tmp_path / "run.json", LaunchRecord) is None
+    (tmp_path / "run.json").write_bytes(NESTED)
+    assert read_json(tmp_path / "run.json", RunRecord) is None
 
 
 def test_git_tells_commit_and_changes(tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from hypothesis import given, settings, strategies as st
 
-from accel.storage._ranges import PAGE, Piece, plan_requests
+from accel.storage._ranges import PAGE, WantedBytes, plan_requests
 
 CHUNK = 4 * PAGE
 
 
 @st.composite
-def wanted(draw: st.DrawFn) -> list[Piece]:
+def wanted(draw: st.DrawFn) -> list[WantedBytes]:
     """Pieces of one file, in memory that they do not share; some as the file is laid out, some anywhere."""
-    pieces: list[Piece] = []
+    pieces: list[WantedBytes] = []
     start, address = draw(st.integers(0, 3 * PAGE)), 1 << 40
     for _ in range(draw(st.integers(0, 8))):
         size = draw(st.sampled_from([0, 1, 100, PAGE, 5 * PAGE, 9 * PAGE + 7]))
@@ -23,7 +23,7 @@ def wanted(draw: st.DrawFn) -> list[Piece]:
             address += 16 * PAGE + (start - address) % PAGE
         elif kind == "anywhere":
             address += draw(st.integers(PAGE, 2 * PAGE))
-        pieces.append(Piece(start, size, address))
+        pieces.append(WantedBytes(start, size, address))
         address += size
         start += size + draw(st.sampled_from([0, 0, 64, 3 * PAGE]))
         if draw(st.booleans()) and draw(st.booleans()):
@@ -31,9 +31,9 @@ def wanted(draw: st.DrawFn) -> list[Piece]:
     return draw(st.permutations(pieces))
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[WantedBytes]) -> list[WantedBytes]:
     """Return pieces by address, joined where they follow each other in memory and in the file."""
-    found: list[Piece] = []
+    found: list[WantedBytes] = []
     for piece in sorted(pieces, key=lambda each: each.address):
         if found and found[-1].address + found[-1].nbytes == piece.address and found[-1].stop == piece.start:
             found[-1] = found[-1]._replace(nbytes=found[-1].nbytes + piece.nbytes)
@@ -44,7 +44,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 @given(wanted())
 @settings(max_examples=60)
-def test_requests_cover_each_wanted_byte_once_and_fit_the_system(pieces: list[Piece]) -> None:
+def test_requests_cover_each_wanted_byte_once_and_fit_the_system(pieces: list[WantedBytes]) -> None:
     requests = plan_requests(pieces, chunk=CHUNK, gap=256, least=PAGE)
     assert joined(pieces) == joined(piece for request in requests for piece in request.pieces)
     for request in requests:
@@ -58,14 +58,14 @@ def test_requests_cover_each_wanted_byte_once_and_fit_the_system(pieces: list[Pi
 
 
 def test_neighbours_in_file_and_memory_become_one_straight_request() -> None:
-    pieces = [Piece(100 * PAGE + at * 2048, 2048, 500 * PAGE + at * 2048) for at in range(8)]
+    pieces = [WantedBytes(100 * PAGE + at * 2048, 2048, 500 * PAGE + at * 2048) for at in range(8)]
     (request,) = plan_requests(pieces, least=PAGE)
     assert request.is_straight
-    assert request.pieces == (Piece(100 * PAGE, 4 * PAGE, 500 * PAGE),)
+    assert request.pieces == (WantedBytes(100 * PAGE, 4 * PAGE, 500 * PAGE),)
 
 
 def test_neighbours_apart_in_memory_share_a_request() -> None:
-    pieces = [Piece(at * 1000, 1000, 1 << 30 + at) for at in range(20)]
+    pieces = [WantedBytes(at * 1000, 1000, 1 << 30 + at) for at in range(20)]
     (request,) = plan_requests(pieces)
     assert len(request.pieces) == 20
-    assert len(plan_requests([Piece(0, 10, 0), Piece(1 << 20, 10, 64)])) == 2
+    assert len(plan_requests([WantedBytes(0, 10, 0), WantedBytes(1 << 20, 10, 64)])) == 2

@@ -14,6 +14,7 @@ from hypothesis import Phase, find, settings, strategies as st
 
 from accel.errors import AccelError, CollectiveMismatch, ConfigError
 from accel.testing import Deadlock, Fault, InjectedFault, SimulationError, Simulator, simulate, simulate_groups
+from accel.testing._scheduler import Allowance
 
 ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -164,11 +165,43 @@ def test_an_endless_loop_ends_at_the_time_out_and_names_its_line(seed):
     before = set(threading.enumerate())
     started = time.perf_counter()
     with pytest.raises(SimulationError, match="did not end within") as caught:
-        simulate_groups(rank, 3, seed=seed, timeout_s=1)
+        simulate_groups(rank, 3, seed=seed, timeout_s=0.2)
     assert time.perf_counter() - started < 5
     assert "rank 1 is running" in str(caught.value)
     assert "in rank" in str(caught.value)
     assert _eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_long_run_whose_ranks_go_on_meeting_has_its_time_anew_at_each_meeting():
+    def rank(group):
+        for _ in range(8):
+            began = time.thread_time()
+            while time.thread_time() - began < 0.05:
+                pass
+            dist.barrier(group=group)
+
+    simulate_groups(rank, 2, timeout_s=0.3)  # of 0.8 s in all
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "cpu_s", "meets", "stretches"),
+    [
+        (1.0, 1.0, False, 60),  # a loop on a machine of its own
+        (1.0, 3.0, False, 60),  # the same with threads of its own
+        (1.0, 0.25, False, 240),  # on a machine that lets it run for a quarter of the time
+        (1.0, 0.0, False, 60),  # a wait for something outside
+        (1.0, 0.02, False, 600),  # a loop with pauses, or a machine that hardly lets it run
+        (1.0, 1.0, True, 600),  # ranks that meet without an end
+        (1.0, 0.25, True, 2400),
+    ],
+)
+def test_what_counts_of_a_run_is_its_own_time(wall_s, cpu_s, meets, stretches):
+    allowance = Allowance(60)
+    spent = 0
+    while allowance.left() > 1e-6:
+        spent += 1
+        allowance.spend(wall_s, cpu_s, spent if meets else 0)
+    assert spent == stretches
 
 
 def test_a_run_that_only_is_too_long_ends_without_an_interrupt():
@@ -178,7 +211,7 @@ def test_a_run_that_only_is_too_long_ends_without_an_interrupt():
 
     before = set(threading.enumerate())
     with pytest.raises(SimulationError, match="did not end within"):
-        simulate_groups(rank, 2, timeout_s=0.2)
+        simulate_groups(rank, 2, timeout_s=0.02)
     assert set(threading.enumerate()) <= before
 
 

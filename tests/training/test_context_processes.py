@@ -46,7 +46,7 @@ print("equal", flush=True)
 DIES = """
 import os, sys, time
 import torch, accel
-import accel.parallel.context._ring as ring
+import accel.parallel.axes.context._attention as ring
 
 torch.set_num_threads(1)
 message = int(sys.argv[1])

@@ -11,6 +11,7 @@ from torch import nn
 
 import accel
 from accel import ConfigError, PrepareError, StepError
+from accel.testing import simulate
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
 WORLD = 3
@@ -293,3 +294,91 @@ def test_a_gradient_of_an_earlier_micro_batch_does_not_hide_an_exchange_that_nev
         return True
 
     assert ranks.run(rank, WORLD) == [True] * WORLD
+
+
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_gradients_go_to_the_inputs_alone(ranks, world):
+    """On several ranks, to all parameters of a model or to none where they are exchanged."""
+
+    def rank(ctx):
+        model = accel.prepare_model(ctx, net := _heads())
+        other = accel.prepare_model(ctx, still := nn.Linear(2, 1).double())
+        scaler = accel.loss_scale(ctx)
+        accum = accel.Accumulation(steps=2)
+        for leaves in (list(net.first.parameters()), list(net.parameters())):
+            accum = accum.next(last=False)
+            with accel.accumulate(ctx, accum, model):
+                loss = _losses(model, _inputs(ctx.rank))[0] + 0 * other(torch.ones(1, 2).double()).sum()
+                accum = accel.backward(ctx, loss, scaler, accum, weight=1.0, inputs=leaves)
+            if not accum.sync:
+                assert net.trunk.weight.grad is None
+        assert still.weight.grad is None
+        _divided(ctx, model, scaler, accum)
+        return net.trunk.weight.grad, net.first.weight.grad
+
+    def by_hand(at):
+        net = _heads()
+        _losses(net, _inputs(at))[0].backward()
+        return net.trunk.weight.grad, net.first.weight.grad
+
+    trunk, first = (sum(each) / world for each in zip(*map(by_hand, range(world)), strict=True))
+    for got in ranks.run(rank, world):
+        torch.testing.assert_close(got, (trunk / 2, first), **TOLERANCE)  # of one micro-batch, and of both
+
+
+def test_a_part_of_a_models_parameters_is_not_stepped_unexchanged(ranks):
+    def rank(ctx):
+        model, optimizer = accel.prepare(ctx, net := _heads(), torch.optim.SGD(net.parameters(), lr=0.1))
+        scaler = accel.loss_scale(ctx)
+        accel.backward(ctx, _losses(model, _inputs(ctx.rank))[0], scaler, inputs=list(net.first.parameters()))
+        with pytest.raises(StepError, match=r"gradients were not exchanged.*trunk.weight"):
+            accel.optimizer_step(ctx, optimizer, scaler)
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_have_a_graph_of_their_own_on_one_rank():
+    ctx = accel.single()
+    model = _heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accum, scaler = accel.Accumulation(steps=1).next(last=True), accel.loss_scale(ctx)
+    inputs = _inputs(0)
+    accum = accel.backward(ctx, _losses(model, inputs)[0], scaler, accum, weight=1.0, create_graph=True)
+    penalty = sum(each.grad.square().sum() for each in model.parameters() if each.grad is not None)
+    accum = accel.backward(ctx, penalty, scaler, accum, weight=1.0, same_units=True)
+
+    twin = _heads()
+    loss = _losses(twin, inputs)[0]
+    grads = torch.autograd.grad(loss, [*twin.parameters()], create_graph=True)
+    (loss + sum(each.square().sum() for each in grads)).backward()
+    for got, wanted in zip(_gradient(model), _gradient(twin), strict=True):
+        torch.testing.assert_close(got, wanted, **TOLERANCE)
+    before = [each.detach().clone() for each in model.parameters()]
+    accel.optimizer_step(ctx, optimizer, scaler, accum)
+    for was, parameter, grad in zip(before, model.parameters(), _gradient(twin), strict=True):
+        torch.testing.assert_close(parameter.detach(), was - 0.1 * grad, **TOLERANCE)
+
+
+def test_a_graph_behind_exchanged_gradients_is_refused(ranks):
+    def rank(ctx):
+        model = accel.prepare_model(ctx, _heads())
+        with pytest.raises(ConfigError, match=r"no graph behind them.*strategy ddp on 2 ranks.*torch.autograd.grad"):
+            accel.backward(ctx, _losses(model, _inputs(ctx.rank))[0], accel.loss_scale(ctx), create_graph=True)
+        return True
+
+    assert ranks.run(rank, 2) == [True] * 2
+
+
+def test_sharded_parameters_are_no_inputs():
+    def rank(ctx):
+        ctx = accel.replace(ctx, strategy="fsdp")
+        model = accel.prepare_model(ctx, _heads())
+        leaves = list(model.parameters())
+        loss = _losses(model, _inputs(ctx.rank))[0]
+        with pytest.raises(ConfigError, match=r"no leaves of the graph.*strategy fsdp.*requires_grad_\(False\)"):
+            accel.backward(ctx, loss, accel.loss_scale(ctx), inputs=leaves)
+        return True
+
+    assert simulate(rank, world_size=2, default_group=True) == [True] * 2

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import accel
 from accel.optim import total_norm
 from accel.testing import Simulator
-from accel.training import _loss_weights, _window
+from accel.training import _backward, _window
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
 SCALE = 1024.0
@@ -218,11 +218,11 @@ def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, s
 def test_so_it_is_where_numbers_stay_on_the_device(ranks: Simulator, case: Case) -> None:
     """The way of accelerators, where norms and weights are tensors that are not read."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_pipeline_norm", "_clip"):
+        for module in ("_window", "_clip"):
             patch.setattr(f"accel.training.{module}.total_norm", _on_device(total_norm))
         for module in ("_step", "_clip"):
             patch.setattr(f"accel.training.{module}.total_weight", _on_device(_window.total_weight))
-        patch.setattr(_loss_weights, "own_weight", _on_device(_loss_weights.own_weight))
+        patch.setattr(_backward, "own_weight", _on_device(_backward.own_weight))
         _check(ranks, case, 0)
 
 

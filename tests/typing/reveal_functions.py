@@ -70,6 +70,15 @@ def carried(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, op
         assert_type(batch, accel.Batch)
 
 
+def trained(ctx: accel.DistContext, loader: accel.Loader, net: nn.Module, optimizer: Optimizer) -> None:
+    state = accel.train_state(ctx)
+    for batch in accel.batches(ctx, loader, state):
+        stepped = accel.train_step(ctx, state, batch, net, optimizer, lambda output, targets: (output - targets).sum())
+        assert_type(stepped, tuple[accel.TrainState, torch.Tensor])
+    raw: DataLoader[torch.Tensor] = DataLoader(loader.dataset)
+    assert_type(accel.total_steps(raw, ctx=ctx, global_batch=8, epochs=3), int)
+
+
 def stored(ctx: accel.DistContext, net: nn.Module) -> None:
     assert_type(accel.save_state(ctx, Path("run"), {"net": net}, step=1), Path)
     assert_type(accel.save_state(ctx, "run", {"net": net}, step=1), Path | accel.RemotePath)
@@ -82,6 +91,7 @@ def communicated(ctx: accel.DistContext, values: dict[str, torch.Tensor], batch:
     assert_type(accel.gather(ctx, values), dict[str, torch.Tensor])
     assert_type(accel.reduce(ctx, values), dict[str, torch.Tensor])
     assert_type(accel.gather_for_metrics(ctx, values, batch), dict[str, torch.Tensor])
+    assert_type(accel.gather_for_metrics(ctx, ["a"], batch, use_gather_object=True), list[str])
     assert_type(accel.gather_object(ctx, 1.5), list[float])
     assert_type(accel.split_between_processes(ctx, ["a", "b"]), list[str])
     assert_type(accel.any_rank(ctx, True), bool)

@@ -16,7 +16,7 @@ from processes import job, script_ranks
 import accel
 from accel import xla
 from accel.comm import connect
-from accel.context._device import choose_device
+from accel.context._make import choose_device
 from accel.env import LaunchEnv, read_env
 from accel.errors import ConfigError, EnvError, MissingExtraError
 from accel.random import Key, capture_rng, isolated_rng, restore_rng, seed_rng

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -12,21 +13,88 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from accel.bigmodel._dtypes import dtype_of, name_of
-from accel.bigmodel.load._destinations import DeviceChoice
-from accel.bigmodel.load._jobs import new_memory, page_offset, plan_comparison, plan_jobs
-from accel.bigmodel.load._match import Facts, Match, Patterns, match, refusal
+from accel.bigmodel._arguments import dtype_of, name_of
 from accel.bigmodel.load._open import Rename, open_weights
-from accel.bigmodel.load._shared import assign, broadcast_shared, digest, shareable
-from accel.bigmodel.load._targets import Target, fill, find_targets, place_others
-from accel.bigmodel.load._weights import FileWeights
+from accel.bigmodel.load._read import FileWeights, new_memory, page_offset, plan_comparison, plan_jobs
+from accel.bigmodel.load._targets import (
+    DeviceChoice,
+    LoadTarget,
+    Match,
+    Patterns,
+    TensorFacts,
+    fill,
+    find_targets,
+    match,
+    place_others,
+    refusal,
+)
 from accel.checkpoint import Strided, cut
-from accel.comm import Call, agreed, agreed_values, call_site
+from accel.comm import Call, Comm, agreed, agreed_values, broadcast_flat, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError
-from accel.storage import Passed, RemotePath, Wanted
-from accel.tensors import local_part
+from accel.storage import CHUNK, Passed, RemotePath, RemoteRanges, Wanted
+from accel.tensors import is_dtensor, local_part
 from accel.terminal import byte_progress
+
+
+def shareable(source: FileWeights, targets: Sequence[LoadTarget], matched: Match) -> list[int]:
+    """Return the numbers of the targets that ranks need not each fetch; none of files on local disks.
+
+    The page cache serves the ranks of a host from one read of its disk. A store would send bytes to each of them.
+    """
+    if not isinstance(source.ranges, RemoteRanges):
+        return []
+    return [
+        at
+        for at, (target, names) in enumerate(zip(targets, matched.found, strict=True))
+        if names and target.device is not None and target.box is not None and _is_plain(target.live)
+    ]
+
+
+def digest(targets: Sequence[LoadTarget], shared: Sequence[int]) -> str:
+    """Return a text that is the same on ranks that share the same tensors; "" for none."""
+    if not shared:
+        return ""
+    facts = [(each.names, str(each.dtype), each.shape, str(each.device)[:3]) for each in (targets[at] for at in shared)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def assign(nbytes: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank that fetches each tensor: the largest go first, each to the rank with the fewest bytes so far."""
+    loads = [0] * ranks
+    owners = [0] * len(nbytes)
+    for at in sorted(range(len(nbytes)), key=lambda at: (-nbytes[at], at)):
+        owners[at] = loads.index(min(loads))
+        loads[owners[at]] += nbytes[at]
+    return owners
+
+
+def broadcast_shared(
+    comm: Comm,
+    targets: Sequence[LoadTarget],
+    made: Sequence[tuple[LoadTarget, torch.Tensor]],
+    owners: Mapping[int, int],
+) -> None:
+    """Broadcast each shared tensor from the rank that fetched it, a chunk at a time. A collective.
+
+    Args:
+        comm: the run's handle.
+        targets: all targets of this rank.
+        made: targets with new memory; others are filled in their own.
+        owners: rank by number of the target.
+    """
+    memory = {id(target): tensor for target, tensor in made}
+    for at, owner in owners.items():
+        target = targets[at]
+        tensor = memory[id(target)] if id(target) in memory else local_part(target.live)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), CHUNK):
+            broadcast_flat(comm, flat[start : start + CHUNK], source=owner)
+
+
+def _is_plain(live: torch.Tensor) -> bool:
+    return not is_dtensor(live) and live.is_contiguous()
+
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -97,7 +165,7 @@ def load_checkpoint_in_model(
                 raise error
             return [digest(targets, shared), *(matched.unused if stages else [])]
 
-        planned: list[tuple[FileWeights, list[Target], Match, list[int]]] = []
+        planned: list[tuple[FileWeights, list[LoadTarget], Match, list[int]]] = []
         where = str(path)
         heads = agreed_values(ctx.comm, Call(f"{_NAME}: headers", site=site), plan, list)
         unused = [each[1:] for each in heads]
@@ -124,14 +192,14 @@ def load_checkpoint_in_model(
 
 def _read(
     source: FileWeights,
-    targets: Sequence[Target],
+    targets: Sequence[LoadTarget],
     matched: Match,
     advance: Callable[[int], object] | None,
     others: Container[int],
     *,
     has_peers: bool,
     show: bool,
-) -> list[tuple[Target, torch.Tensor]]:
+) -> list[tuple[LoadTarget, torch.Tensor]]:
     """Read the tensors of this rank into memory of their own; of a prepared empty model into its own.
 
     Those that `others` numbers get memory alone: other ranks fetch them.
@@ -139,7 +207,7 @@ def _read(
     Raises:
         CheckpointError: a file is damaged, or a tied tensor has two values.
     """
-    made: list[tuple[Target, torch.Tensor]] = []
+    made: list[tuple[LoadTarget, torch.Tensor]] = []
     straight: list[torch.Tensor] = []
     jobs: list[Wanted | Passed] = []
     twins: list[Passed] = []
@@ -185,7 +253,7 @@ def _tell(listeners: Sequence[Callable[[int], object]], nbytes: int) -> None:
         _ = each(nbytes)
 
 
-def _memory(target: Target, stored: Strided) -> torch.Tensor:
+def _memory(target: LoadTarget, stored: Strided) -> torch.Tensor:
     source = dtype_of(stored.dtype)
     if target.device is not None and target.device.type == "cpu":
         aligned = page_offset(stored, source.itemsize) if source == target.dtype else None
@@ -193,9 +261,9 @@ def _memory(target: Target, stored: Strided) -> torch.Tensor:
     return torch.empty(target.shape, dtype=target.dtype, device=target.device)
 
 
-def _facts(target: Target) -> Facts:
-    return Facts(target.names, name_of(target.live.dtype), tuple(target.live.shape))
+def _facts(target: LoadTarget) -> TensorFacts:
+    return TensorFacts(target.names, name_of(target.live.dtype), tuple(target.live.shape))
 
 
-def _stored(source: FileWeights) -> dict[str, Facts]:
-    return {name: Facts((name,), each.dtype, each.shape, each.where) for name, each in source.entries.items()}
+def _stored(source: FileWeights) -> dict[str, TensorFacts]:
+    return {name: TensorFacts((name,), each.dtype, each.shape, each.where) for name, each in source.entries.items()}

@@ -1,27 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tensors as targets of a load: names without wrappers, ties, this rank's part, and their devices."""
+"""A model's tensors as targets of a load: names, this rank's part, device, dtype; and how the weights differ."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from accel.bigmodel._dtypes import check_dtype
-from accel.bigmodel._model import check_model
-from accel.bigmodel.load._destinations import Destination, DeviceChoice, find_destinations
+from accel.bigmodel._arguments import check_dtype, check_model, device_of, dtype_of
+from accel.bigmodel.plan import STORES, DeviceMap, check_map
 from accel.checkpoint import Box, held_box, whole
-from accel.errors import ConfigError, StreamError
+from accel.errors import CheckpointError, ConfigError, StreamError
 from accel.items import clean_name, reshard
 from accel.parallel import is_pipelined, is_unknown, unwrap_model
-from accel.parallel.pipeline import pipeline_of
+from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
+
+DeviceChoice = DeviceMap | int | str | torch.device | None
+
+_WHERE = "load_checkpoint_in_model(device_map=)"
+
+
+class Destination(NamedTuple):
+    """The place that a tensor is loaded to.
+
+    Attributes:
+        device: the device; None for a tensor that stays in files.
+        dtype: dtype that its home has for it; None where that is the model's.
+        is_planned: whether a device map says so, and not one device for all.
+    """
+
+    device: torch.device | None
+    dtype: torch.dtype | None = None
+    is_planned: bool = False
+
+
+def find_destinations(device_map: DeviceChoice, default: torch.device) -> Callable[[str], Destination]:
+    """Return the function that gives the destination of a tensor by its name.
+
+    Args:
+        device_map: home of each segment, or one device; None for `default`.
+        default: the context's device.
+
+    Raises:
+        ConfigError: neither a map nor a device. The function raises it for a tensor that the map does not have.
+        DeviceError: the device is not there.
+    """
+    if not isinstance(device_map, DeviceMap):
+        everywhere = Destination(default if device_map is None else _one_device(device_map))
+        return lambda name: everywhere
+    found = _of_map(device_map)
+
+    def find(name: str) -> Destination:
+        if name not in found:
+            raise ConfigError(
+                "the device map is of another model",
+                got=f"no {name!r}",
+                where=_WHERE,
+                fix="Make the map of this model: infer_device_map(describe(model), ...).",
+            )
+        return found[name]
+
+    return find
+
+
+def _of_map(device_map: DeviceMap) -> dict[str, Destination]:
+    devices = {name: device_of(name, where=_WHERE) for name in {*device_map.devices, "cpu"}}
+    found: dict[str, Destination] = {}
+    for segment in device_map.skeleton.segments:
+        home, runs = device_map.home[segment.name], device_map.runs[segment.name]
+        for weight in segment.weights:
+            moves = weight.moves and segment.movable
+            place = home if moves else runs
+            is_cast = segment.casts(weight) if home == runs else moves and weight.storage_dtype is not None
+            dtype = dtype_of(cast("str", weight.storage_dtype)) if is_cast else None
+            destination = Destination(None if place in STORES else devices[place], dtype, True)
+            found |= dict.fromkeys((weight.name, *weight.tied), destination)
+    return found
+
+
+def _one_device(choice: object) -> torch.device:
+    is_name = isinstance(choice, torch.device) or type(choice) is int
+    if isinstance(choice, str):
+        with contextlib.suppress(RuntimeError):
+            is_name = bool(torch.device(choice))
+    if not is_name:
+        check_map(choice, where=_WHERE)
+    return device_of(cast("int | str | torch.device", choice), where=_WHERE)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """A tensor of a model that a checkpoint holds.
 
     Attributes:
@@ -64,7 +139,7 @@ class Target:
 
 def find_targets(
     model: nn.Module, device_map: DeviceChoice, dtype: torch.dtype | None, default: torch.device
-) -> list[Target]:
+) -> list[LoadTarget]:
     """List what a load fills: parameters and persistent buffers, tied ones once.
 
     Args:
@@ -133,7 +208,7 @@ def place_others(model: nn.Module, device_map: DeviceChoice, filled: bool, defau
             tensor.data = tensor.data.to(device)
 
 
-def fill(target: Target, made: torch.Tensor) -> None:
+def fill(target: LoadTarget, made: torch.Tensor) -> None:
     """Give a live tensor its values. Mutates it, or swaps it in place for one on another device or of another dtype."""
     live = target.live
     if not target.is_empty:
@@ -156,7 +231,7 @@ def _target(
     destination: Destination,
     dtype: torch.dtype | None,
     default: torch.device,
-) -> Target:
+) -> LoadTarget:
     wanted = dtype if dtype is not None and live.is_floating_point() else live.dtype
     if live.is_meta and destination.dtype is not None:
         wanted = destination.dtype
@@ -176,4 +251,150 @@ def _target(
         if destination.is_planned and (place != kind or destination.dtype is not None):
             device = None  # `dispatch_model` reads what lies elsewhere than its mesh computes, or in another dtype
     box = held_box(live, names[0]) if is_dtensor(live) else whole(live.shape)
-    return Target(names, live, wanted, device, box)
+    return LoadTarget(names, live, wanted, device, box)
+
+
+_MOST_LINES = 20  # of each kind in an error
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+
+Patterns = str | Iterable[str]
+
+
+class TensorFacts(NamedTuple):
+    """A tensor as a model or a file has it.
+
+    Attributes:
+        names: its names, several of a tied one.
+        dtype: safetensors' name.
+        shape: its sizes.
+        where: the file; "" for a model.
+    """
+
+    names: Sequence[str]
+    dtype: str
+    shape: tuple[int, ...]
+    where: str = ""
+
+
+class Match(NamedTuple):
+    """Weights found for a model.
+
+    Attributes:
+        found: stored names of each of the model's tensors, in its order; none of a missing one that is allowed.
+        unused: stored names that nothing takes.
+        problems: differences, a line each, without unused names.
+        missing: names of the model that no weight has.
+    """
+
+    found: list[tuple[str, ...]]
+    unused: list[str]
+    problems: list[str]
+    missing: list[str]
+
+
+def match(model: Sequence[TensorFacts], stored: Mapping[str, TensorFacts], allow_missing: Patterns) -> Match:
+    """Find the weights of a model's tensors.
+
+    Args:
+        model: its tensors.
+        stored: weights by name.
+        allow_missing: patterns of names of the model that may be missing, as of `fnmatch`.
+
+    Raises:
+        ConfigError: no patterns.
+    """
+    may_miss = _patterns(allow_missing, "allow_missing=")
+    found: list[tuple[str, ...]] = []
+    problems: list[str] = []
+    missing: list[str] = []
+    used: set[str] = set()
+    for facts in model:
+        names = tuple(name for name in facts.names if name in stored)
+        used |= set(names)
+        if not names and not all(_allowed(name, may_miss) for name in facts.names):
+            missing.append(facts.names[0])
+        fitting: list[str] = []
+        for name in names:
+            problem = _difference(name, facts, stored[name])
+            problems += [problem] if problem else []
+            fitting += [] if problem else [name]
+        found.append(tuple(fitting))
+    unused = [name for name in stored if name not in used]
+    facts_of = {facts.names[0]: facts for facts in model}
+    near = [_missing(facts_of[name], unused) for name in missing[:_MOST_LINES]]
+    return Match(found, unused, _shortened(near, len(missing), "missing") + _cut(problems), missing)
+
+
+def refusal(
+    matched: Match, unused: Sequence[str], stored: Mapping[str, TensorFacts], allow_unexpected: Patterns, where: str
+) -> CheckpointError | None:
+    """Make the error that lists all differences; None if the weights fit.
+
+    Args:
+        matched: result of `match`.
+        unused: stored names that no rank takes.
+        stored: weights by name.
+        allow_unexpected: patterns of stored names that nothing has to take.
+        where: place of the weights.
+
+    Raises:
+        ConfigError: no patterns.
+    """
+    allowed = _patterns(allow_unexpected, "allow_unexpected=")
+    odd = [name for name in unused if not _allowed(name, allowed)]
+    lines = [f"unexpected {name!r} {list(stored[name].shape)} in {stored[name].where}" for name in odd[:_MOST_LINES]]
+    lines = matched.problems + _shortened(lines, len(odd), "unexpected")
+    if not lines:
+        return None
+    return CheckpointError(
+        "the weights do not fit the model; nothing has been changed" + "".join(f"\n  {line}" for line in lines) + "\n ",
+        where=where,
+        fix="Map names by rename=; allow_missing= and allow_unexpected= take names and patterns such as 'lm_head.*'.",
+    )
+
+
+def _difference(name: str, model: TensorFacts, stored: TensorFacts) -> str:
+    if stored.shape != model.shape:
+        return f"{name!r}: expected shape {list(model.shape)}, got {list(stored.shape)} in {stored.where}"
+    if stored.dtype != model.dtype and not (stored.dtype in _FLOATS and model.dtype in _FLOATS):
+        return f"{name!r}: expected {model.dtype}, got {stored.dtype} in {stored.where}"
+    return ""
+
+
+def _missing(facts: TensorFacts, unused: Sequence[str]) -> str:
+    near = next((each for name in facts.names for each in difflib.get_close_matches(name, unused, 1)), "")
+    tied = f", tied to {', '.join(facts.names[1:])}" if len(facts.names) > 1 else ""
+    return f"missing {facts.names[0]!r} {list(facts.shape)}{tied}" + (f"; did you mean {near!r}?" if near else "")
+
+
+def _shortened(lines: list[str], count: int, kind: str) -> list[str]:
+    return lines + ([f"and {count - len(lines)} more {kind}"] if count > len(lines) else [])
+
+
+def _cut(lines: list[str]) -> list[str]:
+    return _shortened(lines[:_MOST_LINES], len(lines), "that differ")
+
+
+def _allowed(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, each) for each in patterns)
+
+
+def _patterns(given: object, where: str) -> tuple[str, ...]:
+    """Return names and patterns as a tuple.
+
+    Raises:
+        ConfigError: neither a text nor several.
+    """
+    listed: tuple[object, ...] = (given,)
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        listed = tuple(cast("Iterable[object]", given))
+    names = tuple(each for each in listed if isinstance(each, str))
+    if len(names) < len(listed):
+        raise ConfigError(
+            "not names",
+            expected="a name or pattern, or several",
+            got=", ".join(map(repr, listed)),
+            where=where,
+            fix='"*" allows all.',
+        )
+    return names

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DeviceMap`: where each segment of a model lies and where it computes, with the law of memory that it keeps."""
+"""`DeviceMap`: home and computing device of each segment, inferred or written by hand, under one law of memory."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import cast
 
 import msgspec
 
 from accel.bigmodel.plan._skeleton import Segment, Skeleton
-from accel.errors import ConfigError, PlacementError
+from accel.errors import ConfigError, PlacementError, did_you_mean
+from accel.storage import parse_size
 
 HOST = "cpu"
 STORES = ("mmap", "disk")  # homes that compute nothing
@@ -32,6 +34,7 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
         runs: by segment, the device that computes it.
         slots: number of streamed segments that a device holds at a time.
         limits: bytes by device, "cpu" and home; places without a limit are absent.
+        chosen: the ways that `infer_device_map` tried, with their bytes, as a text; "" where it had no choice.
 
     Raises:
         ConfigError: a map of other segments, an unknown place, a segment that streams but may not, tied segments on two
@@ -44,6 +47,7 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
     runs: Mapping[str, str]
     slots: int = 2
     limits: Mapping[str, int] = {}
+    chosen: str = ""
 
     def __post_init__(self) -> None:
         if type(self.slots) is not int or self.slots < 1:
@@ -194,7 +198,8 @@ def _check_places(found: DeviceMap) -> None:
                 expected=f"{runs!r}, its computing device",
                 got=repr(home),
                 where=f"DeviceMap.home[{segment.name!r}]",
-                fix="A parent's own parameters, and modules below 1 MiB, stay where they compute.",
+                fix="A parent's own parameters, modules below 1 MiB, and embeddings with max_norm=, which write to "
+                "their weights, stay where they compute.",
             )
     for group in found.skeleton.tied_segments():
         if len({found.runs[name] for name in group}) > 1:
@@ -218,3 +223,198 @@ def _overfull(found: DeviceMap, place: str, used: int, limit: int) -> PlacementE
         where=f"DeviceMap.limits[{place!r}]",
         fix=f"Give it {used} bytes, or let fewer segments lie there.",
     )
+
+
+_DEVICE = re.compile(r"[a-z_]+:[0-9]+|mps")
+
+_EXAMPLE = "a limit for each device, such as {0: '20GB', 'cpu': '60GB', 'disk': None}"
+
+Limits = Mapping[int | str, int | str | None] | Mapping[str, int | str | None] | Mapping[int, int | str | None]
+
+
+class Places(msgspec.Struct, frozen=True, kw_only=True):
+    """Places that a plan may use.
+
+    Attributes:
+        devices: computing devices with their limits in bytes, in order; the host alone if there is no other.
+        homes: places for segments that leave their device, in order: the host, then files. None for no limit.
+    """
+
+    devices: Mapping[str, int]
+    homes: Mapping[str, int | None]
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits of all places that have one."""
+        homes = {name: limit for name, limit in self.homes.items() if limit is not None}
+        return {**self.devices, **homes}
+
+
+def read_limits(max_memory: Limits, *, where: str) -> Places:
+    """Return the places of `max_memory`.
+
+    Raises:
+        ConfigError: no device, an unknown place, one with two names, or a limit that is none.
+    """
+    _check_is_mapping(max_memory, where)
+    limits: dict[str, int | None] = {}
+    for key, size in max_memory.items():
+        name = place_name(key, where=where)
+        if name in limits:
+            raise ConfigError("a place with two limits", got=repr(name), where=where)
+        limits[name] = _limit(name, size, where)
+    devices = {name: limit for name, limit in limits.items() if name not in (HOST, *STORES) and limit is not None}
+    if not devices and (host := limits.pop(HOST, None)) is not None:
+        devices[HOST] = host
+    if not devices:
+        raise ConfigError(
+            "no device that computes",
+            expected=_EXAMPLE,
+            got=repr(dict(max_memory)),
+            where=where,
+            fix="accel.available_memory(device, reserve='2GB') asks a device for what is free.",
+        )
+    homes = {name: limits[name] for name in (HOST, *(key for key in limits if key in STORES)) if name in limits}
+    return Places(devices=devices, homes=homes)
+
+
+def place_name(key: int | str, *, where: str) -> str:
+    """Return the name of a place: of 1, "cuda:1".
+
+    Raises:
+        ConfigError: neither a number nor the name of a place.
+    """
+    if type(key) is int and key >= 0:
+        return f"cuda:{key}"
+    if key in (HOST, *STORES) or (isinstance(key, str) and _DEVICE.fullmatch(key)):
+        return str(key)
+    raise ConfigError(
+        "not a place",
+        expected="a GPU's number, torch's name of a device such as 'xpu:0', 'cpu', 'mmap' or 'disk'",
+        got=repr(key),
+        where=where,
+        fix=did_you_mean(str(key), STORES, "A GPU is its number, such as 0 or 'cuda:0'; others have theirs, too."),
+    )
+
+
+def _check_is_mapping(max_memory: object, where: str) -> None:
+    if not isinstance(max_memory, Mapping):
+        raise ConfigError(
+            "limits are given by place",
+            expected=_EXAMPLE,
+            got=repr(max_memory),
+            where=where,
+            fix="accel.available_memory(device, reserve='2GB') asks a device for what is free.",
+        )
+
+
+def _limit(name: str, size: int | str | None, where: str) -> int | None:
+    if size is None and name in STORES:
+        return None
+    if size is None:
+        raise ConfigError(
+            "a limit is missing",
+            expected="bytes, or a text such as '20GB'; None is for 'mmap' and 'disk'",
+            got="None",
+            where=f"{where}[{name!r}]",
+        )
+    return 0 if type(size) is int and size == 0 else parse_size(size, f"{where}[{name!r}]")
+
+
+_WHERE = "places"
+
+
+def check_device_map(
+    skeleton: Skeleton, places: Mapping[str, int | str], *, max_memory: Limits | None = None, slots: int = 2
+) -> DeviceMap:
+    """Make a device map of places by path, such as {"": 0, "model.layers.7": "cpu"}. Pure.
+
+    A path stands for all that lies below it, and the longest path counts. A segment on "cpu", "mmap" or "disk" computes
+    on the device of the segment before it, the first ones on the first device. Segments that cannot move stay on that
+    device. Without a device the host computes.
+
+    Args:
+        skeleton: the model, as of `describe`.
+        places: a GPU's number, a device's name, "cpu", "mmap" or "disk" by path of a segment or of a module around
+            several; "" for the model.
+        max_memory: limits as for `infer_device_map`; None to check none.
+        slots: number of streamed segments that a device holds at a time.
+
+    Returns:
+        The map, with the limits.
+
+    Raises:
+        ConfigError: no mapping, a path that the model does not have or that divides a segment, a segment without a
+            place, a place that is none or that `max_memory` lacks, or tied segments on two devices.
+        PlacementError: more bytes in a place than its limit.
+    """
+    _check_named_places(places)
+    named = {path: place_name(place, where=f"{_WHERE}[{path!r}]") for path, place in places.items()}
+    _check_paths(skeleton, named)
+    chosen = {segment.name: _place_of(segment, named) for segment in skeleton.segments}
+    devices = [place for place in chosen.values() if place not in (HOST, *STORES)]
+    device = devices[0] if devices else HOST
+    home: dict[str, str] = {}
+    runs: dict[str, str] = {}
+    first = {name: group[0] for group in skeleton.tied_segments() for name in group}
+    for segment in skeleton.segments:
+        place = chosen[segment.name]
+        device = place if place in devices else device
+        leader = first.get(segment.name, segment.name)
+        runs[segment.name] = runs.get(leader, device) if place not in devices else device
+        home[segment.name] = place if segment.moving else runs[segment.name]
+    limits = {} if max_memory is None else read_limits(max_memory, where="max_memory").limits
+    unlimited = {place for place in (*home.values(), *runs.values()) if place not in (*limits, *STORES)}
+    if max_memory is not None and unlimited:
+        raise ConfigError(
+            "a place without a limit",
+            expected="a limit for each device that is used, and for 'cpu'",
+            got=repr(min(unlimited)),
+            where="max_memory",
+            fix="Name it there, or leave max_memory= out to check nothing.",
+        )
+    return DeviceMap(skeleton=skeleton, home=home, runs=runs, slots=slots, limits=limits)
+
+
+def _check_named_places(places: object) -> None:
+    paths = [*cast("Mapping[object, object]", places)] if isinstance(places, Mapping) else [None]
+    if not all(isinstance(path, str) for path in paths):
+        raise ConfigError(
+            "places are given by path",
+            expected='a mapping such as {"": 0, "model.layers.7": "cpu"}',
+            got=repr(cast(object, places)),
+            where=_WHERE,
+            fix="accel.infer_device_map(skeleton, max_memory) finds places.",
+        )
+
+
+def _check_paths(skeleton: Skeleton, named: Mapping[str, str]) -> None:
+    names = [segment.name for segment in skeleton.segments]
+    weights = [path for weight in skeleton.weights() for path in (weight.name, *weight.tied)]
+    for path in named:
+        if not path or path in names or any(name.startswith(f"{path}.") for name in names):
+            continue
+        if any(name == path or name.startswith(f"{path}.") for name in weights):
+            holder = skeleton.segment_of(path)
+            raise ConfigError(
+                "a path that divides a segment",
+                expected=f"{holder!r}, which moves as one",
+                got=repr(path),
+                where=_WHERE,
+                fix="Name the segment, or describe the model with smaller blocks.",
+            )
+        raise ConfigError("no such path", got=repr(path), where=_WHERE, fix=did_you_mean(path, names))
+
+
+def _place_of(segment: Segment, named: Mapping[str, str]) -> str:
+    path = segment.name
+    while path not in named:
+        if not path:
+            raise ConfigError(
+                "a segment without a place",
+                got=repr(segment.name),
+                where=_WHERE,
+                fix='Give it one, or "" for all that no other path names.',
+            )
+        path = path.rpartition(".")[0]
+    return named[path]

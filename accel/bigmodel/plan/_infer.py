@@ -3,34 +3,137 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import msgspec
 
-from accel.bigmodel.plan._device_map import HOST, DeviceMap, is_accelerator
-from accel.bigmodel.plan._dtype_names import format_name
-from accel.bigmodel.plan._homes import choose_homes
-from accel.bigmodel.plan._limits import Limits, Places, read_limits
-from accel.bigmodel.plan._ranges import Fill, TooSmall, Units, divide_resident, divide_streamed
-from accel.bigmodel.plan._skeleton import Skeleton
-from accel.bigmodel.plan._slots import Placement, Sizes, choose_streamed, sizes_of
+from accel.bigmodel.plan._device_map import HOST, STORES, DeviceMap, Limits, Places, is_accelerator, read_limits
+from accel.bigmodel.plan._placement import (
+    Fill,
+    Placement,
+    Sizes,
+    TooSmall,
+    Units,
+    choose_streamed,
+    divide_resident,
+    divide_streamed,
+    fewest,
+    sizes_of,
+)
+from accel.bigmodel.plan._skeleton import Skeleton, format_name
 from accel.errors import ConfigError, PlacementError, check_choice
 from accel.terminal import show_size
 
 if TYPE_CHECKING:
     import torch
 
+
+Homes = Mapping[str, int | None]
+
+
+class Homeless(NamedTuple):
+    """Segments for which no place is left.
+
+    Attributes:
+        least: the smallest limit of the host, or of the first place that has one, with which they all have a home.
+        error: the refusal.
+    """
+
+    least: int
+    error: PlacementError
+
+
+def choose_homes(
+    segments: Sequence[Sizes], homes: Homes, placement: Placement, *, pinned: int, where: str
+) -> dict[str, str] | Homeless:
+    """Return the home of each segment, or a refusal where no place is left for some.
+
+    A place that cannot hold all keeps as many as fit. Blocks leave it before embeddings, in the order that `placement`
+    says.
+
+    Args:
+        segments: segments that leave their device, in the order of execution.
+        homes: limits in bytes by place, in order; None for no limit.
+        placement: "spread" for segments of the next place as far apart as possible, "last" for the last ones.
+        pinned: bytes of the host's limit that the way to other devices takes.
+        where: source of the limits, for errors.
+    """
+    found = _place(segments, homes, placement, pinned)
+    if found is not None:
+        return found
+    total = sum(each.moving for each in segments)
+    limited = next((name for name, limit in homes.items() if limit is not None), None)
+    if limited is None:
+        error = PlacementError(
+            "no home for the segments that stream",
+            expected="'cpu' with a limit, 'mmap' or 'disk'",
+            got=f"{len(segments)} segments, {total} bytes",
+            where=where,
+            fix=f"Add 'disk': None, or 'cpu': {total + pinned}.",
+        )
+        return Homeless(total + pinned, error)
+    least = _least_limit(segments, homes, placement, pinned, limited)
+    way = f", {pinned} of them pinned on the way to devices" if pinned and limited == HOST else ""
+    files = "" if any(name in STORES for name in homes) else ", or add 'disk': None"
+    error = PlacementError(
+        f"no room for {len(segments)} segments that stream",
+        expected=f"at least {least} bytes ({show_size(least)}){way}",
+        got=f"{homes[limited]}",
+        where=f"{where}[{limited!r}]",
+        fix=f"Give it {least} bytes{files}.",
+    )
+    return Homeless(least, error)
+
+
+def _place(segments: Sequence[Sizes], homes: Homes, placement: Placement, pinned: int) -> dict[str, str] | None:
+    """Return the home of each segment, None if a place is too small."""
+    found: dict[str, str] = {}
+    rest = segments
+    for place, limit in homes.items():
+        room = limit if limit is None or place != HOST else limit - pinned
+        if room is not None and room < 0:
+            return None
+        leaving = _leaving(rest, room, placement)
+        found |= dict.fromkeys((each.name for each in rest if each.name not in leaving), place)
+        rest = [each for each in rest if each.name in leaving]
+    return None if rest else found
+
+
+def _leaving(segments: Sequence[Sizes], limit: int | None, placement: Placement) -> set[str]:
+    needed = 0 if limit is None else sum(each.moving for each in segments) - limit
+    if needed <= 0:
+        return set()
+    blocks = [each for each in segments if not each.rows]
+    enough = sum(each.moving for each in blocks) >= needed
+    return {each.name for each in fewest(blocks if enough else segments, needed, placement)}
+
+
+def _least_limit(segments: Sequence[Sizes], homes: Homes, placement: Placement, pinned: int, place: str) -> int:
+    """Return the smallest limit of a place with which all segments have a home, given those of the others."""
+    low = homes[place] or 0
+    high = sum(each.moving for each in segments) + pinned
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if _place(segments, {**homes, place: middle}, placement, pinned) is None:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
 _WHERE = "max_memory"
+_SLOTS = (2, 1)  # numbers that are tried, the one to prefer first
 
 
 def infer_device_map(
     skeleton: Skeleton,
     max_memory: Limits,
     *,
-    slots: int = 2,
+    slots: int | None = None,
     placement: Placement = "spread",
-    fill: Fill = "balanced",
+    fill: Fill | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> DeviceMap:
     """Choose the home and the computing device of each segment. Pure: no memory is asked for or used.
@@ -45,10 +148,13 @@ def infer_device_map(
             number of a GPU or a device's name, "cpu" for the host's memory, "mmap" and "disk" for files, where None
             means no limit. Absent ones are not used. Without another device the host computes.
         slots: number of streamed segments that a device holds at a time: two let the next one travel while one runs.
+            None for two, or for one where that leaves fewer bytes in files.
         placement: "spread" for streamed segments as far apart as possible, so that they travel while resident ones
             compute; "last" for the last ones.
         fill: several devices: "balanced" for equal shares of their limits, "sequential" for one after the other,
-            "low_first" for as little as possible on the first and equal shares of the others.
+            "low_first" for as little as possible on the first and equal shares of the others. None for "balanced" if
+            all segments fit; else for the way that leaves the fewest bytes on "disk", then in "mmap", and then has the
+            device that streams most stream the least. `explain` tells which that is.
         dtype: dtype that floating-point weights will have; None for the skeleton's.
 
     Returns:
@@ -67,16 +173,96 @@ def infer_device_map(
     mapped = _mapped(skeleton, places, places.devices.get(HOST, -1), placement)
     if mapped is not None:
         runs = dict.fromkeys((segment.name for segment in skeleton.segments), HOST)
-        homes = {"mmap": places.homes["mmap"]}
-        return _finished(skeleton, msgspec.structs.replace(places, homes=homes), runs, mapped, slots, placement)
-    units = Units(skeleton, slots)
-    cuts = divide_resident(units, places.devices, fill)
-    if cuts is None:
-        cuts = divide_streamed(units, places.devices, fill)
-    if isinstance(cuts, TooSmall):
-        if HOST in places.devices:
-            cuts = TooSmall(HOST, _least_mapped(skeleton, places, cuts.least, placement))
-        raise _refusal(units, places, cuts, slots)
+        places = msgspec.structs.replace(places, homes={"mmap": places.homes["mmap"]})
+        return _told(_finished(skeleton, places, runs, mapped, _SLOTS[0] if slots is None else slots, placement))
+    units = {each: Units(skeleton, each) for each in (_SLOTS if slots is None else (slots,))}
+    fills: Sequence[Fill] = _fills(places) if fill is None else (fill,)
+    first = next(iter(units))
+    cuts = divide_resident(units[first], places.devices, fills[0])
+    if cuts is not None:
+        chosen = f"All segments fit on their devices: {_named(fills[0])}." if len(fills) > 1 else ""
+        return _told(_filled(units[first], skeleton, places, cuts, first, placement, chosen))
+    return _streamed(units, fills, skeleton, places, placement)
+
+
+def _streamed(
+    units: Mapping[int, Units], fills: Sequence[Fill], skeleton: Skeleton, places: Places, placement: Placement
+) -> DeviceMap:
+    """Return the map of the best of several ways, by number of slots and filling, or raise what the nearest lacks."""
+    tried: dict[tuple[int, Fill], DeviceMap | Homeless | TooSmall] = {}
+    for count, fill in itertools.product(units, fills):
+        found = divide_streamed(units[count], places.devices, fill)
+        if not isinstance(found, TooSmall):
+            found = _filled(units[count], skeleton, places, found, count, placement)
+        tried[count, fill] = found
+    maps = {way: each for way, each in tried.items() if isinstance(each, DeviceMap)}
+    if maps:
+        return next(iter(maps.values())) if len(tried) == 1 else _best(maps)
+    homeless = [each for each in tried.values() if isinstance(each, Homeless)]
+    if homeless:
+        raise min(homeless, key=lambda each: each.least).error
+    count = min(units)
+    short = tried[count, fills[0]]  # fewer slots need less, and each filling as much
+    assert isinstance(short, TooSmall)
+    if HOST in places.devices:
+        short = TooSmall(HOST, _least_mapped(skeleton, places, short.least, placement))
+    raise _refusal(units[count], places, short, count)
+
+
+def _fills(places: Places) -> Sequence[Fill]:
+    """Return the ways to fill the devices that are to be tried, the one to prefer first."""
+    return get_args(Fill) if len(places.devices) > 1 else get_args(Fill)[:1]
+
+
+def _told(found: DeviceMap | Homeless) -> DeviceMap:
+    if isinstance(found, Homeless):
+        raise found.error
+    return found
+
+
+def _best(maps: Mapping[tuple[int, Fill], DeviceMap]) -> DeviceMap:
+    """Return the map that reads the least from files, then one with two slots, then that of the evenest streams."""
+    costs = {way: _cost(each) for way, each in maps.items()}
+    best = min(costs, key=lambda way: (costs[way][:2], _SLOTS.index(way[0]) if way[0] in _SLOTS else 0, costs[way][2]))
+    names = [f"{_named(fill)}, slots={slots}" for slots, fill in maps]
+    lines = [f"{name}: {_shown(cost)}" for name, cost in zip(names, costs.values(), strict=True)]
+    at = list(maps).index(best)
+    lines.insert(0, f"Chosen: {lines.pop(at)}.")
+    if len(lines) > 1:
+        lines[0] += " The other ways:"
+    return msgspec.structs.replace(maps[best], chosen="\n".join(lines))
+
+
+def _cost(found: DeviceMap) -> tuple[int, int, int]:
+    """Return the bytes on disk, those in mapped files, and those that the device streams that streams most."""
+    streamed: dict[str, int] = {}
+    order = frozenset(found.order)
+    for segment in found.skeleton.segments:
+        if segment.name in order:
+            device = found.runs[segment.name]
+            streamed[device] = streamed.get(device, 0) + segment.home_memory
+    return found.resident("disk"), found.resident("mmap"), max(streamed.values(), default=0)
+
+
+def _shown(cost: tuple[int, int, int]) -> str:
+    disk, mapped, streamed = map(show_size, cost)
+    return f"{disk} on disk, {mapped} in mmap, at most {streamed} streamed by a device"
+
+
+def _named(fill: Fill) -> str:
+    return f"fill={fill!r}"
+
+
+def _filled(
+    units: Units,
+    skeleton: Skeleton,
+    places: Places,
+    cuts: Sequence[int],
+    slots: int,
+    placement: Placement,
+    chosen: str = "",
+) -> DeviceMap | Homeless:
+    """Return the map of devices that compute up to these ends of units."""
     runs: dict[str, str] = {}
     away: list[Sizes] = []
     start = 0
@@ -87,10 +273,10 @@ def infer_device_map(
         assert streamed is not None, f"{device} was found large enough"
         away += streamed
         start = end
-    return _finished(skeleton, places, runs, away, slots, placement)
+    return _finished(skeleton, places, runs, away, slots, placement, chosen)
 
 
-def _check(skeleton: object, slots: object, placement: str, fill: str) -> None:
+def _check(skeleton: object, slots: object, placement: str, fill: str | None) -> None:
     if not isinstance(skeleton, Skeleton):
         raise ConfigError(
             "not a skeleton",
@@ -99,10 +285,10 @@ def _check(skeleton: object, slots: object, placement: str, fill: str) -> None:
             where="infer_device_map",
             fix="Pass accel.describe(model).",
         )
-    if type(slots) is not int or slots < 1:
+    if slots is not None and (type(slots) is not int or slots < 1):
         raise ConfigError("not a number of slots", expected="1 or more", got=repr(slots), where="slots=")
     check_choice(placement, get_args(Placement), "unknown placement", where="placement=")
-    check_choice(fill, get_args(Fill), "unknown way to fill devices", where="fill=")
+    check_choice("balanced" if fill is None else fill, get_args(Fill), "unknown way to fill devices", where="fill=")
 
 
 def _mapped(skeleton: Skeleton, places: Places, limit: int, placement: Placement) -> Sequence[Sizes] | None:
@@ -136,7 +322,8 @@ def _finished(
     away: Sequence[Sizes],
     slots: int,
     placement: Placement,
-) -> DeviceMap:
+    chosen: str = "",
+) -> DeviceMap | Homeless:
     names = [segment.name for segment in skeleton.segments]
     order = {name: at for at, name in enumerate(names)}
     leaving = sorted(away, key=lambda each: order[each.name])
@@ -148,12 +335,15 @@ def _finished(
     pinned = slots * sum(largest.values())
     at_home = [each._replace(moving=each.at_home, resident=each.at_home) for each in leaving]
     homes = choose_homes(at_home, places.homes, placement, pinned=pinned, where=_WHERE)
+    if isinstance(homes, Homeless):
+        return homes
     return DeviceMap(
         skeleton=skeleton,
         home={name: homes.get(name, runs[name]) for name in names},
         runs={name: runs[name] for name in names},
         slots=slots,
         limits=places.limits,
+        chosen=chosen,
     )
 
 

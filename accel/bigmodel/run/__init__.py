@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running a model whose weights are elsewhere: correct wherever a weight is used, fast where blocks run in turn."""
 
-from accel.bigmodel.run._dispatch import dispatch_model as dispatch_model
-from accel.bigmodel.run._dispatched import Dispatched as Dispatched
-from accel.bigmodel.run._load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accel.bigmodel.run._offload import cpu_offload as cpu_offload, disk_offload as disk_offload
-from accel.bigmodel.run._stats import RunStats as RunStats, SegmentStats as SegmentStats
+from accel.bigmodel.run._dispatch import (
+    cpu_offload as cpu_offload,
+    disk_offload as disk_offload,
+    dispatch_model as dispatch_model,
+    load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+)
+from accel.bigmodel.run._dispatched import Dispatched as Dispatched, RunStats as RunStats, SegmentStats as SegmentStats
 from accel.bigmodel.run._swap import Swap as Swap, swap_models as swap_models

@@ -6,20 +6,121 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only  # pyright: ignore[reportUnknownVariableType]
 
-from accel.bigmodel.run._no_memory import NoMemory
+from accel.comm import fills
 from accel.errors import StreamError
 from accel.tensors import dtensor_of, is_absent, is_dtensor
+
+
+class Named(Protocol):
+    """An origin of values, by the name of its weight."""
+
+    name: str
+
+
+class NoMemory:
+    """Base of tensors without memory, before `torch.Tensor`.
+
+    Attributes:
+        origin: the place of the values.
+    """
+
+    origin: Named
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse: safetensors and save_pretrained of transformers ask for it."""
+        self._refuse()
+
+    def storage(self) -> NoReturn:
+        """Refuse, as `untyped_storage`."""
+        self._refuse()
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse: a kernel would be given the address 0."""
+        self._refuse()
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse: the array would have no memory."""
+        self._refuse()
+
+    def tolist(self) -> NoReturn:
+        """Refuse, as `numpy`."""
+        self._refuse()
+
+    def __dlpack__(self, **_: object) -> NoReturn:
+        """Refuse: `from_dlpack` of torch and others would read the address 0."""
+        self._refuse()
+
+    def __dlpack_device__(self) -> NoReturn:
+        """Refuse, as `__dlpack__`."""
+        self._refuse()
+
+    def _use_count(self) -> NoReturn:
+        """Refuse: torch.utils.swap_tensors asks for it, before it gives the weight another class and other values."""
+        raise StreamError(
+            "a weight that is not in memory cannot be swapped with another tensor",
+            got="torch.utils.swap_tensors",
+            where=self.origin.name,
+            fix="Keep its segment on the device that computes, or change the model before dispatch_model.",
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        refuse_copy(self.origin.name)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_pickle(self.origin.name)
+
+    def _refuse(self) -> NoReturn:
+        raise StreamError(
+            "a weight that is not in memory has no address, as save_pretrained, save_file and kernels want it",
+            where=self.origin.name,
+            fix="weight.detach().clone() has memory. Save with accel.save_model(ctx, model, folder) and "
+            "model.config.save_pretrained(folder), which from_pretrained reads.",
+        )
+
+
+def refuse_copy(name: str) -> NoReturn:
+    """Refuse to copy a model.
+
+    Args:
+        name: a weight or a block of it whose values are elsewhere.
+
+    Raises:
+        StreamError: always.
+    """
+    raise StreamError(
+        "a weight that is not in memory cannot be copied with its model",
+        where=name,
+        fix="Copy the model before dispatch_model or after run.close(); weight.clone() copies one weight.",
+    )
+
+
+def refuse_pickle(name: str, what: str = "a weight that is not in memory") -> NoReturn:
+    """Refuse to pickle a model.
+
+    Args:
+        name: a weight, a block or a device of it.
+        what: the part of the model that is met first.
+
+    Raises:
+        StreamError: always.
+    """
+    raise StreamError(
+        f"{what} cannot be pickled",
+        where=name,
+        fix="Save with accel.save_model(ctx, run.model, folder), or the tensors of run.tensors() one by one.",
+    )
+
 
 _STATISTICS = ("running_mean", "running_var")  # arguments that batch norms update, and that no schema marks
 _APPLY_DEPTH = 8  # frames between an operator and the `Module._apply` that asks for it, and some to spare
 
-_Kind = Literal["compute", "view", "alias", "write", "statistics"]
+_Kind = Literal["compute", "view", "alias", "write", "statistics", "collective"]
 
 
 class Origin(Protocol):
@@ -78,6 +179,7 @@ class AbsentTensor(NoMemory, torch.Tensor):
             device=device,
             requires_grad=like.requires_grad,
         )
+        cast(Any, torch)._C._set_throw_on_mutable_data_ptr(made)  # kernels that no method leads to would read address 0
         made.origin = origin
         made.steps = steps
         return made
@@ -114,6 +216,8 @@ class AbsentTensor(NoMemory, torch.Tensor):
             _refuse_writes(func, args, kwargs)
         elif kind == "statistics":
             _refuse_statistics(func, args, kwargs)
+        elif kind == "collective" and fills(func, args):
+            _refuse_write(func, args[0])
         elif kind == "view" and isinstance(args[0], AbsentTensor):
             return _view(func, args[0], args[1:], kwargs)
         elif func is torch.ops.aten.embedding.default:
@@ -124,8 +228,8 @@ class AbsentTensor(NoMemory, torch.Tensor):
             _refuse_apply(args[0])
             if _is_cast_by_autocast(func, args, kwargs):
                 return _view(func, args[0], (), kwargs)
-        # a result that shares the slot's memory would change with it
-        fetch = _own if kind == "alias" else AbsentTensor.present
+        # a result that shares the slot's memory would change with it, and a send may read it after the call
+        fetch = _own if kind in ("alias", "collective") else AbsentTensor.present
         found_args, found_kwargs = cast(Any, tree_map_only)(AbsentTensor, fetch, (args, kwargs))
         return func(*found_args, **found_kwargs)
 
@@ -215,11 +319,7 @@ def _gathered(table: object, index: object) -> torch.Tensor | None:
 
 
 def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse an operator that changes an absent tensor in place.
-
-    Raises:
-        StreamError: the change would be lost.
-    """
+    """Refuse an operator that changes an absent tensor in place: the change would be lost."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -228,11 +328,7 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _refuse_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse an update of running statistics that are absent, which torch's schemas do not declare as a write.
-
-    Raises:
-        StreamError: the change would be lost.
-    """
+    """Refuse an update of running statistics that are absent, which torch's schemas do not declare as a write."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("training", True):
@@ -240,7 +336,10 @@ def _refuse_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             _refuse_write(func, given.get(name))
 
 
-def _refuse_write(func: Any, target: object) -> None:
+def _refuse_write(func: object, target: object) -> None:
+    if isinstance(target, list | tuple):  # operators on lists of tensors, as of optimizers with foreach= or fused=
+        for each in cast("Sequence[object]", target):
+            _refuse_write(func, each)
     if isinstance(target, AbsentTensor):
         raise StreamError(
             "a weight that is not in memory cannot be changed in place",
@@ -286,6 +385,8 @@ def _kind(func: Any) -> _Kind:
     schema = func._schema
     if schema.is_mutable:
         return "write"
+    if schema.name.startswith("c10d::"):  # whose schemas mark nothing that they write
+        return "collective"
     if func is torch.ops.aten._unsafe_view.default:  # shares memory, and says that it does not
         return "view"
     if _STATISTICS[0] in [each.name for each in schema.arguments] and not schema.name.endswith("_backward"):

@@ -1,33 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dispatch_model`: weights move to their homes, and the model runs from there."""
+"""`dispatch_model` and its kin: weights move to their homes, and the model runs from there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accel.bigmodel._devices import device_of
-from accel.bigmodel._model import check_model
+from accel.bigmodel._arguments import available_memory, check_model, device_of, dtype_of
+from accel.bigmodel._describe import describe
 from accel.bigmodel._source import WeightSource
-from accel.bigmodel.load import open_weights
-from accel.bigmodel.plan import DeviceMap, check_map
+from accel.bigmodel.load import Patterns, Rename, load_checkpoint_in_model, open_weights
+from accel.bigmodel.plan import HOST, STORES, DeviceMap, Skeleton, check_map, explain, infer_device_map
 from accel.bigmodel.run._absent import refuse_load
-from accel.bigmodel.run._crossings import move_inputs
 from accel.bigmodel.run._dispatched import Dispatched
-from accel.bigmodel.run._install import Streaming, put_blocks, put_mapped, put_table, settle
-from accel.bigmodel.run._origins import Fetches
-from accel.bigmodel.run._parts import with_parts
+from accel.bigmodel.run._hooks import guard_casts, hook_mapped, move_inputs
+from accel.bigmodel.run._install import Fetches, Streaming, put_blocks, put_mapped, put_table, settle
 from accel.bigmodel.run._places import check_undispatched, find_places
-from accel.bigmodel.run._scratch import with_scratch
 from accel.bigmodel.run._slots import Block, make_slots
-from accel.bigmodel.run._supplies import Task, Way, check_tasks, list_tasks, make_supplies, read_residents
-from accel.bigmodel.run._supply import TensorSource
+from accel.bigmodel.run._sources import with_parts, with_scratch
+from accel.bigmodel.run._supplies import (
+    Supply,
+    Task,
+    TensorSource,
+    Way,
+    check_tasks,
+    list_tasks,
+    make_supplies,
+    read_residents,
+)
+from accel.comm import Call, agreed, call_site
+from accel.context import DistContext, context_first
+from accel.devices import count_devices, find_accelerator, kind_of_device
 from accel.errors import ConfigError
+from accel.storage import RemotePath
+from accel.tensors import is_dtensor, local_part
+
+AutoMap = DeviceMap | Literal["auto"]
+
+_SHARE = 0.9  # of free memory; the rest is for activations, caches and others
+
+
+def map_or_auto(
+    model: nn.Module,
+    device_map: AutoMap,
+    *,
+    where: str,
+    has_files: bool,
+    device: torch.device | None = None,
+    ranks: int = 1,
+    shows: bool = True,
+) -> DeviceMap:
+    """Return a device map as it is, or infer one for "auto" and print it.
+
+    Args:
+        model: the model.
+        device_map: the argument of the caller.
+        where: the caller, for errors.
+        has_files: whether weights may stay in files.
+        device: the computing device; None for all accelerators of the machine, or the host without one.
+        ranks: processes of the host that share its memory.
+        shows: whether to print the map.
+
+    Raises:
+        ConfigError: neither a map nor "auto".
+        DeviceError: the free memory of a device is not known.
+        PlacementError: the model does not fit.
+    """
+    if device_map != "auto":
+        check_map(device_map, where=where)
+        return device_map
+    own = _held(model)
+    limits = {name: own.get(name, 0) + _free(name) for name in _devices(device) if name != HOST}
+    limits[HOST] = own.get(HOST, 0) + _free(HOST) // ranks
+    found = infer_device_map(describe(model), {**limits, "disk": None} if has_files else limits)
+    if shows:
+        print(explain(found), flush=True)
+    return found
+
+
+def _devices(device: torch.device | None) -> list[str]:
+    if device is not None:
+        return [HOST if device.type == HOST else str(device)]
+    kind = find_accelerator()
+    if kind == HOST:
+        return [HOST]
+    if not kind_of_device(kind).numbered:
+        return [kind]
+    return [f"{kind}:{at}" for at in range(count_devices(kind))]
+
+
+def _free(device: str) -> int:
+    """Return the bytes of a device that further weights may take."""
+    return int(available_memory(device, reserve=0) * _SHARE)
+
+
+def _held(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of the model's values by device."""
+    found: dict[str, int] = {}
+    for each in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
+        if not each.is_meta:
+            part = local_part(each)
+            found[str(part.device)] = found.get(str(part.device), 0) + part.nbytes
+    return found
+
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,7 +116,7 @@ Weights = Mapping[str, torch.Tensor] | WeightSource | str | os.PathLike[str]
 
 def dispatch_model(
     model: M,
-    device_map: DeviceMap,
+    device_map: AutoMap,
     *,
     source: Weights | None = None,
     scratch: str | os.PathLike[str] | None = None,
@@ -51,7 +131,9 @@ def dispatch_model(
 
     Args:
         model: the model; parameters on the meta device are taken from the source.
-        device_map: homes and computing devices, such as `infer_device_map` gives.
+        device_map: homes and computing devices, such as `infer_device_map` gives. "auto" infers them from nine tenths
+            of what all accelerators and the host have free, with files for the rest if there is a source or a
+            `scratch`, and prints the map.
         source: weights by name that the model has no values of, and those with the home "disk": tensors, what
             `open_weights` gives, or the path of a checkpoint. None for a model that has all of them.
         scratch: an existing folder on a local disk. Values that the model has, and that the map puts on "disk", are
@@ -68,11 +150,13 @@ def dispatch_model(
         ConfigError: no model, no source, a map of another model, weights without values and a source, or a weight
             cannot be stored in the map's storage dtype: its values are too large, or its files have another.
         DeviceError: the computing device is not there.
+        PlacementError: "auto", and the model does not fit.
         StreamError: the model is dispatched already.
     """
     check_model(model, where="dispatch_model")
-    check_map(device_map, where="dispatch_model")
     check_undispatched(model)
+    has_files = source is not None or scratch is not None
+    device_map = map_or_auto(model, device_map, where="dispatch_model", has_files=has_files)
     with ExitStack() as opened, torch.inference_mode(False):
         if isinstance(source, str | os.PathLike):
             source = open_weights(source)
@@ -128,6 +212,7 @@ def _dispatch(
             put_mapped(task, supplies[name], opened)
         elif task.way == "rows":
             put_table(task, supplies[name], fetches[task.segment.name], opened)
+    _check_calls(model, tasks, supplies, opened)
     blocks: dict[str, Block] = {}
     for runs, memory in slots.items():
         segments = _by_segment(device_map, tasks, runs, "streamed")
@@ -138,8 +223,20 @@ def _dispatch(
         uncounted = {name: Fetches() for name in segments}
         put_blocks(model, Streaming(segments, supplies, uncounted, memory, devices[runs], False, True), opened)
     opened.callback(cast(Any, model).register_load_state_dict_pre_hook(refuse_load).remove)
+    opened.callback(guard_casts(model))
     move_inputs(model, device_map, opened)
     return Dispatched(model, device_map, blocks, fetches, opened.pop_all())
+
+
+def _check_calls(model: nn.Module, tasks: list[Task], supplies: Mapping[str, Supply], opened: ExitStack) -> None:
+    """Let calls of segments that compute from mapped files, and of the model, see whether those are still the same."""
+    mapped: dict[str, list[Supply]] = {}
+    for task in tasks:
+        if task.way == "mapped" and supplies[task.weight.name].files is not None:
+            for name in {"", task.segment.name}:
+                mapped.setdefault(name, []).append(supplies[task.weight.name])
+    for name, each in mapped.items():
+        opened.callback(hook_mapped(model.get_submodule(name), each).remove)
 
 
 def _by_segment(device_map: DeviceMap, tasks: list[Task], runs: str, way: Way) -> dict[str, list[Task]]:
@@ -149,3 +246,168 @@ def _by_segment(device_map: DeviceMap, tasks: list[Task], runs: str, way: Way) -
         if task.way == way and device_map.runs[task.segment.name] == runs:
             found.setdefault(task.segment.name, []).append(task)
     return found
+
+
+@context_first
+def load_checkpoint_and_dispatch(
+    ctx: DistContext,
+    model: M,
+    path: str | os.PathLike[str] | RemotePath,
+    device_map: AutoMap,
+    *,
+    rename: Rename = (),
+    allow_missing: Patterns = (),
+    allow_unexpected: Patterns = (),
+    readers: int = 4,
+    advance: Callable[[int], object] | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    prefetch: bool = True,
+) -> Dispatched[M]:
+    """Load weights where a map says, and run the model from there. A collective. Mutates the model.
+
+    The two steps in one: `load_checkpoint_in_model` for what the map keeps in memory, then `dispatch_model`, with the
+    files of `path` for what it leaves there. Of a model that `prepare_model(allocate=False)` has divided, each rank
+    reads and streams its own stage, or its parts of weights.
+
+    Args:
+        ctx: the context.
+        model: built by `init_empty_weights`, or with values.
+        path: the checkpoint, as `open_weights` takes it.
+        device_map: homes and computing devices, such as `infer_device_map` gives; of this rank. "auto" infers them from
+            nine tenths of what is free now, with the files for the rest: of the context's device, or of all
+            accelerators for the only rank of a host, and of this rank's share of the host. Rank 0 prints its map.
+        rename: maps a stored name to the model's; or recipes, for models that are stored otherwise than they run.
+        allow_missing: names of the model that may be missing, or patterns of such names.
+        allow_unexpected: stored names that the model may lack, or patterns of such names.
+        readers: number of threads that read.
+        advance: called with numbers of bytes that this rank has read, for a progress bar.
+        scratch: a folder for values that the model has and that the map puts on "disk", as for `dispatch_model`.
+        prefetch: whether a thread fetches blocks ahead of their use.
+
+    Returns:
+        The handle; close it, or use it in a `with` block.
+
+    Raises:
+        CheckpointError: weights are missing, unexpected or of other shapes, all in one error; or a file cannot be read.
+            The same on every rank.
+        ConfigError: the map is of another model.
+        PlacementError: "auto", and the model does not fit; the same on every rank.
+        StreamError: the model is dispatched already.
+    """
+    site = call_site()
+    device_map = _map(ctx, model, device_map, site)
+    load_checkpoint_in_model(
+        ctx,
+        model,
+        path,
+        device_map,
+        dtype=_dtype(model, device_map),
+        rename=rename,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+        readers=readers,
+        advance=advance,
+    )
+    with agreed(ctx.comm, Call("load_checkpoint_and_dispatch", site=site)):
+        waits = any(is_dtensor(each) and each.is_meta for each in model.parameters())
+        if not waits and not any(home in STORES for home in device_map.home.values()):
+            return dispatch_model(model, device_map, prefetch=prefetch)
+        source = open_weights(path, rename=rename, readers=readers)
+        try:
+            run = dispatch_model(model, device_map, source=source, scratch=scratch, prefetch=prefetch)
+        except BaseException:
+            source.close()
+            raise
+        run.call_last(source.close)
+        return run
+
+
+def _map(ctx: DistContext, model: nn.Module, device_map: AutoMap, site: str) -> DeviceMap:
+    """Return the device map; a collective for "auto", as one rank's model may fit and another's not."""
+    where = "load_checkpoint_and_dispatch"
+    if device_map != "auto":
+        return map_or_auto(model, device_map, where=where, has_files=True)
+    is_alone = ctx.local_world_size == 1 and ctx.device.type != "cpu"
+    with agreed(ctx.comm, Call(f"{where}: device_map='auto'", site=site)):
+        check_model(model, where=where)
+        return map_or_auto(
+            model,
+            device_map,
+            where=where,
+            has_files=True,
+            device=None if is_alone else ctx.device,
+            ranks=ctx.local_world_size,
+            shows=ctx.is_main_process,
+        )
+
+
+def _dtype(model: nn.Module, device_map: DeviceMap) -> torch.dtype | None:
+    """Return the one dtype that a map gives the floating-point weights of an empty model; None to keep the model's."""
+    dtypes = {dtype_of(weight.dtype) for weight in device_map.skeleton.weights()}
+    floats = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return floats.pop() if len(floats) == 1 and any(each.is_meta for each in model.parameters()) else None
+
+
+def cpu_offload(
+    model: M, device: int | str | torch.device, *, slots: int = 2, storage_dtype: torch.dtype | None = None
+) -> Dispatched[M]:
+    """Run a model on a device while its blocks stay in host memory. Mutates the model until the result is closed.
+
+    Args:
+        model: the model, with its values.
+        device: the computing device, a number for a CUDA device; "cpu:0" rehearses with slots on the host.
+        slots: number of blocks that the device holds at a time.
+        storage_dtype: dtype of matrices in host memory, such as torch.float8_e4m3fn, as for `describe`; the model's
+            values are rounded to it, and their memory is given free. None for the model's own.
+
+    Returns:
+        The handle; close it, or use it in a `with` block.
+
+    Raises:
+        ConfigError: the device is the host, or weights have no values.
+    """
+    if str(device) == "cpu":
+        raise ConfigError(
+            "nothing to offload: the host computes",
+            expected="an accelerator's device",
+            got=repr(device),
+            where="cpu_offload",
+            fix="Call the model as it is, or use disk_offload; device='cpu:0' streams as an accelerator would.",
+        )
+    return dispatch_model(model, _all_at(describe(model, storage_dtype=storage_dtype), "cpu", device, slots))
+
+
+def disk_offload(
+    model: M,
+    path: str | os.PathLike[str] | None,
+    device: int | str | torch.device,
+    *,
+    slots: int = 2,
+    scratch: str | os.PathLike[str] | None = None,
+) -> Dispatched[M]:
+    """Run a model on a device while its blocks stay in files: those that hold them, or new ones. Mutates the model.
+
+    Weights that stay on the device are taken from the model if it has values, else from the files.
+
+    Args:
+        model: the model, best an empty one.
+        path: the checkpoint, as `open_weights` takes it. None for a model with values, all written to `scratch`.
+        device: the computing device, a number for a CUDA device; "cpu" for the host.
+        slots: number of blocks that the device holds at a time.
+        scratch: an existing folder on a local disk for the values that the model has, as for `dispatch_model`; None
+            writes nothing.
+
+    Returns:
+        The handle; close it, or use it in a `with` block.
+
+    Raises:
+        CheckpointError: the files lack weights, or cannot be read.
+    """
+    return dispatch_model(model, _all_at(describe(model), "disk", device, slots), source=path, scratch=scratch)
+
+
+def _all_at(skeleton: Skeleton, home: str, device: int | str | torch.device, slots: int) -> DeviceMap:
+    """Return the map with one home for every movable segment."""
+    runs = f"cuda:{device}" if isinstance(device, int) else str(device)
+    homes = {segment.name: home if segment.movable else runs for segment in skeleton.segments}
+    return DeviceMap(skeleton=skeleton, home=homes, runs=dict.fromkeys(homes, runs), slots=slots)

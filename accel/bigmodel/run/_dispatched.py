@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Dispatched`: a model whose weights lie where a map says, for the time of a `with` block."""
+"""`Dispatched`: a model whose weights lie where a map says, and its counts by segment."""
 
 from __future__ import annotations
 
@@ -8,14 +8,146 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Generic, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
 from accel.bigmodel.plan import DeviceMap
-from accel.bigmodel.run._origins import Fetches
+from accel.bigmodel.run._install import Fetches
 from accel.bigmodel.run._slots import Block
-from accel.bigmodel.run._stats import RunStats, SegmentStats
 from accel.tensors import is_absent, state_tensors, stored_values
+
+
+class SegmentStats(msgspec.Struct, frozen=True):
+    """Counts of one segment since the model was dispatched.
+
+    Attributes:
+        name: path of the segment.
+        home: place of its bytes between uses.
+        hits: calls that found the weights on a slot.
+        waits: calls that did not.
+        waited_s: seconds in which calls waited for the weights.
+        moved_bytes: bytes that were brought to slots.
+        fetches: whole weights fetched outside of calls of the segment, each alone, while computation waited.
+        fetched_bytes: bytes of them.
+        rows: rows of an embedding that were looked up in its home.
+        rows_bytes: bytes of them.
+    """
+
+    name: str
+    home: str
+    hits: int = 0
+    waits: int = 0
+    waited_s: float = 0.0
+    moved_bytes: int = 0
+    fetches: int = 0
+    fetched_bytes: int = 0
+    rows: int = 0
+    rows_bytes: int = 0
+
+
+class RunStats(msgspec.Struct, frozen=True):
+    """Counts of a dispatched model. `str` gives a table.
+
+    Attributes:
+        segments: counts of the segments that do not stay on their device, in the order of execution.
+        slots: number of slots of each device.
+        seconds: seconds since the model was dispatched.
+    """
+
+    segments: tuple[SegmentStats, ...]
+    slots: int
+    seconds: float
+
+    @property
+    def hits(self) -> int:
+        """Calls of blocks that found the weights on a slot."""
+        return sum(each.hits for each in self.segments)
+
+    @property
+    def waits(self) -> int:
+        """Calls of blocks that did not."""
+        return sum(each.waits for each in self.segments)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which calls waited for weights."""
+        return sum(each.waited_s for each in self.segments)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes brought to slots."""
+        return sum(each.moved_bytes for each in self.segments)
+
+    @property
+    def fetches(self) -> int:
+        """Whole weights fetched outside of calls of their block."""
+        return sum(each.fetches for each in self.segments)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of them."""
+        return sum(each.fetched_bytes for each in self.segments)
+
+    def since(self, earlier: RunStats) -> RunStats:
+        """Return the counts since an earlier record of the same model."""
+        before = {each.name: each for each in earlier.segments}
+        segments = tuple(_less(each, before[each.name]) for each in self.segments)
+        return RunStats(segments, self.slots, self.seconds - earlier.seconds)
+
+    def __str__(self) -> str:
+        header = (
+            f"{'segment':32} {'home':5} {'hits':>7} {'waits':>7} {'waited':>9} {'moved':>10} {'alone':>10} {'rows':>8}"
+        )
+        total = SegmentStats(
+            "all",
+            "",
+            self.hits,
+            self.waits,
+            self.waited_s,
+            self.moved_bytes,
+            self.fetches,
+            self.fetched_bytes,
+            sum(each.rows for each in self.segments),
+        )
+        lines = [header, *(_line(each) for each in self.segments), _line(total)]
+        return "\n".join([*lines, *_advice(self)])
+
+
+def _line(each: SegmentStats) -> str:
+    name = each.name if len(each.name) <= 32 else f"...{each.name[-29:]}"
+    moved = f"{_bytes(each.moved_bytes):>10} {_bytes(each.fetched_bytes):>10} {each.rows:8}"
+    return f"{name:32} {each.home:5} {each.hits:7} {each.waits:7} {each.waited_s:7.3f} s {moved}"
+
+
+def _less(each: SegmentStats, before: SegmentStats) -> SegmentStats:
+    counts = {name: getattr(each, name) - getattr(before, name) for name in SegmentStats.__struct_fields__[2:]}
+    return SegmentStats(each.name, each.home, **counts)
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _advice(stats: RunStats) -> list[str]:
+    """Return the sentences on what to change."""
+    found = [f"waited {stats.waited_s:.3f} s of {stats.seconds:.3f} s"]
+    if stats.seconds and stats.waited_s > 0.1 * stats.seconds:
+        found.append(
+            "Computation waits for weights: more memory keeps more of them, or a nearer home sends them faster."
+        )
+    if stats.fetches:
+        worst = max(stats.segments, key=lambda each: each.fetched_bytes)
+        found.append(
+            f"Weights of {worst.name!r} are used outside of its calls, each fetched alone: keep it on its device."
+        )
+    return found
+
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,28 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a model that is dispatched, each with the way back."""
+"""Changes of a model that is dispatched, each with the way back, and the sources of its absent weights."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from accel.bigmodel._dtypes import dtype_of
+from accel.bigmodel._arguments import dtype_of
 from accel.bigmodel.plan import STORES
 from accel.bigmodel.run._absent import absent_parameter
 from accel.bigmodel.run._hooks import hook_block
-from accel.bigmodel.run._origins import BlockOrigin, Fetches, TableOrigin
-from accel.bigmodel.run._places import Place, has_values, kind_of, put, set_memory
-from accel.bigmodel.run._scratch import ScratchSource
-from accel.bigmodel.run._slots import Block, Holder, Slot, StreamedWeight
-from accel.bigmodel.run._stream import Stream
-from accel.bigmodel.run._supplies import Task
-from accel.bigmodel.run._supply import Supply, fill
-from accel.bigmodel.run._transfer import CastTransfer, transfer_to
+from accel.bigmodel.run._places import WeightPlace, has_values, kind_of, put, set_memory
+from accel.bigmodel.run._slots import Block, BlockWeight, CastTransfer, Slot, StreamedWeight, transfer_to
+from accel.bigmodel.run._sources import ScratchSource
+from accel.bigmodel.run._stream import Stream, closed_model
+from accel.bigmodel.run._supplies import Supply, Task, fill
 from accel.tensors import is_dtensor
+
+
+@dataclass(eq=False, slots=True)
+class Fetches:
+    """Counts of what a segment's weights moved outside of calls of blocks.
+
+    Attributes:
+        fetches: number of whole weights.
+        fetched_bytes: bytes of them.
+        rows: number of rows.
+        rows_bytes: bytes of them.
+    """
+
+    fetches: int = 0
+    fetched_bytes: int = 0
+    rows: int = 0
+    rows_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fetched(self, nbytes: int) -> None:
+        """Count a whole weight."""
+        with self._lock:
+            self.fetches += 1
+            self.fetched_bytes += nbytes
+
+    def gathered(self, rows: torch.Tensor, count: int) -> None:
+        """Count rows."""
+        with self._lock:
+            self.rows += count
+            self.rows_bytes += rows.nbytes
+
+
+class BlockOrigin:
+    """A weight of a streamed block: on the block's slot if one holds it, else fetched for this use."""
+
+    def __init__(self, name: str, block: Block, weight: int, stream: Stream, fetches: Fetches, device: torch.device):
+        self.name = name
+        self._block = block
+        self._weight = weight
+        self._stream = stream
+        self._fetches = fetches
+        self._device = device
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model is no longer dispatched."""
+        return self._stream.is_closed
+
+    def values(self) -> torch.Tensor:
+        """Return the values on the computing device."""
+        found = self._stream.here(self._block, self._weight)
+        if found is not None:
+            return found
+        supply = self._block.weights[self._weight].supply
+        self._fetches.fetched(supply.nbytes)
+        return supply.fetch(self._device)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor | None:
+        """Return rows from the host's memory; None where the slot has all, or a file must be read."""
+        if self._stream.is_in_call(self._block):
+            return None
+        self._stream.check_open(self.name)
+        return _gather(self._block.weights[self._weight].supply, index, self._device, self._fetches)
+
+    def stored(self) -> torch.Tensor:
+        """Return the values on the host."""
+        self._stream.check_open(self.name)
+        return _stored(self._block.weights[self._weight].supply)
+
+
+class TableOrigin:
+    """A table of which rows move alone: an embedding away from its device."""
+
+    def __init__(self, name: str, supply: Supply, fetches: Fetches, device: torch.device):
+        self.name = name
+        self.is_closed = False
+        self._supply = supply
+        self._fetches = fetches
+        self._device = device
+
+    def values(self) -> torch.Tensor:
+        """Return the whole table on the computing device."""
+        self._check_open()
+        self._fetches.fetched(self._supply.nbytes)
+        return self._supply.fetch(self._device)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor | None:
+        """Return rows; None where only the whole table can be read."""
+        self._check_open()
+        return _gather(self._supply, index, self._device, self._fetches)
+
+    def stored(self) -> torch.Tensor:
+        """Return the values on the host."""
+        self._check_open()
+        return _stored(self._supply)
+
+    def close(self) -> None:
+        """Refuse every use from now on."""
+        self.is_closed = True
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise closed_model(self.name)
+
+
+def _gather(supply: Supply, index: torch.Tensor, device: torch.device, fetches: Fetches) -> torch.Tensor | None:
+    table = supply.tensor
+    if table is None or table.device.type != "cpu":
+        return None
+    with torch.no_grad():
+        rows = nn.functional.embedding(index.to("cpu"), table).to(supply.dtype)
+    supply.check()
+    fetches.gathered(rows, index.numel())
+    return rows.to(device)
+
+
+def _stored(supply: Supply) -> torch.Tensor:
+    tensor = supply.tensor if supply.tensor is not None else supply.mapped()
+    supply.check()
+    return tensor if tensor is not None and tensor.dtype == supply.dtype else supply.fetch(torch.device("cpu"))
+
 
 Close = Callable[[], None]
 
@@ -52,7 +172,8 @@ def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
         put(task.places, before.to(task.device, dtype))
 
         def back() -> None:
-            put(task.places, _wide(task.places[0].tensor, device, former))
+            if places := tuple(place for place in task.places if place.is_held):
+                put(places, _wide(places[0].tensor, device, former))
 
     opened.callback(back)
 
@@ -125,9 +246,10 @@ def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dic
     return blocks
 
 
-def _holders(task: Task) -> tuple[Holder, ...]:
+def _holders(task: Task) -> tuple[BlockWeight, ...]:
     return tuple(
-        Holder(place.registry, place.key, place.registry[place.key], place.whole, place.part) for place in task.places
+        BlockWeight(place.registry, place.key, place.registry[place.key], place.whole, place.part)
+        for place in task.places
     )
 
 
@@ -171,9 +293,9 @@ def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitSt
     opened.callback(back)
 
 
-def _still_absent(task: Task, absent: torch.Tensor) -> tuple[Place, ...]:
-    """Return the places of a weight that hold the placeholder; the others hold what a call has put there since."""
-    return tuple(place for place in task.places if place.tensor is absent)
+def _still_absent(task: Task, absent: torch.Tensor) -> tuple[WeightPlace, ...]:
+    """Return the places of a weight that hold the placeholder; the others hold what was put there since, or nothing."""
+    return tuple(place for place in task.places if place.is_held and place.tensor is absent)
 
 
 def _wide(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -3,18 +3,208 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
 
 import torch
+from torch import nn
 
-from accel.bigmodel.run._calls import Call, drop_abandoned
-from accel.bigmodel.run._errors import changed_block, closed_model, failed_fill, forked_model
-from accel.bigmodel.run._feeder import Feeder
-from accel.bigmodel.run._order import ObservedOrder, choose_fill
-from accel.bigmodel.run._slots import Block, Slot, put_in
-from accel.bigmodel.run._transfer import Transfer
+from accel.bigmodel.run._slots import Block, Slot, SlotTransfer, put_in
+from accel.errors import AccelError, StreamError, describe, rebuild
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockCall:
+    """A call of a block.
+
+    Attributes:
+        block: the block.
+        slot: the slot that the call uses; None if its weights are fetched one by one.
+        plain: whether autograd records nothing, so that the slot's tensors may be in the model.
+    """
+
+    block: Block
+    slot: Slot | None
+    plain: bool
+
+
+def drop_abandoned(calls: list[BlockCall], release: Callable[[BlockCall], None]) -> None:
+    """Release the calls of a thread that no longer run: torch runs no hook after a KeyboardInterrupt.
+
+    Args:
+        calls: calls that the thread is thought to be in; abandoned ones are removed.
+        release: gives a call's slot back.
+    """
+    running = running_modules()
+    while calls and id(calls[-1].block.module) not in running:
+        release(calls.pop())
+
+
+def running_modules() -> set[int]:
+    """Return the ids of the modules whose `__call__` the calling thread is in."""
+    found: set[int] = set()
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name in ("_call_impl", "inner") else None
+        if isinstance(owner, nn.Module):
+            found.add(id(owner))
+        frame = frame.f_back
+    return found
+
+
+class Fills(Protocol):
+    """The owner of slots."""
+
+    def fill_expected(self) -> None:
+        """Fill slots until nothing more is worth fetching."""
+        ...
+
+
+class Feeder:
+    """A thread that fills slots when it is woken, until it is closed or its owner is gone.
+
+    The interpreter's exit closes it too, after the read that it is in.
+    """
+
+    def __init__(self, owner: Fills, name: str) -> None:
+        self._wakes = SimpleQueue[bool]()
+        self._thread = threading.Thread(
+            target=_feed, args=(weakref.ref(owner), self._wakes), name=f"accel-feeder-{name}", daemon=True
+        )
+        self._thread.start()
+        self._stop = weakref.finalize(owner, _stop, self._wakes, self._thread)
+        self.wake = self._wakes.put
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. A process that another one forks has none of its threads."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the thread, after the read that it is in."""
+        self._stop()
+
+
+def _feed(owner: weakref.ref[Fills], wakes: SimpleQueue[bool]) -> None:
+    while wakes.get():
+        found = owner()
+        if found is None:
+            return
+        found.fill_expected()
+        del found  # or the thread would keep the model alive
+
+
+def _stop(wakes: SimpleQueue[bool], thread: threading.Thread) -> None:
+    wakes.put(False)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def closed_model(where: str) -> StreamError:
+    """Return the error of a use after `close`.
+
+    Args:
+        where: name of the block or weight.
+    """
+    return StreamError(
+        "the dispatched model is closed",
+        where=where,
+        fix="Call the model inside of `with accel.dispatch_model(...)`, or dispatch it again.",
+    )
+
+
+def forked_model(where: str) -> StreamError:
+    """Return the error of a use in a process that was forked from the model's, and that lacks its threads.
+
+    Args:
+        where: name of the block.
+    """
+    return StreamError(
+        "the thread that fetches blocks is not in this process",
+        where=where,
+        fix="Dispatch the model after the fork, in each process that calls it.",
+    )
+
+
+def changed_block(name: str) -> StreamError:
+    """Return the error of a block that has written to its slot, or has put other tensors in the place of its own."""
+    return StreamError(
+        "a streamed block has changed its own weights or buffers, and the change is lost",
+        where=name,
+        fix="Keep its segment on the device that computes.",
+    )
+
+
+def failed_fill(error: Exception, name: str) -> AccelError:
+    """Return the error of a block's fill as one of this package: new each time, of the same type if it has one."""
+    if isinstance(error, AccelError):
+        return rebuild(describe(error))
+    return StreamError(f"{name!r} could not be fetched", got=f"{type(error).__name__}: {error}", where=name)
+
+
+class ObservedOrder:
+    """The successor of each block: that of the plan until it ran once, then the one that followed it last.
+
+    Blocks are numbers from 0 in the order of the plan.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._next = [*range(1, count), 0]
+        self.last = count - 1
+
+    def ran(self, block: int) -> bool:
+        """Note that a block runs; return whether another one was expected."""
+        surprise = self._next[self.last] != block
+        self._next[self.last] = block
+        self.last = block
+        return surprise
+
+    def ahead(self, count: int) -> list[int]:
+        """Return at most `count` blocks that are expected after the last one, the nearest first, each once."""
+        found: list[int] = []
+        block = self._next[self.last]
+        while len(found) < count and block != self.last and block not in found:
+            found.append(block)
+            block = self._next[block]
+        return found
+
+
+def choose_fill(
+    held: Sequence[int | None], free: Sequence[bool], demanded: Sequence[int], ahead: Sequence[int]
+) -> tuple[int, int] | None:
+    """Return the block to fetch next and the slot for it; None if nothing is worth fetching.
+
+    A demanded block comes first. Others come in the order expected, and replace only a block that is wanted later.
+
+    Args:
+        held: by slot, the block that it holds or is being filled with; None for an empty one.
+        free: by slot, whether it may be filled now.
+        demanded: blocks that a thread waits for, the first come first.
+        ahead: blocks expected next, the nearest first; others are wanted later than all of these.
+    """
+    spare = [slot for slot, is_free in enumerate(free) if is_free]
+    if not spare:
+        return None
+    distance = {block: at for at, block in enumerate(ahead)}
+
+    def wanted(slot: int) -> tuple[bool, int]:
+        block = held[slot]
+        return block is None, len(ahead) if block is None else distance.get(block, len(ahead))
+
+    victim = max(spare, key=wanted)
+    for block in demanded:
+        if block not in held:
+            return block, victim
+    for at, block in enumerate(ahead[: len(held)]):
+        if block not in held and at < wanted(victim)[1]:
+            return block, victim
+    return None
 
 
 class Stream:
@@ -31,7 +221,7 @@ class Stream:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], slots: Sequence[Slot], transfer: Transfer, *, feeds: bool = True
+        self, blocks: Sequence[Block], slots: Sequence[Slot], transfer: SlotTransfer, *, feeds: bool = True
     ) -> None:
         self.blocks = blocks
         self.slots = slots
@@ -54,12 +244,12 @@ class Stream:
             self._scarce = len(self.slots) < len(self.blocks)  # else no call makes room for another block
             self._wake(True)
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[BlockCall]:
         """Return the calls of blocks that the calling thread is in, the outermost first."""
         try:
             return self._calls.stack
         except AttributeError:
-            self._calls.stack = list[Call]()
+            self._calls.stack = list[BlockCall]()
             return self._calls.stack
 
     def enter(self, block: Block) -> None:
@@ -83,7 +273,7 @@ class Stream:
                 if self._demanded:  # another thread may wait for the slot that this call gives up
                     self._wake(True)
                 raise
-        calls.append(Call(block, slot, plain))
+        calls.append(BlockCall(block, slot, plain))
         if slot is not None and slot.filled is not None:
             self._transfer.arrived(slot)
 
@@ -121,7 +311,7 @@ class Stream:
         if calls and calls[-1].block is block:
             self._release(calls.pop())
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: BlockCall) -> None:
         block, slot = call.block, call.slot
         if slot is not None:
             self._transfer.left(slot)
@@ -147,6 +337,7 @@ class Stream:
             return changed
         if changed:
             block.is_replaced = False
+            slot.views.pop(block.index, None)  # its tensors may have other memory now
             slot.empty()
         if self._scarce or self._demanded:
             self._wake(True)

@@ -1,21 +1,206 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supplies of all weights of a map: checked before anything is read, then read where the map keeps them in memory."""
+"""Supplies of weights: a tensor in host memory, a mapped file, or bytes that a source reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 
-from accel.bigmodel._dtypes import copy_in_range, dtype_of
+from accel.bigmodel._arguments import copy_in_range, dtype_of, name_of
 from accel.bigmodel._source import StoredTensor, WeightSource
 from accel.bigmodel.plan import STORES, DeviceMap, Segment, Weight
 from accel.bigmodel.run._absent import AbsentTensor
-from accel.bigmodel.run._places import Place, has_values, held
-from accel.bigmodel.run._supply import Mappable, Supply, TensorSource, fill
+from accel.bigmodel.run._places import WeightPlace, has_values, held
 from accel.errors import CheckpointError, ConfigError, did_you_mean
+
+
+@runtime_checkable
+class Mappable(Protocol):
+    """A source that gives tensors as mapped files."""
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor of the host whose pages are read when they are touched.
+
+        Raises:
+            ConfigError: one that cannot be mapped.
+        """
+        ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A source that tells whether the files of its weights have been rewritten."""
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Note some bytes of weights that stay in files.
+
+        Raises:
+            CheckpointError: a file cannot be read, or has changed since it was opened.
+        """
+        ...
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise if files of weights have changed since they were opened.
+
+        Raises:
+            CheckpointError: one of them has.
+        """
+        ...
+
+
+def _check_has_values(name: str, tensor: object) -> None:
+    if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+        return
+    got = "one on the meta device" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    raise ConfigError("a source without values", expected="a tensor for each name", got=got, where=f"source[{name!r}]")
+
+
+class TensorSource:
+    """A mapping of tensors as a `WeightSource`; each tensor is looked up when it is read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Look at shapes and dtypes.
+
+        Raises:
+            ConfigError: a value that is no tensor, or that has no memory.
+        """
+        for name, tensor in tensors.items():
+            _check_has_values(name, tensor)
+        self._tensors = tensors
+        self._entries = {
+            name: StoredTensor(shape=tuple(tensor.shape), dtype=name_of(tensor.dtype), nbytes=tensor.nbytes)
+            for name, tensor in tensors.items()
+        }
+
+    @property
+    def entries(self) -> Mapping[str, StoredTensor]:
+        """Shapes and dtypes by name."""
+        return self._entries
+
+    def read(self, targets: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors to the targets."""
+        for name, target in targets:
+            target.copy_(self._tensors[name].detach())
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return the tensor itself."""
+        return self._tensors[name].detach()
+
+    def close(self) -> None:
+        """Do nothing: the mapping is the caller's."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Supply:
+    """Place of a weight's bytes between uses.
+
+    Attributes:
+        name: name of the weight in the source.
+        shape: sizes of the weight.
+        dtype: dtype in which the model computes.
+        tensor: the values, in host memory, a mapped file, or on the computing device; None where the source reads them.
+        source: reads the values where `tensor` is None.
+        files: the source of a mapped `tensor`, which tells whether its file has been rewritten; None of another one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: torch.Tensor | None
+    source: WeightSource | None
+    files: Watched | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a fetch moves."""
+        if self.tensor is not None:
+            return self.tensor.nbytes
+        assert self.source is not None
+        return self.source.entries[self.name].nbytes
+
+    def stored_dtype(self) -> torch.dtype:
+        """Return the dtype of the stored values."""
+        if self.tensor is not None:
+            return self.tensor.dtype
+        assert self.source is not None
+        return dtype_of(self.source.entries[self.name].dtype)
+
+    def mapped(self) -> torch.Tensor | None:
+        """Return the values in a mapped file; None where the source maps none, or not this one."""
+        if not isinstance(self.source, Mappable):
+            return None
+        try:
+            return self.source.mapped(self.name)
+        except ConfigError:  # in several parts, or in a store
+            return None
+
+    def check(self) -> None:
+        """Raise if the values lie in a mapped file that has been rewritten.
+
+        Raises:
+            CheckpointError: they do.
+        """
+        if self.files is not None:
+            self.files.check((self.name,))
+
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        """Return the values in new memory of a device."""
+        if self.tensor is not None and self.tensor.device.type != "cpu":
+            return self.tensor.to(device, self.dtype, copy=True)
+        target = torch.empty(self.shape, dtype=self.dtype)
+        fill([(self, target)])
+        return target.to(device)
+
+
+def check_mapped(supplies: Sequence[Supply]) -> None:
+    """Raise if values that were just used lie in mapped files that have been rewritten.
+
+    Raises:
+        CheckpointError: they do.
+    """
+    names: dict[int, tuple[Watched, list[str]]] = {}
+    for supply in supplies:
+        if supply.files is not None:
+            names.setdefault(id(supply.files), (supply.files, []))[1].append(supply.name)
+    for files, each in names.values():
+        files.check(each)
+
+
+def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:
+    """Fill tensors of the host; each source reads its own ones together.
+
+    Args:
+        targets: supplies, each with a contiguous CPU tensor of the weight's shape, of any dtype.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        ConfigError: values that a target's dtype does not hold.
+    """
+    reads: dict[int, tuple[WeightSource, list[tuple[str, torch.Tensor]]]] = {}
+    casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for supply, target in targets:
+        if supply.tensor is not None:
+            held.append((target, supply.tensor))
+            continue
+        assert supply.source is not None
+        stored = supply.stored_dtype()
+        read = target if stored == target.dtype else torch.empty(supply.shape, dtype=stored)
+        if read is not target:
+            casts.append((supply.name, target, read))
+        reads.setdefault(id(supply.source), (supply.source, []))[1].append((supply.name, read))
+    if held:  # by one call of torch's, for which the thread lets the interpreter go once
+        cast(Any, torch)._foreach_copy_([target for target, _ in held], [tensor for _, tensor in held])
+        check_mapped([supply for supply, _ in targets])
+    for source, each in reads.values():
+        source.read(each)
+    for name, target, read in casts:
+        copy_in_range(target, read, name=name)
+
 
 Way = Literal["resident", "cast", "mapped", "streamed", "rows"]
 
@@ -40,11 +225,11 @@ class Task(NamedTuple):
     way: Way
     home: str
     device: torch.device
-    places: tuple[Place, ...]
+    places: tuple[WeightPlace, ...]
 
 
 def list_tasks(
-    device_map: DeviceMap, devices: Mapping[str, torch.device], places: Mapping[str, tuple[Place, ...]]
+    device_map: DeviceMap, devices: Mapping[str, torch.device], places: Mapping[str, tuple[WeightPlace, ...]]
 ) -> list[Task]:
     """Return the tasks of all weights of a map, in its order."""
     tasks: list[Task] = []
@@ -166,6 +351,7 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
     """
     supplies: dict[str, Supply] = {}
     reads: list[tuple[Supply, torch.Tensor]] = []
+    _watch(tasks, source)
     for task in tasks:
         if task.way == "resident":
             continue
@@ -180,7 +366,10 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
         assert stored is not None
         from_file = Supply(stored, shape, dtype, None, source)
         if isinstance(source, Mappable) and (task.home == "mmap" or task.way == "rows" or is_memory(source)):
-            supplies[name] = Supply(stored, shape, dtype, _stored_as(source.mapped(stored), at_home, task), None)
+            mapped = source.mapped(stored)
+            here = _stored_as(mapped, at_home, task)
+            files = source if here is mapped and isinstance(source, Watched) else None
+            supplies[name] = Supply(stored, shape, dtype, here, None, files)
         elif task.home not in STORES:
             target = torch.empty(shape, dtype=at_home)
             if task.way == "cast" and task.device.type != "cpu":
@@ -195,6 +384,15 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
             supplies[name] = from_file
     fill(reads)
     return supplies
+
+
+def _watch(tasks: Sequence[Task], source: WeightSource | None) -> None:
+    """Let a source note bytes of the weights that stay in its files, before any of them is used."""
+    if not isinstance(source, Watched):
+        return
+    staying = [task for task in tasks if task.way != "resident" and needs_source(task)]
+    names = [stored_name(task.weight, source) for task in staying if task.home in STORES or task.way == "rows"]
+    source.watch(name for name in names if name is not None)
 
 
 def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Tensor:

@@ -12,10 +12,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from accel.bigmodel._devices import device_of
-from accel.bigmodel._model import check_model
-from accel.bigmodel.run._calls import running_modules
+from accel.bigmodel._arguments import check_model, device_of
 from accel.bigmodel.run._places import has_values, set_memory
+from accel.bigmodel.run._stream import running_modules
 from accel.errors import ConfigError, StreamError
 
 M = TypeVar("M", bound=nn.Module)

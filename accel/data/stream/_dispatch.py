@@ -1,21 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch: ranks that read the whole stream send the others their batches, several steps to a message."""
+"""Dispatch: ranks that read the whole stream send the others their batches as bytes, several steps to a message."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import importlib
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 import torch
 
+from accel.collectives import check_packable, flat_bytes, is_large, pack, unpack
 from accel.comm import Call, broadcast_bytes, exchange, inline_bytes, receive_flat, send_flat, shared_failure
 from accel.context import DistContext
-from accel.data.stream._packing import BatchPacker, BatchUnpacker, PackedBatches
 from accel.data.stream._prefetch import AgreedStep, ReadStep
 from accel.data.stream._reader import LocalBatch
-from accel.errors import DataError
+from accel.errors import DataError, TreeError
+from accel.tree import is_its_values
+
+_LEAVES = (str, bytes, bool, int, float, type(None))
+_KEYS = (str, bytes, bool, int, type(None))
+_PLAIN = {"list": list, "tuple": tuple, "dict": dict, "OrderedDict": OrderedDict}
+
+Spec = list[Any]  # ["float32"] a tensor, [] another leaf, [kind, keys, specs] a container
+
+
+class _BatchHeader(msgspec.Struct, frozen=True, array_like=True):
+    """A batch's shapes, its other leaves, and its structure if that has changed."""
+
+    spec: Spec | None
+    shapes: list[list[int]]
+    values: list[Any]
+
+
+class PackedBatches(msgspec.Struct, frozen=True, eq=False):
+    """Batches as bytes.
+
+    Attributes:
+        header_bytes: length of the headers, which come before the tensors.
+        buffer: uint8 on the CPU, shape [length].
+        large: bytes of each large tensor, uint8 on the CPU, shape [bytes]. They travel beside the buffer, because
+            copying them into it costs more.
+    """
+
+    header_bytes: int
+    buffer: torch.Tensor
+    large: list[torch.Tensor] = []
+
+
+class BatchPacker:
+    """Packs batches for one peer, and remembers the structure that the peer has."""
+
+    def __init__(self) -> None:
+        self._known: Spec | None = None
+
+    def pack(self, batches: Sequence[object], *, whole: bool = False) -> PackedBatches:
+        """Return batches as bytes; large tensors share their memory with the batches.
+
+        Args:
+            batches: dicts, mappings such as UserDict, lists, tuples, namedtuples, dataclasses and Structs of tensors,
+                numbers, text, bytes and None.
+            whole: whether large tensors are copied into the buffer too.
+
+        Raises:
+            TreeError: something else is inside, named by its path.
+        """
+        tensors: list[torch.Tensor] = []
+        headers: list[_BatchHeader] = []
+        for batch in batches:
+            first = len(tensors)
+            values: list[Any] = []
+            spec = _describe(batch, "$", tensors, values)
+            changed = spec != self._known
+            self._known = spec
+            shapes = [list(tensor.shape) for tensor in tensors[first:]]
+            headers.append(_BatchHeader(spec if changed else None, shapes, values))
+        text = msgspec.msgpack.encode(headers)
+        head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        beside = [not whole and is_large(tensor.dtype, tensor.numel()) for tensor in tensors]
+        small = [tensor for tensor, alone in zip(tensors, beside, strict=True) if not alone]
+        large = [flat_bytes(tensor.cpu()) for tensor, alone in zip(tensors, beside, strict=True) if alone]
+        return PackedBatches(len(text), pack([head, *small], torch.device("cpu")), large)
+
+
+class BatchUnpacker:
+    """Unpacks the packed batches of one `BatchPacker`, in the order in which it packed them."""
+
+    def __init__(self) -> None:
+        self._known: Spec = []
+
+    def unpack(self, packed: PackedBatches) -> list[Any]:
+        """Return the batches; their tensors share the buffer's memory."""
+        text = ctypes.string_at(packed.buffer.data_ptr(), packed.header_bytes)
+        headers = msgspec.msgpack.decode(text, type=list[_BatchHeader])
+        specs: list[Spec] = []
+        for header in headers:
+            self._known = self._known if header.spec is None else header.spec
+            specs.append(self._known)
+        kinds = [dtype for spec in specs for dtype in _dtypes(spec)]
+        tensors = _tensors(packed, kinds, [shape for header in headers for shape in header.shapes])
+        return [_build(spec, tensors, iter(header.values)) for spec, header in zip(specs, headers, strict=True)]
+
+
+def _tensors(
+    packed: PackedBatches, dtypes: Sequence[torch.dtype], shapes: Sequence[list[int]]
+) -> Iterator[torch.Tensor]:
+    """View the tensors of packed batches: the large ones beside the buffer, if there are any, and the others in it."""
+    apart = bool(packed.large)
+    beside = [apart and is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    listed = list(zip(dtypes, shapes, beside, strict=True))
+    inside = [(dtype, shape) for dtype, shape, alone in listed if not alone]
+    inside_dtypes = [torch.uint8, *(dtype for dtype, _ in inside)]
+    inside_shapes = [[packed.header_bytes], *(shape for _, shape in inside)]
+    small = iter(unpack(packed.buffer, inside_dtypes, inside_shapes)[1:])
+    large = iter(packed.large)
+    return (next(large).view(dtype).view(shape) if alone else next(small) for dtype, shape, alone in listed)
+
+
+def _describe(node: Any, path: str, tensors: list[torch.Tensor], values: list[Any]) -> Spec:
+    if isinstance(node, torch.Tensor):
+        check_packable(path, node, node.device)
+        tensors.append(node)
+        return [str(node.dtype).removeprefix("torch.")]
+    if type(node) in _LEAVES:
+        if not _is_plain(node):
+            raise _unsendable(node, path)
+        values.append(node)
+        return []
+    kind, keys, children = _taken_apart(node, path)
+    steps = [f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in keys or range(len(children))]
+    inner = [_describe(child, path + step, tensors, values) for child, step in zip(children, steps, strict=True)]
+    return [kind, keys, inner]
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether MessagePack can hold a number or a text; names of files may be no Unicode."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**64
+    if type(value) is str and not value.isascii():
+        return value == value.encode(errors="replace").decode()
+    return True
+
+
+def _taken_apart(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
+    """Return a container's kind, keys and children."""
+    kind = cast(Any, type(node))
+    if kind in (list, tuple):
+        return kind.__name__, [], node
+    if kind in (dict, OrderedDict) and all(type(key) in _KEYS and _is_plain(key) for key in node):
+        return kind.__name__, list(node), list(node.values())
+    names: Sequence[str] | None = None
+    if issubclass(kind, tuple):
+        names = getattr(cast(Any, kind), "_fields", None)
+    elif issubclass(kind, msgspec.Struct):
+        names = kind.__struct_fields__
+    elif dataclasses.is_dataclass(cast(Any, kind)):
+        names = [field.name for field in dataclasses.fields(cast(Any, kind))]
+    mapping = cast("Mapping[Any, Any]", node) if names is None and _is_sendable_mapping(node) else None
+    if mapping is None and names is None:
+        raise _unsendable(node, path)
+    where = f"{kind.__module__}:{kind.__qualname__}"
+    if "<locals>" in where or _find(where) is not kind:
+        raise TreeError(
+            "a class that other ranks cannot import by its name",
+            expected="a class at the top of a module",
+            got=where,
+            where=path,
+            fix="Move the class out of the function, or use a dict.",
+        )
+    if mapping is not None:
+        return where, list(mapping), list(mapping.values())
+    return where, list(names or ()), [getattr(node, name) for name in names or ()]
+
+
+def _is_sendable_mapping(node: object) -> bool:
+    """Return whether a mapping that is no dict, such as a UserDict, is made again from its keys and values alone."""
+    if not isinstance(node, Mapping) or isinstance(node, dict):
+        return False
+    mapping = cast("Mapping[Any, Any]", node)
+    return all(type(key) in _KEYS and _is_plain(key) for key in mapping) and is_its_values(mapping)
+
+
+def _build(spec: Spec, tensors: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
+    if not spec:
+        return next(values)
+    if len(spec) == 1:
+        return next(tensors)
+    kind, keys, inner = spec
+    children = [_build(each, tensors, values) for each in inner]
+    if kind in _PLAIN:
+        return cast(Any, _PLAIN[kind])(zip(keys, children, strict=True) if keys else children)
+    found = _find(kind)
+    if issubclass(found, tuple):
+        return cast(Any, found)._make(children)
+    if issubclass(found, Mapping):
+        return cast(Any, found)(dict(zip(keys, children, strict=True)))
+    if issubclass(found, msgspec.Struct):
+        return found(**dict(zip(keys, children, strict=True)))
+    made = object.__new__(found)  # as it was, without running its constructor again
+    for name, child in zip(keys, children, strict=True):
+        object.__setattr__(made, name, child)
+    return made
+
+
+def _find(where: str) -> type[Any]:
+    module, _, name = where.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _dtypes(spec: Spec) -> Iterator[torch.dtype]:
+    if len(spec) == 1:
+        yield getattr(torch, spec[0])
+    elif spec:
+        for each in spec[2]:
+            yield from _dtypes(each)
+
+
+def _unsendable(node: object, path: str) -> TreeError:
+    return TreeError(
+        "a leaf of a batch cannot be sent to another rank",
+        expected="tensors, numbers up to 64 bits, Unicode text, bytes and None in dicts, lists, tuples, namedtuples, "
+        "dataclasses, Structs or mappings such as UserDict",
+        got=f"{type(node).__name__} {node!r:.40}",
+        where=path,
+        fix="Let the collate function make tensors and plain containers.",
+    )
+
 
 _ALIGN = 16
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from accel.comm import Call, reduce_ints, shared_failure
 from accel.context import DistContext
 from accel.data._cursor import StreamPosition
-from accel.data._read_error import read_error
+from accel.data._requests import read_error
 from accel.data._transfer import check_movable
 from accel.data.stream._reader import LocalBatch, Resumable, Skipped, StepPlan, StreamSteps, WorkerStep, at_epoch
 from accel.errors import AccelError, DataError, TreeError

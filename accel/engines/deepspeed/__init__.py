@@ -8,28 +8,44 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.engines.deepspeed._engine import make as make
+    from accel.engines.deepspeed._engine import build_sharded as build_sharded, gathered as gathered, make as make
     from accel.engines.deepspeed._facts import config_of as config_of, read_facts as read_facts
-    from accel.engines.deepspeed._reading import (
+    from accel.engines.deepspeed._record import (
+        DeepSpeed as DeepSpeed,
+        DeepSpeedSetting as DeepSpeedSetting,
+        Offload as Offload,
+        ResolvedDeepSpeed as ResolvedDeepSpeed,
+        RunFacts as RunFacts,
         from_json as from_json,
         from_section as from_section,
         from_setting as from_setting,
         read_deepspeed as read_deepspeed,
     )
-    from accel.engines.deepspeed._record import DeepSpeed as DeepSpeed, Offload as Offload
     from accel.engines.deepspeed._resolve import resolve as resolve
-    from accel.engines.deepspeed._resolved import Facts as Facts, Resolved as Resolved, Setting as Setting
-    from accel.engines.deepspeed._shards import build_sharded as build_sharded, gathered as gathered
 
 __getattr__ = exports(
     __name__,
     {
-        "_engine": ("make",),
-        "_facts": ("config_of", "read_facts"),
-        "_reading": ("from_json", "from_section", "from_setting", "read_deepspeed"),
-        "_record": ("DeepSpeed", "Offload"),
+        "_engine": (
+            "make",
+            "build_sharded",
+            "gathered",
+        ),
+        "_facts": (
+            "config_of",
+            "read_facts",
+        ),
+        "_record": (
+            "from_json",
+            "from_section",
+            "from_setting",
+            "read_deepspeed",
+            "DeepSpeed",
+            "Offload",
+            "RunFacts",
+            "ResolvedDeepSpeed",
+            "DeepSpeedSetting",
+        ),
         "_resolve": ("resolve",),
-        "_resolved": ("Facts", "Resolved", "Setting"),
-        "_shards": ("build_sharded", "gathered"),
     },
 )

@@ -1,30 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed as an engine of the training loop: prepare, hold, step and state. Weights and decisions stay accel's.
-
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.
-"""
+"""DeepSpeed as an engine of the training loop: prepare, hold, step and state; scopes in which stage 3 is whole."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel.context import DistContext
+from accel.context import DistContext, context_first
 from accel.engines.deepspeed._facts import config_of, read_facts
-from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
-from accel.engines.deepspeed._package import initialized
+from accel.engines.deepspeed._package import ZeroOptimizer, connected, initialized, link_weights
+from accel.engines.deepspeed._record import ResolvedDeepSpeed
 from accel.engines.deepspeed._resolve import resolve
-from accel.engines.deepspeed._resolved import Resolved
-from accel.engines.deepspeed._shards import mark_emptied
 from accel.engines.deepspeed._whole import loaded, whole_items
 from accel.errors import ConfigError, PrepareError
-from accel.parallel import HELD, WRAPS, Engine, StepOutcome, StepRequest
+from accel.parallel import EMPTIED, HELD, WRAPS, Engine, EngineOutcome, StepRequest
 from accel.tensors import packed_weights
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@context_first
+@contextlib.contextmanager
+def gathered(ctx: DistContext, parameters: Iterable[torch.Tensor], *, changed_by: int | None = None) -> Generator[None]:
+    """Make sharded parameters whole for a block. A collective; at stages 1 and 2 parameters are whole in any case.
+
+    Args:
+        ctx: the context.
+        parameters: of a model that DeepSpeed shards.
+        changed_by: the rank whose changes all ranks get; None if nothing is changed. The optimizer's fp32 weights are
+            its own, and do not follow.
+    """
+    with connected().zero.GatheredParameters(list(parameters), modifier_rank=changed_by):
+        yield
+
+
+@context_first
+def build_sharded(ctx: DistContext, make: Callable[[], M]) -> M:
+    """Build a model whose parameters are shared out as each module is made. A collective; every rank calls it.
+
+    Args:
+        ctx: the context, with stage 3.
+        make: builds the model; the same on every rank.
+
+    Returns:
+        The model, for `prepare`.
+
+    Raises:
+        ConfigError: another stage than 3.
+        MissingExtraError: DeepSpeed is missing.
+
+    Example:
+        >>> model = build_sharded(ctx, lambda: Llama(config))
+    """
+    config = config_of(ctx)
+    if config.stage != 3:
+        raise ConfigError(
+            "parameters are shared out at stage 3 alone",
+            expected="stage 3",
+            got=f"stage {config.stage}",
+            where="build_sharded",
+            fix="Call make() itself, or pass deepspeed=accel.DeepSpeed(stage=3).",
+        )
+    settings = resolve(config, read_facts(ctx, ())).settings
+    with connected().zero.Init(config_dict_or_path=settings):
+        model = make()
+    mark_emptied(model)
+    return model
+
+
+def mark_emptied(model: nn.Module) -> None:
+    """Note on a model and its modules that their parameters are empty between passes. Mutates them."""
+    for each in model.modules():
+        vars(each)[EMPTIED] = "DeepSpeed's stage 3"
 
 
 def make(ctx: DistContext) -> Engine:
@@ -97,7 +150,7 @@ def _owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     )
 
 
-def _settled(ctx: DistContext, objects: Sequence[Any]) -> Resolved:
+def _settled(ctx: DistContext, objects: Sequence[Any]) -> ResolvedDeepSpeed:
     config = config_of(ctx)
     if config.stage == 0:
         raise ConfigError(
@@ -119,15 +172,36 @@ def _settled(ctx: DistContext, objects: Sequence[Any]) -> Resolved:
         raise ConfigError(
             "DeepSpeed has no fp16 on a CPU", got=ctx.precision.name, where="precision=", fix="Pass precision='bf16'."
         )
-    return resolve(config, read_facts(ctx, objects), imposed={_BOUNDARY: False})
+    resolved = resolve(config, read_facts(ctx, objects), imposed={_BOUNDARY: False})
+    if resolved.newer and ctx.is_main_process:
+        text = "DeepSpeed's configuration has keys that are not on record, which the installed version must know: %s"
+        logging.getLogger("accel.engines").warning(text, ", ".join(resolved.newer))
+    return resolved
 
 
-def _trained(ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved: Resolved) -> tuple[Any, Optimizer]:
+def _trained(
+    ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved: ResolvedDeepSpeed
+) -> tuple[Any, Optimizer]:
     stage = resolved.settings["zero_optimization"]["stage"]
     _check_values(model, stage)
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    engine, _, _, _ = initialized(model, optimizer=optimizer, config=_settings(ctx, resolved))
-    handle = ZeroOptimizer(engine, optimizer, groups, resolved)
+    every = optimizer.param_groups
+    groups = [list(group["params"]) for group in every]
+    trained = [group for group in every if any(each.requires_grad for each in group["params"])]
+    if not trained:
+        raise PrepareError(
+            "the optimizer has no parameter that trains",
+            expected="a parameter with requires_grad",
+            got=f"{sum(map(len, groups))} without",
+            where="prepare",
+            fix="Set requires_grad before prepare; or prepare the model without an optimizer.",
+        )
+    optimizer.param_groups = trained  # DeepSpeed makes a flat tensor of each group, and none of nothing
+    try:
+        engine, _, _, _ = initialized(model, optimizer=optimizer, config=_settings(ctx, resolved))
+    finally:
+        optimizer.param_groups = every
+    link_weights(engine.optimizer)
+    handle = ZeroOptimizer(engine, optimizer, groups, trained, resolved)
     vars(engine)[WRAPS] = "module"
     vars(engine)[HELD] = handle.gradients
     if stage == 3:
@@ -135,7 +209,7 @@ def _trained(ctx: DistContext, model: nn.Module, optimizer: Optimizer, resolved:
     return engine, handle
 
 
-def _frozen(ctx: DistContext, model: nn.Module, resolved: Resolved) -> nn.Module:
+def _frozen(ctx: DistContext, model: nn.Module, resolved: ResolvedDeepSpeed) -> nn.Module:
     """Return a model without an optimizer: sharded at stage 3, else whole on the device."""
     if resolved.settings["zero_optimization"]["stage"] < 3:
         return model.to(ctx.device)
@@ -156,6 +230,15 @@ def _check_values(model: nn.Module, stage: int) -> None:
             where="prepare",
             fix="Build it by accel.engines.deepspeed.build_sharded(ctx, make).",
         )
+    flat = next((name for name, each in model.named_parameters() if not each.dim()), None)
+    if flat is not None:
+        raise PrepareError(
+            "DeepSpeed does not take parameters without a dimension",
+            expected="parameters of one dimension or more",
+            got=f"{flat} of shape []",
+            where="prepare",
+            fix="Give it shape [1], as torch.nn.Parameter(torch.tensor([value])); or take strategy='fsdp' or 'ddp'.",
+        )
     kinds = {name: type(model.get_parameter(name)) for name in packed_weights(model)}
     wrong = [name for name, kind in kinds.items() if stage == 3 or kind.__module__.startswith("torchao.")]
     if wrong:
@@ -168,7 +251,7 @@ def _check_values(model: nn.Module, stage: int) -> None:
         )
 
 
-def _settings(ctx: DistContext, resolved: Resolved) -> dict[str, Any]:
+def _settings(ctx: DistContext, resolved: ResolvedDeepSpeed) -> dict[str, Any]:
     """Return the settings with a window of one backward, as the loop says where windows end."""
     settings = resolved.settings
     settings["gradient_accumulation_steps"] = 1
@@ -189,7 +272,7 @@ def _backward(ctx: DistContext, loss: torch.Tensor, retain_graph: bool) -> None:
     torch.autograd.backward(loss, retain_graph=retain_graph)  # hooks of DeepSpeed's reduce what there is to reduce
 
 
-def _step(ctx: DistContext, optimizers: Sequence[Optimizer], request: StepRequest) -> StepOutcome:
+def _step(ctx: DistContext, optimizers: Sequence[Optimizer], request: StepRequest) -> EngineOutcome:
     handles = _handles(optimizers)
     _check_request(handles, request)
     for handle in handles:
@@ -202,7 +285,8 @@ def _step(ctx: DistContext, optimizers: Sequence[Optimizer], request: StepReques
         zero = handle.zero
         zero.loss_scale, zero.clip_grad = scale, longest or 0.0  # its own pass divides and clips
         try:
-            handle.engine.step()
+            with handle.inner_groups():
+                handle.engine.step()
         finally:
             zero.loss_scale, zero.clip_grad = 1.0, 0.0
         handle.gradients.clear()
@@ -211,7 +295,7 @@ def _step(ctx: DistContext, optimizers: Sequence[Optimizer], request: StepReques
         elif (norm := handle.engine.get_global_grad_norm()) is not None:
             norms.append(torch.as_tensor(norm, dtype=torch.float32))
     joint = torch.stack(norms).square().sum().sqrt() if len(norms) == len(handles) else None
-    return StepOutcome(stepped=finite, finite=finite, grad_norm=joint)
+    return EngineOutcome(stepped=finite, finite=finite, grad_norm=joint)
 
 
 def _check_request(handles: Sequence[ZeroOptimizer], request: StepRequest) -> None:

@@ -10,10 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.context import DistContext
-from accel.data import Loader, Plan, StreamLoader
-from accel.engines.deepspeed._reading import from_setting
-from accel.engines.deepspeed._record import DeepSpeed
-from accel.engines.deepspeed._resolved import Facts
+from accel.data import EpochPlan, Loader, StreamLoader
+from accel.engines.deepspeed._record import DeepSpeed, RunFacts, from_setting
 
 _WIDTHS = ("hidden_size", "hidden_sizes", "n_embd", "d_model", "dim")
 
@@ -23,7 +21,7 @@ def config_of(ctx: DistContext) -> DeepSpeed:
     return from_setting(ctx.settings.deepspeed, ctx.launched.get("deepspeed", "deepspeed="))
 
 
-def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int | None = None) -> Facts:
+def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int | None = None) -> RunFacts:
     """Return what a context and prepared objects say. No communication.
 
     Of several loaders, the first says the size of a micro-batch; of several optimizers and models, the first too.
@@ -44,7 +42,7 @@ def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int
             facts |= {"optimizer": type(each).__name__, "optimizer_values": values}
     if accumulation is None and (ctx.accumulation > 1 or "accumulation" in ctx.launched):
         accumulation = ctx.accumulation
-    return Facts(
+    return RunFacts(
         ranks=ctx.data_parallel[1],
         precision=ctx.precision,
         accumulation=accumulation,
@@ -76,4 +74,4 @@ def _rows(loader: Loader | StreamLoader) -> int | None:
             return loader.batch_size
         return -(-loader.global_batch // loader.world_size)
     plan = loader.source.plan
-    return -(-plan.global_batch // loader.world_size) if isinstance(plan, Plan) else None
+    return -(-plan.global_batch // loader.world_size) if isinstance(plan, EpochPlan) else None

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from accel.errors import ConfigError, MissingExtraError
+from accel.engines.deepspeed._record import ResolvedDeepSpeed
+from accel.errors import ConfigError, MissingExtraError, PrepareError, StepError
 
 # Attributes of DeepSpeed's optimizers that it does not document, by the class that has them; a test looks for them.
 PRIVATE: Mapping[str, Sequence[str]] = {
@@ -25,6 +28,14 @@ PRIVATE: Mapping[str, Sequence[str]] = {
         "_offload_accumulated_param_ids",
         "single_partition_of_fp32_groups",
         "_lazy_init_hp_params_optimizer_state",
+        "_hp_optimizer_states_linked",
+        "round_robin_gradients",
+        "bit16_groups",
+        "bit16_groups_flat",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "real_dp_process_group",
+        "offload_gradient_dict",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
         "loss_scale",
@@ -35,6 +46,7 @@ PRIVATE: Mapping[str, Sequence[str]] = {
         "_epilogue_ran_this_backward",
         "_offload_boundary_param_ids",
         "fp32_partitioned_groups_flat",
+        "fp16_groups",
     ),
 }
 _BEFORE_FIRST = -1  # micro_step_id before the first backward of a window
@@ -89,13 +101,21 @@ def initialized(model: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
 
     Raises:
         ConfigError: the process has no LOCAL_RANK, which DeepSpeed reads from the environment alone; or as `connected`.
+        PrepareError: DeepSpeed itself refuses the model or its configuration.
     """
     found = connected()
     try:
         return found.initialize(model=model, **arguments)
-    except AssertionError as error:
-        if "LOCAL_RANK" not in str(error):
+    except Exception as error:
+        if isinstance(error, RuntimeError):  # of torch, such as of memory or of a lost peer
             raise
+        if not isinstance(error, AssertionError) or "LOCAL_RANK" not in str(error):
+            raise PrepareError(
+                "DeepSpeed refuses the model or its configuration",
+                got=f"{type(error).__name__}: {error}",
+                where="prepare, strategy='deepspeed'",
+                fix="See the key that it names in the JSON, or in DeepSpeed(settings=).",
+            ) from error
         raise ConfigError(
             "DeepSpeed reads a variable that this process does not have",
             expected="LOCAL_RANK",
@@ -105,17 +125,49 @@ def initialized(model: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
         ) from error
 
 
-def flat_parameters(zero: Any) -> list[torch.Tensor]:
-    """Return the fp32 partitions that DeepSpeed's inner optimizer steps."""
-    flat = getattr(zero, "single_partition_of_fp32_groups", None)
-    return list(zero.fp32_partitioned_groups_flat if flat is None else flat)
+def flat_parameters(zero: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Return the fp32 partitions that DeepSpeed's inner optimizer steps, each with the model's parameters in it."""
+    if _is_third(zero):
+        return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True))
+    return list(zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True))
+
+
+def link_weights(zero: Any) -> None:
+    """Let fp32 weights be found by parameter where gradients go round robin: their flat group has an order of its own.
+
+    DeepSpeed looks for each parameter at its place in the order of the optimizer's group, unless gaps for alignment lie
+    between them.
+    """
+    if not getattr(zero, "round_robin_gradients", False):
+        return
+    link = package().utils.link_hp_params
+    for at, flat in enumerate(zero.bit16_groups_flat):
+        group = zero.real_dp_process_group[at]
+        reordered = zip(zero.round_robin_bit16_groups[at], zero.round_robin_bit16_offsets[at], strict=True)
+        offsets = {id(parameter): offset for parameter, offset in reordered}
+        size = flat.numel() // torch.distributed.get_world_size(group)
+        link(
+            lp_param_list=zero.bit16_groups[at],
+            flat_hp_partition=zero.single_partition_of_fp32_groups[at],
+            gradient_dict=zero.averaged_gradients,
+            offload_gradient_dict=zero.offload_gradient_dict,
+            use_offload=zero.cpu_offload,
+            param_group_index=at,
+            partition_start=torch.distributed.get_rank(group) * size,
+            partition_size=size,
+            dp_group=group,
+            param_offsets=[offsets[id(parameter)] for parameter in zero.bit16_groups[at]],
+        )
 
 
 def link_state(zero: Any) -> None:
-    """Let state that the inner optimizer was given be found by parameter."""
-    link = getattr(zero, "_lazy_init_hp_params_optimizer_state", None)
-    if link is not None:
-        link()
+    """Let the inner optimizer's state be found by parameter.
+
+    DeepSpeed does so once, when the first group has been stepped and others have no state yet.
+    """
+    if not _is_third(zero):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
 
 
 def holds_gradients(zero: Any) -> bool:
@@ -156,6 +208,101 @@ def _is_third(zero: Any) -> bool:
 
 def _clear_flat(zero: Any) -> None:
     """Set the gradients to zero that an optimizer on the CPU steps with; they stay where they are between steps."""
-    for each in flat_parameters(zero):
+    for each, _ in flat_parameters(zero):
         if each.grad is not None:
             each.grad.zero_()
+
+
+class ZeroGradients:
+    """Gradients of one model. It notes whether a window began with some.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+    """
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+        self._found = False
+
+    def clear(self) -> None:
+        """Drop them, and the note. No communication."""
+        forget_gradients(self._zero)
+        self._found = False
+
+    def note(self) -> None:
+        """Note whether there are any now that a window begins."""
+        self._found = holds_gradients(self._zero)
+
+    def refuse_found(self) -> None:
+        """Raise if the window began with gradients.
+
+        Raises:
+            StepError: on every rank, as all of them ran that backward.
+        """
+        if self._found:
+            raise StepError(
+                "the step would use gradients from before its window",
+                expected="a model without gradients when a window begins",
+                got="gradients that DeepSpeed has reduced already",
+                where="optimizer_step",
+                fix="Call accel.clear_gradients(model) where a window is abandoned, with the model that prepare"
+                " returned.",
+            )
+
+
+class ZeroOptimizer(Optimizer):
+    """An optimizer whose state DeepSpeed shares out among ranks.
+
+    `param_groups` are those of the optimizer that was passed: schedulers change learning rates there.
+
+    Args:
+        engine: DeepSpeed's engine.
+        passed: the optimizer that the user made, which steps inside of DeepSpeed.
+        groups: the model's parameters of each group.
+        trained: the groups with parameters that train, which alone DeepSpeed takes.
+        resolved: the settings.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        passed: Optimizer,
+        groups: Sequence[Sequence[torch.Tensor]],
+        trained: list[dict[str, Any]],
+        resolved: ResolvedDeepSpeed,
+    ) -> None:
+        super().__init__(passed.param_groups, passed.defaults)
+        self.engine = engine
+        self.gradients = ZeroGradients(engine.optimizer)
+        self.passed = passed
+        self.groups = groups
+        self._trained = trained
+        self.resolved = resolved
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's optimizer."""
+        return self.engine.optimizer
+
+    @contextlib.contextmanager
+    def inner_groups(self) -> Generator[None]:
+        """Let the optimizer that was passed have the groups that DeepSpeed counts, for a block of its calls."""
+        every = self.passed.param_groups
+        self.passed.param_groups = self._trained
+        try:
+            yield
+        finally:
+            self.passed.param_groups = every
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Raise: the engine steps.
+
+        Raises:
+            ConfigError: always.
+        """
+        fix = "Call accel.optimizer_step(ctx, optimizer, state)."
+        raise ConfigError("DeepSpeed's engine steps this optimizer", where="optimizer.step", fix=fix)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the window."""
+        self.gradients.clear()

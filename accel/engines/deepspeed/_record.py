@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DeepSpeed`: the options of one model under DeepSpeed, as a frozen record. Free of torch and of DeepSpeed.
-
-A field says what DeepSpeed's JSON says at one key; `settings` holds every other key of that JSON.
-"""
+"""`DeepSpeed`: the options of one model as a frozen record, read from JSON; and settings with their sources."""
 
 from __future__ import annotations
 
+import json
+import os
+import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, cast
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
 
-from accel.errors import ConfigError
+from accel.config import decode_values
+from accel.errors import ConfigError, did_you_mean
+from accel.formats import Precision
+from accel.terminal import show_text
 
 Auto = Literal["auto", "default"]
 Key = tuple[str, ...]  # a path in DeepSpeed's JSON
@@ -153,3 +157,222 @@ def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
 
 def _lowered(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+_SIZES = ("reduce_bucket", "gather_bucket", "prefetch_bucket", "persist_below")
+_OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+_OFFLOAD_FIELDS = {"device": "device", "nvme_path": "path", "pin_memory": "pin_memory"}
+
+
+def read_deepspeed(config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeed:
+    """Return the record of a DeepSpeed configuration. No communication.
+
+    Args:
+        config: path of a JSON file as DeepSpeed takes it, or its content.
+
+    Raises:
+        ConfigError: the file cannot be read or is malformed, or a value is none that its key takes.
+    """
+    if isinstance(config, Mapping):
+        return from_json(config, source="the DeepSpeed settings")
+    path = os.fspath(config)
+    try:
+        text = Path(path).read_bytes().decode()
+    except (OSError, ValueError) as error:
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+        raise ConfigError("DeepSpeed's configuration cannot be read", got=reason, where=path) from None
+    return from_json(decode_values(text, path if path.endswith(".json") else f"{path}.json"), source=path)
+
+
+def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
+    """Return the record of the content of a DeepSpeed JSON.
+
+    Args:
+        values: its keys and values.
+        source: its path, for tables and errors.
+
+    Raises:
+        ConfigError: a value is none that its key takes.
+    """
+    leaves = flat(values)
+    fields: dict[str, Any] = {"stage": 0, **dict.fromkeys(_SIZES, "default")}
+    for name, key in FIELD_KEYS.items():
+        if name in _OFFLOADS:
+            fields[name] = _offload(leaves, key)
+        elif key in leaves:
+            fields[name] = leaves.pop(key)
+    if isinstance(fields["stage"], float) and fields["stage"].is_integer():
+        fields["stage"] = int(fields["stage"])
+    for name in _SIZES:  # 5e8 is usual there
+        if isinstance(value := fields.get(name), float) and value.is_integer():
+            fields[name] = int(value)
+    return _made({**fields, "settings": nested(leaves), "source": source}, source or "DeepSpeed's configuration")
+
+
+def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
+    """Return the record whose fields a section [deepspeed] sets.
+
+    Args:
+        values: fields of `DeepSpeed` and their values.
+        source: place of the section, for tables and errors.
+
+    Raises:
+        ConfigError: no such field, or a value that it does not take.
+    """
+    known = [name for name in DeepSpeed.__struct_fields__ if name != "source"]
+    for name in values:
+        if name not in known:
+            keys = f"Keys of DeepSpeed's own JSON stand in `settings`. {did_you_mean(name, known)}"
+            raise ConfigError("unknown key", got=repr(name), where=source or "section deepspeed", fix=keys)
+    return _made({**values, "source": source}, source or "section deepspeed")
+
+
+def from_setting(text: str, where: str = "deepspeed=") -> DeepSpeed:
+    """Return the record that the setting `deepspeed` stands for. Reads a file where it names one.
+
+    Args:
+        text: path of a DeepSpeed JSON; or the fields of a record as a JSON object, as a section becomes; or nothing.
+        where: place of the setting, for errors.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field or a value is none.
+    """
+    if not text.startswith("{"):
+        return read_deepspeed(text) if text else DeepSpeed()
+    values: dict[str, Any] = msgspec.json.decode(text)
+    source = values.pop("source", where)  # a record says its own
+    return from_section(values, source=source)
+
+
+def _offload(leaves: dict[Key, Any], key: Key) -> dict[str, Any] | None:
+    """Take what the record has a field for; the rest of the section stays a setting of DeepSpeed's."""
+    own = {leaf[-1]: leaf for leaf in leaves if leaf[:-1] == key}
+    if leaves.get((*key, "device")) not in ("cpu", "nvme"):
+        return None  # "none", "auto" or nothing
+    return {
+        field: value
+        for name, field in _OFFLOAD_FIELDS.items()
+        if name in own and (value := leaves.pop(own[name])) not in (None, "")
+    }
+
+
+def _made(fields: dict[str, Any], where: str) -> DeepSpeed:
+    try:
+        return msgspec.convert(fields, DeepSpeed)
+    except msgspec.ValidationError as error:
+        reason = str(error)
+        raise ConfigError("not usable", got=reason[:1].lower() + reason[1:], where=where) from None
+
+
+_COLUMNS = 80
+_VALUE = 14
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Values that context, loader, model and optimizer have. None, or an empty text, where nothing says it.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        precision: number formats of the run.
+        rows: samples of a rank's micro-batch.
+        accumulation: micro-batches of an optimizer step.
+        max_norm: norm to which `optimizer_step` clips.
+        hidden_size: width of the model, as its configuration says.
+        optimizer, optimizer_values: class of the optimizer and its options.
+        places: the place where the user wrote a fact, by its name, for tables and errors.
+    """
+
+    ranks: int = 1
+    precision: Precision = Precision()
+    rows: int | None = None
+    accumulation: int | None = None
+    max_norm: float | None = None
+    hidden_size: int | None = None
+    optimizer: str = ""
+    optimizer_values: Mapping[str, Any] = {}
+    places: Mapping[str, str] = {}
+
+
+class DeepSpeedSetting(NamedTuple):
+    """A value for DeepSpeed, and the place that says it."""
+
+    value: Any
+    source: str
+
+
+class ResolvedDeepSpeed(msgspec.Struct, frozen=True):
+    """Settings for DeepSpeed, without "auto" and without contradictions.
+
+    Attributes:
+        rows: value and source by key, in the order of DeepSpeed's JSON.
+        clipping: norm that the configuration names for clipping; None if it names none.
+        accumulation: micro-batches of an optimizer step that configuration or facts name; None if neither does.
+        newer: keys that the recorded version of DeepSpeed does not have, and that are no slip of one that it has.
+    """
+
+    rows: Mapping[Key, DeepSpeedSetting]
+    clipping: float | None = None
+    accumulation: int | None = None
+    newer: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """A new dict for DeepSpeed, as its JSON is nested."""
+        return nested({key: row.value for key, row in self.rows.items()})
+
+    def table(self) -> str:
+        """Return keys, values and sources as a table of 80 columns."""
+        lines: list[tuple[str, str, str]] = [("KEY", "VALUE", "SOURCE")]
+        above: Key = ()
+        for key, row in sorted(self.rows.items(), key=lambda item: (len(item[0]) > 1, item[0])):
+            new = (depth for depth in range(len(key) - 1) if key[: depth + 1] != above[: depth + 1])
+            lines += [("  " * depth + key[depth], "", "") for depth in new]
+            lines.append(("  " * (len(key) - 1) + key[-1], _short(row.value), row.source))
+            above = key[:-1]
+        lines = [(show_text(key), show_text(value), show_text(source)) for key, value, source in lines]
+        first = max(len(key) for key, _, _ in lines)
+        second = max(len(value) for _, value, _ in lines)
+        return "\n".join(_line(line, first, second) for line in lines)
+
+    def check_step(self, *, max_norm: float | None, accumulation: int | None) -> None:
+        """Compare an optimizer step with what the configuration says.
+
+        Args:
+            max_norm: norm to which the step clips; None if it does not.
+            accumulation: micro-batches of a whole window; None where the caller keeps no record of it.
+
+        Raises:
+            ConfigError: the step clips otherwise, or has other micro-batches than the configuration says.
+        """
+        problems: list[str] = []
+        if self.clipping is not None and max_norm != self.clipping:
+            problems.append(
+                f"gradient_clipping: {self.clipping:g} in DeepSpeed's configuration, but max_norm={max_norm} here. "
+                f'Pass max_norm={self.clipping:g}, or write "auto".'
+            )
+        if None not in (self.accumulation, accumulation) and accumulation != self.accumulation:
+            problems.append(
+                f"gradient_accumulation_steps: {self.accumulation} in DeepSpeed's configuration, but the state has "
+                f'{accumulation}. Pass accumulation={self.accumulation} to train_state, or write "auto".'
+            )
+        if problems:
+            raise contradictions(problems, where="optimizer_step")
+
+
+def contradictions(problems: list[str], where: str) -> ConfigError:
+    """Make the error of all that does not fit."""
+    listed = "".join(f"\n- {each}" for each in problems)
+    return ConfigError("DeepSpeed's configuration contradicts the run", got=listed, where=where)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str) if not isinstance(value, str) else value
+    return text if len(text) <= _VALUE else f"{text[: _VALUE - 3]}..."
+
+
+def _line(cells: tuple[str, str, str], first: int, second: int) -> str:
+    key, value, source = cells
+    begin = f"{key:{first}}  {value:{second}}  "
+    room = max(_COLUMNS - len(begin), 12)
+    parts = textwrap.wrap(source, room, break_on_hyphens=False) or [""]
+    return "\n".join([f"{begin}{parts[0]}".rstrip(), *(" " * len(begin) + part for part in parts[1:])])

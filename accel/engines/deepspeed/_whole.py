@@ -13,8 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.context import DistContext
-from accel.engines.deepspeed._optimizer_handle import ZeroOptimizer
-from accel.engines.deepspeed._package import flat_parameters, link_state, package
+from accel.engines.deepspeed._package import ZeroOptimizer, flat_parameters, link_state, package
 from accel.parallel import WRAPS
 from accel.tensors import packed_weights, part_names
 
@@ -133,15 +132,15 @@ def _whole_optimizer(handle: ZeroOptimizer, of: Mapping[int, nn.Parameter]) -> O
         {**group, "params": [of[id(each)] for each in params]}
         for group, params in zip(passed.param_groups, handle.groups, strict=True)
     ]
-    flat = [each for each in flat_parameters(handle.zero) if passed.state.get(each)]
-    if not flat:
-        return whole
-    first = passed.state[flat[0]]
-    shared = {key: copy.deepcopy(value) for key, value in first.items() if not _is_spread(value, flat[0])}
-    spread = [key for key, value in first.items() if _is_spread(value, flat[0])]
-    for params in handle.groups:
+    stepped = [(flat, params) for flat, params in flat_parameters(handle.zero) if passed.state.get(flat)]
+    if stepped:
+        with handle.inner_groups():
+            link_state(handle.zero)
+    for flat, params in stepped:
+        first = passed.state[flat]
+        spread = [key for key, value in first.items() if _is_spread(key, value, flat)]
         for each in params:
-            state = copy.deepcopy(shared)
+            state = {key: copy.deepcopy(value) for key, value in first.items() if key not in spread}
             for key in spread:
                 value = package().utils.safe_get_full_optimizer_state(each, key)
                 state[key] = value.detach().to("cpu", copy=True)
@@ -149,9 +148,9 @@ def _whole_optimizer(handle: ZeroOptimizer, of: Mapping[int, nn.Parameter]) -> O
     return whole
 
 
-def _is_spread(value: object, flat: torch.Tensor) -> bool:
-    """Return whether a state of the inner optimizer has an element for each weight."""
-    return isinstance(value, torch.Tensor) and value.shape == flat.shape and value.dim() > 0
+def _is_spread(key: str, value: object, parameter: torch.Tensor) -> bool:
+    """Return whether a state of the inner optimizer has an element for each weight; torch counts steps by "step"."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
 
 
 def _give_model(engine: Any, whole: nn.Module) -> None:
@@ -174,24 +173,25 @@ def _give_optimizer(handle: ZeroOptimizer, whole: Optimizer) -> None:
     for group, other in zip(passed.param_groups, whole.param_groups, strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
     handle.gradients.clear()
-    flat = flat_parameters(handle.zero)
-    held = [state for params in whole.param_groups for each in params["params"] if (state := whole.state.get(each))]
-    if not held:
-        passed.state.clear()
-        return
-    first_parameter = next(each for group in whole.param_groups for each in group["params"] if whole.state.get(each))
-    first = whole.state[first_parameter]
-    spread = [key for key, value in first.items() if _is_spread(value, first_parameter)]
-    for each in flat:
-        old = cast(dict[str, Any], passed.state.get(each) or {})
-        shared = {key: copy.deepcopy(value) for key, value in first.items() if key not in spread}
-        passed.state[each] = {key: old[key] if key in old else torch.zeros_like(each) for key in spread} | shared
-    link_state(handle.zero)
     pairs = zip(handle.groups, whole.param_groups, strict=True)
-    for params, group in pairs:
-        for each, other in zip(params, group["params"], strict=True):
-            for key in spread:
-                _give(handle.engine, each, whole.state[other][key], key)
+    of = {id(each): other for params, group in pairs for each, other in zip(params, group["params"], strict=True)}
+    given: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+    for flat, params in flat_parameters(handle.zero):
+        held = [(each, other, state) for each in params if (state := whole.state.get(other := of[id(each)]))]
+        old = cast(dict[str, Any], passed.state.pop(flat, None) or {})
+        if not held:
+            continue
+        _, first, state = held[0]
+        spread = [key for key, value in state.items() if _is_spread(key, value, first)]
+        shared = {key: copy.deepcopy(value) for key, value in state.items() if key not in spread}
+        kept = {key: old[key].zero_() if key in old else torch.zeros_like(flat) for key in spread}
+        passed.state[flat] = kept | shared
+        given += [(each, key, state[key]) for each, _, state in held for key in spread]
+    if given:
+        with handle.inner_groups():
+            link_state(handle.zero)
+    for parameter, key, value in given:
+        _give(handle.engine, parameter, value, key)
 
 
 def _give(engine: Any, parameter: Any, value: torch.Tensor, key: str | None) -> None:

@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING
 from accel.lazy import exports
 
 if TYPE_CHECKING:
-    from accel.engines.megatron._context import from_megatron as from_megatron, megatron_mesh as megatron_mesh
+    from accel.engines.megatron._context import (
+        RankMesh as RankMesh,
+        from_megatron as from_megatron,
+        megatron_mesh as megatron_mesh,
+        mesh_of_groups as mesh_of_groups,
+    )
     from accel.engines.megatron._items import megatron_items as megatron_items
-    from accel.engines.megatron._ranks import RankMesh as RankMesh, mesh_of_groups as mesh_of_groups
 
 __getattr__ = exports(
     __name__,
     {
-        "_context": ("from_megatron", "megatron_mesh"),
+        "_context": (
+            "from_megatron",
+            "megatron_mesh",
+            "RankMesh",
+            "mesh_of_groups",
+        ),
         "_items": ("megatron_items",),
-        "_ranks": ("RankMesh", "mesh_of_groups"),
     },
 )

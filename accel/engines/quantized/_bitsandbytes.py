@@ -12,8 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from accel.engines.quantized._config import Bitsandbytes, dtype_named
-from accel.engines.quantized._packages import package
+from accel.engines.quantized._config import Bitsandbytes, dtype_named, package
 from accel.errors import CheckpointError
 from accel.tensors import Packed, integers
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to quantize: frozen records, one for each package."""
+"""Ways to quantize: frozen records, one for each package, and the packages, imported when they are needed."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import importlib
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
 
-from accel.errors import ConfigError, check_choice
+from accel.errors import ConfigError, MissingExtraError, check_choice
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 TorchaoKind = Literal["int8", "int8_dynamic", "int4", "int4_grouped", "float8", "float8_dynamic"]
@@ -122,3 +123,22 @@ def _check_dtypes(config: object, *names: DtypeName | None) -> None:
 
 def _at(config: object) -> str:
     return type(config).__name__
+
+
+def package(name: str) -> Any:
+    """Import a module of bitsandbytes or torchao.
+
+    Raises:
+        MissingExtraError: it is not installed, or does not import.
+    """
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError, OSError) as error:  # a library for another system, or for another CUDA
+        extra = name.partition(".")[0]
+        raise MissingExtraError(
+            f"quantization by {extra} needs a package that does not import",
+            expected=name,
+            got=f"{type(error).__name__}: {error}",
+            where="load_quantized",
+            fix=f"Run `pip install 'accel[{extra}]'`.",
+        ) from error

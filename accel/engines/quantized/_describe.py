@@ -14,16 +14,56 @@ from torch import nn
 
 from accel.bigmodel import Skeleton, Weight, describe
 from accel.bigmodel.load import weight_dtype_name
-from accel.engines.quantized._config import Bitsandbytes, Quantization, Torchao, dtype_named, patterns
-from accel.engines.quantized._formats import check_installed, empty, empty_layer
+from accel.engines.quantized import _bitsandbytes, _torchao
+from accel.engines.quantized._config import Bitsandbytes, Quantization, Torchao, dtype_named, package, patterns
 from accel.errors import ConfigError, did_you_mean
 from accel.parallel import Select, named_modules
 from accel.tensors import FORMATS, Packed, is_absent, is_dtensor
 
+
+def check_installed(config: Quantization) -> None:
+    """Raise `MissingExtraError` unless the package of a record imports."""
+    _ = package("bitsandbytes" if isinstance(config, Bitsandbytes) else "torchao.quantization")
+
+
+def take_apart(module: nn.Module, key: str, tensor: Any) -> Packed | None:
+    """Return a parameter of a module as plain tensors; None for one that is no quantized weight.
+
+    Args:
+        module: the module.
+        key: name of the parameter in it.
+        tensor: the parameter, of a class of bitsandbytes or torchao.
+    """
+    if type(tensor).__module__.partition(".")[0] == "bitsandbytes":
+        return _bitsandbytes.take_apart(module, tensor)
+    return _torchao.take_apart(key, tensor) if hasattr(tensor, "__tensor_flatten__") else None
+
+
+def quantize(weight: torch.Tensor, config: Quantization) -> Packed:
+    """Quantize a matrix on its device."""
+    if isinstance(config, Bitsandbytes):
+        return _bitsandbytes.quantize(weight, config)
+    return _torchao.quantize(weight, config)
+
+
+def empty(shape: tuple[int, int], dtype: torch.dtype, config: Quantization) -> Packed:
+    """Return a quantized weight without values."""
+    if isinstance(config, Bitsandbytes):
+        return _bitsandbytes.empty(shape, dtype, config)
+    return _torchao.empty(shape, dtype, config)
+
+
+def empty_layer(old: nn.Linear, config: Quantization) -> nn.Linear:
+    """Return a layer with another one's bias, whose weight is still to come."""
+    if isinstance(config, Bitsandbytes):
+        return _bitsandbytes.empty_layer(old, config)
+    return _torchao.empty_layer(old, config)
+
+
 _SHOWN = 5
 
 
-class Layer(NamedTuple):
+class QuantizedLayer(NamedTuple):
     """A linear layer that is quantized.
 
     Attributes:
@@ -39,7 +79,7 @@ class Layer(NamedTuple):
     template: Packed
 
 
-class Plan(NamedTuple):
+class QuantizationPlan(NamedTuple):
     """The changes that a record makes to a model.
 
     Attributes:
@@ -47,7 +87,7 @@ class Plan(NamedTuple):
         dtypes: dtype of each other floating-point tensor, by `id`.
     """
 
-    layers: list[Layer]
+    layers: list[QuantizedLayer]
     dtypes: dict[int, torch.dtype]
 
 
@@ -78,7 +118,7 @@ def describe_quantized(model: nn.Module, config: Quantization, *, blocks: Select
     return Skeleton(segments=segments)
 
 
-def plan_layers(model: nn.Module, config: Quantization) -> Plan:
+def plan_layers(model: nn.Module, config: Quantization) -> QuantizationPlan:
     """Return the layers that a record quantizes: each `nn.Linear` with a weight of its own, but for those to skip.
 
     Raises:
@@ -111,12 +151,12 @@ def plan_layers(model: nn.Module, config: Quantization) -> Plan:
         if type(module) is nn.Linear and not kept and id(module) not in spared and users[id(module.weight)] == 1:
             chosen.append((name, module))
     _check_layers(chosen, config)
-    layers: list[Layer] = []
+    layers: list[QuantizedLayer] = []
     for name, module in chosen:
         dtype = dtypes.pop(id(module.weight), module.weight.dtype)
         shape = (module.out_features, module.in_features)
-        layers.append(Layer(name, module, dtype, empty(shape, dtype, config)))
-    return Plan(layers, dtypes)
+        layers.append(QuantizedLayer(name, module, dtype, empty(shape, dtype, config)))
+    return QuantizationPlan(layers, dtypes)
 
 
 def replace_layer(model: nn.Module, old: nn.Linear, new: nn.Linear, weight: nn.Parameter) -> Callable[[], None]:

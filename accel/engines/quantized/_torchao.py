@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.engines.quantized._config import Torchao
-from accel.engines.quantized._packages import package
+from accel.engines.quantized._config import Torchao, package
 from accel.errors import ConfigError, DeviceError, MissingExtraError
 from accel.tensors import Packed
 

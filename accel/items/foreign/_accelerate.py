@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of checkpoints of Hugging Face Accelerate; pickles are read by torch's weights-only loader."""
+"""Checkpoints of Hugging Face Accelerate, into live objects or imported; pickles by torch's weights-only loader."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +17,19 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.checkpoint import is_list, is_object
+from accel.checkpoint import Content, Item, ItemKind, check_tensor, encode, is_list, is_object, save
 from accel.comm import Call, agreed, call_site
-from accel.context import DistContext, context_first
+from accel.context import DistContext, context_first, single
 from accel.errors import CheckpointError, ConfigError
 from accel.items._kinds import Stateful, bare_optimizer, check_items
 from accel.items._matching import apply_changes, drop_gradients, undo_changes
 from accel.items._module import ModuleState, module_states
 from accel.items._optimizer import optimizer_change
+from accel.items._rng import capture_row
 from accel.items._source import Change, Problems, facts
 from accel.optim import parameters_of
 from accel.precision import LossScale
-from accel.storage import open_directory, read_reference
+from accel.storage import RemotePath, as_place, open_directory, read_reference
 from accel.tensors import is_dtensor
 
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -216,3 +218,59 @@ def _missing(source: Path, name: str, present: list[str]) -> CheckpointError:
     return CheckpointError(
         f"{name}: missing", expected="a folder that Accelerate's save_state wrote", got=got, where=str(source), fix=fix
     )
+
+
+_MODULE = re.compile(r"(model(?:_[0-9]+)?)\.safetensors", re.ASCII)
+_STATEFUL = re.compile(r"(scheduler(?:_[0-9]+)?|custom_checkpoint_[0-9]+)\.(bin|pkl)", re.ASCII)
+
+
+def import_accelerate(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str] | RemotePath, *, step: int
+) -> Path | RemotePath:
+    """Convert a folder of Accelerate's `save_state` to a checkpoint. No communication.
+
+    Items are named after the files: `model`, `model_1`, `scheduler`, `custom_checkpoint_0`. Optimizers are left out:
+    their files number parameters and do not name them, so only `load_accelerate_state`, with live ones, loads them. The
+    logger `accel.checkpoint` lists what is left out. Everything is in memory at once.
+
+    Args:
+        folder: folder such as `checkpoint_3`; its pickles are read by torch's weights-only loader, which runs no code.
+        out: folder or URL of the run's checkpoints.
+        step: step of the checkpoint.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: no model as safetensors, a file that holds more than weights and plain values, or a disk that
+            failed.
+    """
+    source = Path(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    items: dict[str, Item] = {}
+    with open_directory(source) as opened:
+        names = opened.names()
+        for file in names:
+            if (match := _MODULE.fullmatch(file)) is not None:
+                for key, tensor in read_reference(opened, file).items():
+                    check_tensor(tensor, f"{match[1]}.{key}")
+                    tensors[f"{match[1]}.{key}"] = tensor
+                items[match[1]] = _item("module", {})
+            elif (match := _STATEFUL.fullmatch(file)) is not None:
+                items[match[1]] = _item("stateful", encode(read_saved(source / file), match[1], tensors))
+            else:
+                logging.getLogger("accel.checkpoint").warning("not taken from %s: %s", source, file)
+        if not any(item.kind == "module" for item in items.values()):
+            raise CheckpointError(
+                "no model.safetensors",
+                expected="a folder that Accelerate's save_state wrote",
+                got=", ".join(names[:8]) or "an empty folder",
+                where=str(source),
+                fix="Only models that were saved as safetensors are taken.",
+            )
+        content = Content(shared={}, main=tensors, own={}, loose={}, items=items, row=capture_row(single(), {}))
+        return save(single(), as_place(out), content, step=step, keep=None, metrics={})
+
+
+def _item(kind: ItemKind, value: object) -> Item:
+    return Item(kind=kind, type="", value=value)  # the files name no classes

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.observe._media import Figure, Images, Table, png_of
-from accel.observe._tracker import Config, Ending, Run, Tracker, Values
+from accel.observe._tracker import Config, Ending, Figure, Images, Run, Table, Tracker, Values, png_of
 from accel.observe.trackers._packages import load, markdown, needs, picture
 
 

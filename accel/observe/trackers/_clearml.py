@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.observe._media import Artifact, Figure, Images, Table
-from accel.observe._tracker import Config, Ending, Run, Tracker, Values
+from accel.observe._tracker import Artifact, Config, Ending, Figure, Images, Run, Table, Tracker, Values
 from accel.observe.trackers._packages import array, load, needs, picture
 
 

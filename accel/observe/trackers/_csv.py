@@ -9,14 +9,14 @@ import os
 import time
 from pathlib import Path
 
+from accel.observe._log import TIME, split_times
 from accel.observe._tracker import Config, Ending, Run, Tracker, Values
-from accel.observe._values import TIME, split_times
 from accel.observe.trackers._line_file import LineFile, first_step, open_lines
 
 _AT = f"{TIME}at"
 
 
-class _Open:
+class _OpenCsv:
     """An open file and its columns; names of values stand before those of clocks."""
 
     def __init__(self, lines: LineFile) -> None:
@@ -38,9 +38,9 @@ def csv(path: str | os.PathLike[str] = "metrics.csv") -> Tracker:
     def place(run: Run) -> Path:
         return run.folder_for("csv") / path if not Path(path).is_absolute() else Path(path)
 
-    def start(run: Run, config: Config) -> _Open:
+    def start(run: Run, config: Config) -> _OpenCsv:
         del config  # in run.json
-        live = _Open(open_lines(place(run), run))
+        live = _OpenCsv(open_lines(place(run), run))
         live.lines.cut_back(run, _step_of, begin=len(live.lines.first_line()))
         return live
 
@@ -60,7 +60,7 @@ def _step_of(line: bytes) -> int | None:
     return int(step) if step.isdigit() else None
 
 
-def _log(live: _Open, values: Values, step: int) -> None:
+def _log(live: _OpenCsv, values: Values, step: int) -> None:
     numbers, times = split_times(values)
     clocks = {f"{TIME}{name}": value for name, value in times.items()} | {_AT: round(time.time(), 3)}
     row: dict[str, float] = {"step": step, **numbers, **clocks}
@@ -69,7 +69,7 @@ def _log(live: _Open, values: Values, step: int) -> None:
     live.lines.append(_row([_cell(row.get(name)) for name in live.columns]))
 
 
-def _widen(live: _Open, names: list[str], clocks: list[str]) -> None:
+def _widen(live: _OpenCsv, names: list[str], clocks: list[str]) -> None:
     """Add the columns that are missing, in the order in which they came."""
     before = live.columns
     values = [name for name in before[1:] if not name.startswith(TIME)]
@@ -93,6 +93,6 @@ def _cell(value: float | None) -> str:
     return "" if value is None else repr(value)  # nan, inf and -inf as they are
 
 
-def _finish(live: _Open, ending: Ending) -> None:
+def _finish(live: _OpenCsv, ending: Ending) -> None:
     del ending
     live.lines.close()

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accel.observe._media import Figure, Images, png_of
-from accel.observe._tracker import Config, Ending, Run, Tracker, Values
+from accel.observe._tracker import Config, Ending, Figure, Images, Run, Tracker, Values, png_of
 from accel.observe.trackers._packages import load, needs, picture
 
 

@@ -12,20 +12,19 @@ from typing import Any
 
 import msgspec
 
-from accel.observe._media import Figure, Images, Table, png_of
-from accel.observe._tracker import Config, Run, Tracker, Values
-from accel.observe._values import split_times
+from accel.observe._log import split_times
+from accel.observe._tracker import Config, Figure, Images, Run, Table, Tracker, Values, png_of
 from accel.observe.trackers._line_file import LineFile, first_step, open_lines
 from accel.run_folder import METRICS, encode_line
 
 _MEDIA = "media"
 
 
-class _Step(msgspec.Struct):
+class _StepRecord(msgspec.Struct):
     step: int
 
 
-class _Open(msgspec.Struct, frozen=True):
+class _OpenJsonl(msgspec.Struct, frozen=True):
     lines: LineFile
     media: Path
 
@@ -43,11 +42,11 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
     def place(run: Run) -> Path:
         return run.folder_for("jsonl") / path if not Path(path).is_absolute() else Path(path)
 
-    def start(run: Run, config: Config) -> _Open:
+    def start(run: Run, config: Config) -> _OpenJsonl:
         del config  # in run.json
         lines = open_lines(place(run), run)
         lines.cut_back(run, _step_of)
-        return _Open(lines, lines.path.parent / _MEDIA)
+        return _OpenJsonl(lines, lines.path.parent / _MEDIA)
 
     return Tracker(
         "jsonl",
@@ -65,31 +64,31 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
 
 def _step_of(line: bytes) -> int | None:
     try:
-        return msgspec.json.decode(line, type=_Step).step
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(line, type=_StepRecord).step
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _log(live: _Open, values: Values, step: int) -> None:
+def _log(live: _OpenJsonl, values: Values, step: int) -> None:
     numbers, times = split_times(values)
     live.lines.append(encode_line(step, numbers, {**times, "at": round(time.time(), 3)}))
 
 
-def _log_images(live: _Open, images: Images, step: int) -> None:
+def _log_images(live: _OpenJsonl, images: Images, step: int) -> None:
     for at, pixels in enumerate(images.tensors):
         _write(live, f"{images.name}-{step:08}-{at}.png", png_of(pixels))
 
 
-def _log_figure(live: _Open, figure: Figure, step: int) -> None:
+def _log_figure(live: _OpenJsonl, figure: Figure, step: int) -> None:
     _write(live, f"{figure.name}-{step:08}.png", figure.png)
 
 
-def _log_table(live: _Open, table: Table, step: int) -> None:
+def _log_table(live: _OpenJsonl, table: Table, step: int) -> None:
     content: dict[str, Any] = {"columns": table.columns, "rows": table.rows}
     _write(live, f"{table.name}-{step:08}.json", msgspec.json.encode(content))
 
 
-def _write(live: _Open, name: str, content: bytes) -> None:
+def _write(live: _OpenJsonl, name: str, content: bytes) -> None:
     live.media.mkdir(exist_ok=True)
     _ = (live.media / _safe(name)).write_bytes(content)
 

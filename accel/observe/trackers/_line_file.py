@@ -28,6 +28,7 @@ class LineFile:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._size = os.fstat(self._fd).st_size
+        self._is_torn = False
         _flush_folder(path.parent)
 
     def first_line(self) -> bytes:
@@ -41,16 +42,21 @@ class LineFile:
         """Append a line.
 
         Raises:
-            OSError: the disk failed; the file holds no part of the line.
+            OSError: the disk failed; the file holds no part of the line, or will not when the next one is appended.
         """
         written = 0
+        if self._is_torn:
+            os.ftruncate(self._fd, self._size)
+        self._is_torn = True
         try:
             while written < len(line):
                 written += os.write(self._fd, line[written:])
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
+                self._is_torn = False
             raise
+        self._is_torn = False
         self._size += len(line)
 
     def cut(self, size: int) -> None:
@@ -76,10 +82,17 @@ class LineFile:
     def replace(self, content: bytes) -> None:
         """Replace the whole file, by one rename."""
         beside = self.path.with_name(f"{self.path.name}.partial")
-        _ = beside.write_bytes(content)
-        fd = os.open(beside, os.O_RDWR | os.O_APPEND)
-        os.fsync(fd)
-        os.replace(beside, self.path)
+        fd = -1
+        try:
+            _ = beside.write_bytes(content)
+            fd = os.open(beside, os.O_RDWR | os.O_APPEND)
+            os.fsync(fd)
+            os.replace(beside, self.path)
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+            beside.unlink(missing_ok=True)  # it may take the last of the space
+            raise
         os.close(self._fd)
         self._fd = fd
         self._size = len(content)

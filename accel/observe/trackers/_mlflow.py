@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
-from accel.observe._media import Artifact, Figure, Images, Table, png_of
-from accel.observe._tracker import Config, Ending, Ranks, Run, Tracker, Values
+from accel.errors import ConfigError
+from accel.observe._tracker import Artifact, Config, Ending, Figure, Images, Ranks, Run, Table, Tracker, Values, png_of
 from accel.observe.trackers._packages import load, needs, picture
 
 _TAG = "accel.run"
@@ -42,10 +44,43 @@ class _Live:
         return self.last_steps[key]
 
 
+class MlflowVariables(NamedTuple):
+    """Variables of MLflow users that its client does not read itself.
+
+    Attributes:
+        experiment: `MLFLOW_EXPERIMENT_NAME`; empty if it is not set.
+        tags: `MLFLOW_TAGS`.
+    """
+
+    experiment: str
+    tags: dict[str, str]
+
+
+def read_mlflow(environ: Mapping[str, str]) -> MlflowVariables:
+    """Read `MLFLOW_EXPERIMENT_NAME` and `MLFLOW_TAGS`. Pure.
+
+    Raises:
+        ConfigError: the tags are no JSON object of texts.
+    """
+    text = environ.get("MLFLOW_TAGS", "")
+    try:
+        tags = msgspec.json.decode(text or "{}", type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            "the tags for MLflow cannot be read",
+            expected='a JSON object of texts, such as {"team": "vision"}',
+            got=text[:80],
+            where="MLFLOW_TAGS",
+            fix="Correct or unset the variable, or pass accel.trackers.mlflow(tags=...).",
+        ) from error
+    return MlflowVariables(environ.get("MLFLOW_EXPERIMENT_NAME", ""), tags)
+
+
 def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options: Any) -> Tracker:
     """Return the tracker that writes to MLflow, by an `MlflowClient`. Extra: `mlflow`.
 
-    The project is the experiment. A resumed run is the same run: it is found by its tag `accel.run`. MLflow cannot
+    The project is the experiment, unless `MLFLOW_EXPERIMENT_NAME` names another. `MLFLOW_TAGS`, a JSON object, adds
+    tags to a new run; tags passed here win. A resumed run is found by its tag `accel.run`. MLflow cannot
     delete points, so steps that an earlier process has logged already are not logged again.
 
     Args:
@@ -54,19 +89,26 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
         options: of `MlflowClient.create_run`, such as `tags`; and `artifact_location` of a new experiment.
     """
     location = options.pop("artifact_location", None)
+    installed = needs("mlflow", "mlflow", "sqlalchemy", "alembic")
+
+    def check(run: Run) -> None:
+        _ = read_mlflow(os.environ)
+        installed(run)
 
     def start(run: Run, config: Config) -> _Live:
         client = load("mlflow").MlflowClient(tracking_uri=tracking_uri)
+        variables = read_mlflow(os.environ)
+        project = variables.experiment or run.project
         prefix = "" if ranks == "main" else f"rank_{run.rank}/"
         if run.rank > 0:
-            return _Live(client, _find(client, run, _FIND_S), prefix, False)
-        found = "" if run.step is None else _find(client, run, 0.0)
+            return _Live(client, _find(client, project, run.id, _FIND_S), prefix, False)
+        found = "" if run.step is None else _find(client, project, run.id, 0.0)
         if found:
             client.update_run(found, status="RUNNING")
             return _Live(client, found, prefix, True)
-        tags = {**options.get("tags", {}), _TAG: run.id}
+        tags = {**variables.tags, **options.get("tags", {}), _TAG: run.id}
         given = {"run_name": run.name, **options, "tags": tags}
-        made = client.create_run(_experiment(client, run.project, location), **given).info.run_id
+        made = client.create_run(_experiment(client, project, location), **given).info.run_id
         _log_config(client, made, config)
         return _Live(client, made, prefix, True)
 
@@ -87,18 +129,18 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
         log_table=_log_table,
         log_figure=_log_figure,
         log_artifact=_log_artifact,
-        check=needs("mlflow", "mlflow", "sqlalchemy", "alembic"),
+        check=check,
         ranks=ranks,
     )
 
 
-def _find(client: Any, run: Run, patience_s: float) -> str:
+def _find(client: Any, project: str, run_id: str, patience_s: float) -> str:
     """Return MLflow's id of a run; empty if there is none in time and the run may be made."""
     until = time.monotonic() + patience_s
     while True:
-        experiment = client.get_experiment_by_name(run.project)
+        experiment = client.get_experiment_by_name(project)
         if experiment is not None:
-            query = f"tags.`{_TAG}` = '{run.id}'"
+            query = f"tags.`{_TAG}` = '{run_id}'"
             for found in client.search_runs([experiment.experiment_id], query, max_results=1):
                 return found.info.run_id
         if time.monotonic() >= until:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from accel.errors import MissingExtraError
-from accel.observe._media import Table
-from accel.observe._tracker import Run
+from accel.observe._tracker import Run, Table
 
 
 def needs(tracker: str, *modules: str, extra: str = "") -> Callable[[Run], None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.observe._media import Figure, Images
-from accel.observe._tracker import Config, Ending, Run, Tracker
+from accel.observe._tracker import Config, Ending, Figure, Images, Run, Tracker
 from accel.observe.trackers._packages import array, load, needs, picture
 
 _ID_LENGTH = 21

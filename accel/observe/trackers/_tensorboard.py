@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from accel.observe._media import Figure, Images
-from accel.observe._tracker import Config, Ranks, Run, Tracker, Values
+from accel.observe._tracker import Config, Figure, Images, Ranks, Run, Tracker, Values
 from accel.observe.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name
 
 

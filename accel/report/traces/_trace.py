@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace of torch.profiler as sets of intervals: work, communication, waits for data, steps.
-
-On a GPU, work is what the device does: kernels, copies, fills; communication is a kernel of NCCL. On a CPU, work is an
-operator without those inside of it, communication an event of gloo or c10d. The format is Chrome's:
-https://docs.pytorch.org/docs/stable/profiler.html.
-"""
+"""A trace of torch.profiler as sets of intervals: work, communication, waits for data, steps."""
 
 from __future__ import annotations
 
@@ -18,7 +13,48 @@ from typing import Any
 import msgspec
 
 from accel.errors import ConfigError
-from accel.report.traces._intervals import Span, union
+
+Span = tuple[float, float]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Return spans in any order, which may overlap, as a set of intervals. Empty spans vanish."""
+    merged: list[Span] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def subtract(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
+    """Return the part of a set that is not in another one."""
+    rest: list[Span] = []
+    first = 0
+    for start, end in left:
+        while first < len(right) and right[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(right) and right[at][0] < end:
+            if right[at][0] > start:
+                rest.append((start, right[at][0]))
+            start = max(start, right[at][1])
+            at += 1
+        if start < end:
+            rest.append((start, end))
+    return rest
+
+
+def intersect(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
+    """Return the part of a set that is in another one, too."""
+    return subtract(left, subtract(left, right))
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Return the length of a set."""
+    return sum(end - start for start, end in spans)
+
 
 DATA = "accel.data"
 _LOADER = "enumerate(DataLoader)"
@@ -99,15 +135,15 @@ class _Event(msgspec.Struct, frozen=True):
         return (self.ts, self.ts + self.dur)
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _TracedRank(msgspec.Struct, frozen=True):
     rank: int | None = None
     world_size: int | None = None
 
 
 class _File(msgspec.Struct, frozen=True):
     traceEvents: list[_Event]  # noqa: N815 - the format's own name
-    distributedInfo: _Place = _Place()  # noqa: N815
-    accel: _Place = _Place()
+    distributedInfo: _TracedRank = _TracedRank()  # noqa: N815
+    accel: _TracedRank = _TracedRank()
 
 
 def read_traces(folder: Path) -> list[Trace]:
@@ -151,7 +187,7 @@ def parse_trace(name: str, content: bytes) -> Trace:
     """
     try:
         file = msgspec.json.decode(content, type=_File)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("not a trace of torch.profiler", got=str(error), where=name) from error
     events = [event for event in file.traceEvents if event.ph == "X" and event.dur > 0]
     on_gpu = any(event.cat == "kernel" for event in events)

@@ -9,14 +9,23 @@ from accel.lazy import exports
 
 if TYPE_CHECKING:
     from accel.report.watch._app import WatchApp as WatchApp, open_app as open_app
-    from accel.report.watch._followed import FollowedRun as FollowedRun
-    from accel.report.watch._lines import rank_rows as rank_rows, status_line as status_line
+    from accel.report.watch._followed import (
+        FollowedRun as FollowedRun,
+        rank_rows as rank_rows,
+        status_line as status_line,
+    )
 
 __getattr__ = exports(
     __name__,
     {
-        "_app": ("WatchApp", "open_app"),
-        "_followed": ("FollowedRun",),
-        "_lines": ("rank_rows", "status_line"),
+        "_app": (
+            "WatchApp",
+            "open_app",
+        ),
+        "_followed": (
+            "FollowedRun",
+            "rank_rows",
+            "status_line",
+        ),
     },
 )

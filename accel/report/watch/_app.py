@@ -13,11 +13,8 @@ from textual.containers import Grid, Horizontal
 from textual.widgets import DataTable, Footer, Header, Static
 from textual_plotext import PlotextPlot
 
-from accel.report._curves import AT, Curve, thin
-from accel.report._run_data import RunData
-from accel.report._state import state_of
-from accel.report.watch._followed import FollowedRun
-from accel.report.watch._lines import rank_rows, status_line
+from accel.report._run_data import AT, MetricCurve, RunData, state_of, thin
+from accel.report.watch._followed import FollowedRun, rank_rows, status_line
 from accel.terminal import show_age, show_size, show_text
 
 _SHOWN = 4  # curves on the screen
@@ -154,7 +151,7 @@ def open_app(followed: FollowedRun, *, every_s: float, now_s: Any) -> None:
     WatchApp(followed, every_s=every_s, now_s=now_s).run()
 
 
-def _draw(plot: PlotextPlot, name: str, curve: Curve) -> None:
+def _draw(plot: PlotextPlot, name: str, curve: MetricCurve) -> None:
     plt: Any = plot.plt
     plt.clear_data()
     steps, values = thin(curve.steps, curve.values, _POINTS)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder, read again and again: new lines of metrics alone, records and checkpoints when they change."""
+"""A run's folder, read again and again, and its state as one line and rows of its ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from accel.report._curves import Curves
-from accel.report._run_data import RunData, StoredCheckpoint
-from accel.run_folder import METRICS, Position, decode_line, read_launches, read_new, read_run
+from accel.report._run_data import Curves, RunData, RunState, StoredCheckpoint
+from accel.report._tables import rank_text, show_number
+from accel.run_folder import METRICS, LaunchRecord, Position, decode_line, read_launches, read_new, read_run
+from accel.terminal import show_clock, show_text
 
 
 class FollowedRun:
@@ -54,3 +56,60 @@ class FollowedRun:
             launches=read_launches(self._folder),
             checkpoints=self._checkpoints,
         )
+
+
+_MOST_VALUES = 6
+_LONGEST = 120  # characters of an error
+_RATES = ("samples_per_s", "tokens_per_s", "mfu")  # readings of clocks that stand in the line; all have a curve
+
+
+def status_line(run: RunData, state: RunState) -> str:
+    """Return a run's state in one line: step, last values, speed, ranks, newest checkpoint."""
+    curves = run.curves
+    if state.kind == "unknown" and curves.last_step is None and not run.checkpoints:
+        return show_text(f"nothing of a run in {run.folder}")
+    parts = [] if curves.last_step is None else [f"step {curves.last_step}"]
+    for name, curve in list(curves.values.items())[:_MOST_VALUES]:
+        if (end := curve.last) is not None:
+            parts.append(f"{name} {show_number(end[1])}")
+    parts += _speeds(run)
+    counts = Counter(text.partition(":")[0] for *_, text in rank_rows(run.launches))
+    told = ", ".join(f"{count} {text}" for text, count in counts.items())
+    parts += [f"ranks: {told}"] if told else []
+    whole = [each.name for each in run.checkpoints if not each.problem]
+    parts += [whole[-1]] if whole else []
+    return show_text("  ".join([*parts, state.text + _message(run, state)]))
+
+
+def _message(run: RunData, state: RunState) -> str:
+    """Return the first line of the error that ended the newest launch."""
+    attempts = run.launches[-1].attempts if run.launches and state.kind == "failed" else ()
+    error = attempts[-1].error if attempts else None
+    if error is None or not error.message or not state.text.endswith(error.exception):
+        return ""
+    line = error.message.splitlines()[0]
+    return f": {line if len(line) <= _LONGEST else line[:_LONGEST] + '…'}"
+
+
+def _speeds(run: RunData) -> list[str]:
+    """Return steps per second by the clock, and the run's own rates."""
+    speed = run.curves.speed()
+    told = [] if speed is None else [f"{speed:.3g} steps/s"]
+    curves = run.curves.time
+    ends = {name: curves[name].last for name in _RATES if name in curves}
+    return told + [f"{name} {end[1]:.4g}" for name, end in ends.items() if end is not None]
+
+
+def rank_rows(launches: Sequence[LaunchRecord]) -> list[tuple[str, str, str, str]]:
+    """Return a row for each rank of the newest launch, on all of its hosts: rank, host, time until its end, state."""
+    if not launches:
+        return []
+    newest = launches[-1]
+    together = [each for each in launches if each.ended_s is None or each.ended_s > newest.started_s]
+    rows: dict[int, tuple[str, str, str, str]] = {}
+    for launch in [*together, newest]:
+        attempt = launch.attempts[-1] if launch.attempts else None
+        for rank in attempt.ranks if attempt else ():
+            after = "" if rank.ended_s is None or attempt is None else show_clock(rank.ended_s - attempt.started_s)
+            rows[rank.rank] = (str(rank.rank), launch.host, after, rank_text(rank))
+    return [rows[rank] for rank in sorted(rows)]

@@ -4,6 +4,5 @@
 `python -m accel.testing.selfcheck` runs it under any launcher; on one rank without.
 """
 
-from accel.testing.selfcheck._checks import CHECKS as CHECKS, Check as Check
+from accel.testing.selfcheck._checks import CHECKS as CHECKS, Check as Check, run_checks as run_checks
 from accel.testing.selfcheck._outcome import Outcome as Outcome, likely_cause as likely_cause
-from accel.testing.selfcheck._run import run_checks as run_checks

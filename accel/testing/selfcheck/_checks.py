@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks. Each computes with all ranks first and judges afterwards, so that no rank leaves the others waiting."""
+"""The checks, run one by one and agreed on; each computes with all ranks first and judges afterwards."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +22,7 @@ from accel.items import load_state, save_state
 from accel.optim import Accumulation
 from accel.precision import autocast, loss_scale
 from accel.process import any_rank, wait_for_everyone
+from accel.testing.selfcheck._outcome import Outcome, likely_cause
 from accel.training import accumulate, backward, optimizer_step, prepare
 
 Judged = tuple[str, list[str]]  # what was seen, and what is wrong with it on this rank
@@ -103,7 +104,7 @@ def gradients(ctx: DistContext, _folder: Path) -> Judged:
     """Training on all ranks gives the parameters that one process gives on the same samples. A collective."""
     ctx = replace(ctx, precision="fp32")
     run = _Run(ctx, dropout=0.0)
-    run.train(2 * len(run.loader))
+    run.train(2 * run.epoch_steps)
     alone = _train_alone(ctx.device, _BATCH * ctx.world_size, epochs=2)
     mine = _flat(run.model)
     error = float((mine - alone).abs().max() / alone.abs().max())
@@ -111,7 +112,7 @@ def gradients(ctx: DistContext, _folder: Path) -> Judged:
     problems = [] if error < _TOLERANCE else [f"parameters differ from one process's by {error:.2g}"]
     if not bool((everyone == everyone[0]).all()):
         problems.append("ranks have different parameters after the same steps")
-    return f"{2 * len(run.loader)} steps, within {error:.0e} of one process", problems
+    return f"{2 * run.epoch_steps} steps, within {error:.0e} of one process", problems
 
 
 def checkpoint(ctx: DistContext, folder: Path) -> Judged:
@@ -123,10 +124,10 @@ def checkpoint(ctx: DistContext, folder: Path) -> Judged:
         began = time.perf_counter()
         path = save_state(ctx, out, straight.items(), step=2)
         seconds = time.perf_counter() - began
-        straight.train(len(straight.loader))
+        straight.train(straight.epoch_steps)
         resumed = _Run(ctx)
         resumed.load(path)
-        resumed.train(len(resumed.loader))
+        resumed.train(resumed.epoch_steps)
         wait_for_everyone(ctx)
     finally:
         if ctx.is_local_main_process:
@@ -163,8 +164,9 @@ class _Run:
         self.ctx = ctx
         model = _model(dropout).to(ctx.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loader = DataLoader(_dataset(), batch_size=_BATCH, shuffle=True)
-        self.model, self.optimizer, self.loader = prepare(ctx, model, optimizer, loader)
+        self.rows = DataLoader(_dataset(), batch_size=_BATCH, shuffle=True)
+        self.epoch_steps = len(prepare_loader(ctx, self.rows))
+        self.model, self.optimizer = prepare(ctx, model, optimizer)
         self.cursor = Cursor(seed=_SEED)
         self.accum = Accumulation()
         self.scaler = loss_scale(ctx)
@@ -178,8 +180,9 @@ class _Run:
         self.cursor, self.accum, self.scaler = loaded["cursor"], loaded["accum"], loaded["scaler"]
 
     def train(self, steps: int) -> None:
+        loader = prepare_loader(self.ctx, self.rows)  # a new one each time, as in a run that goes on
         while steps > 0:
-            for batch in batches(self.ctx, self.loader, self.cursor):
+            for batch in batches(self.ctx, loader, self.cursor):
                 inputs, targets = batch.data
                 accum = self.accum.next(last=batch.is_last)
                 with accumulate(self.ctx, accum, self.model):
@@ -254,3 +257,74 @@ def _identity(device: torch.device) -> str:
 
 def _list(tensor: torch.Tensor) -> list[Any]:
     return cast(Any, tensor).tolist()
+
+
+_MOST_PROBLEMS = 4
+_NO_FOLDER = "takes a folder that all hosts share; name it with --folder"
+
+
+def run_checks(
+    ctx: DistContext,
+    folder: Path | None,
+    note: Callable[[list[Outcome]], None],
+    checks: Sequence[Check] = CHECKS,
+) -> list[Outcome]:
+    """Run checks, each to its end on all ranks. A collective.
+
+    Args:
+        ctx: the context.
+        folder: for checkpoints, on a file system that all hosts share; None to leave out the checks that need one.
+        note: called with the outcomes so far, before and after each check.
+        checks: the ones to run.
+
+    Returns:
+        An outcome for each check, the same on every rank.
+
+    Raises:
+        Exception: an error of this rank alone, after which the ranks cannot agree any more.
+    """
+    outcomes: list[Outcome] = []
+    for check in checks:
+        if check.in_folder and folder is None:
+            outcomes.append(Outcome(name=check.name, state="skipped", detail=_NO_FOLDER))
+            note(outcomes)
+            continue
+        note([*outcomes, Outcome(name=check.name, state="running", cause=check.cause)])
+        outcomes.append(_outcome(ctx, check, folder or Path()))
+        note(outcomes)
+    return outcomes
+
+
+def _outcome(ctx: DistContext, check: Check, folder: Path) -> Outcome:
+    began = time.perf_counter()
+    try:
+        seen, problems = check.run(ctx, folder)
+        raised = None
+    except Exception as error:
+        seen, problems, raised = "", [f"{type(error).__name__}: {error}"], error
+    try:
+        told = gather_object(ctx, (seen, problems))
+    except Exception as error:
+        raise raised or error from error
+    wrong = _by_rank([problems for _, problems in told])
+    seconds = time.perf_counter() - began
+    if not wrong:
+        return Outcome(name=check.name, state="ok", detail=told[0][0], seconds=seconds)
+    detail = "\n".join(wrong)
+    return Outcome(
+        name=check.name, state="failed", detail=detail, cause=likely_cause(detail, check.cause), seconds=seconds
+    )
+
+
+def _by_rank(told: Sequence[Sequence[str]]) -> list[str]:
+    """Return each problem once, with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problems in enumerate(told):
+        for problem in problems:
+            ranks.setdefault(problem, []).append(rank)
+    lines = [
+        f"rank{'s' if len(having) > 1 else ''} {', '.join(map(str, having))}: {problem}"
+        for problem, having in ranks.items()
+    ]
+    more = [f"and {len(lines) - _MOST_PROBLEMS} more"] if len(lines) > _MOST_PROBLEMS else []
+    return lines[:_MOST_PROBLEMS] + more

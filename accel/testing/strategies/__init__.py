@@ -15,18 +15,17 @@ except ImportError as error:
         fix='Run: pip install "accel[testing]".',
     ) from error
 
-from accel.testing.strategies._tensors import DTYPES as DTYPES, tensors as tensors
-from accel.testing.strategies._trees import (
+from accel.testing.strategies._worlds import (
+    DTYPES as DTYPES,
     Pair as Pair,
     Point as Point,
     Record as Record,
-    rank_trees as rank_trees,
-    trees as trees,
-)
-from accel.testing.strategies._worlds import (
     World as World,
     faults as faults,
+    rank_trees as rank_trees,
     schedules as schedules,
+    tensors as tensors,
+    trees as trees,
     worlds as worlds,
     write_faults as write_faults,
 )

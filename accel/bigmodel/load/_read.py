@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in files as a `WeightSource`: bytes straight to a tensor's memory, or in chunks that torch copies."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from accel.bigmodel._arguments import copy_in_range, dtype_of
+from accel.bigmodel._source import StoredTensor
+from accel.checkpoint import Box, Strided, StridedPart, cut, file_order, is_contiguous, runs
+from accel.errors import ConfigError, did_you_mean
+from accel.storage import CHUNK, PAGE, ByteRanges, LocalRanges, Passed, Wanted
+
+_LARGE = 1 << 20  # from here on memory has pages of its own
+_OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+def plan_jobs(
+    stored: Strided, target: torch.Tensor, *, name: str, is_shared: bool = False, has_peers: bool = False
+) -> Iterator[Wanted | Passed]:
+    """Plan the reads that fill a tensor; other dtypes, strides and devices cost a chunk of memory at a time.
+
+    Args:
+        stored: the stored tensor, or a box of one.
+        target: plain tensor of its shape, of any floating-point dtype for a floating-point one.
+        name: its name, for errors.
+        is_shared: whether other processes of the host read the same elements.
+        has_peers: whether other processes of the host read elements that lie between these.
+    """
+    dtype = dtype_of(stored.dtype)
+    plain = target.device.type == "cpu" and target.dtype == dtype != torch.bool
+    with torch.no_grad():
+        torch.autograd.graph.increment_version(target)
+        for part in stored.parts:
+            inside = target.detach()[_index(part.box)]
+            if not inside.numel():
+                continue
+            if plain and inside.is_contiguous() and is_contiguous(part, dtype.itemsize):
+                yield Wanted(part.file, part.start, inside.nbytes, inside.data_ptr(), is_shared)
+            else:
+                yield from _passes(part, inside, dtype, partial(copy_in_range, name=name), is_shared, has_peers)
+
+
+def plan_comparison(stored: Strided, target: torch.Tensor, differs: Callable[[], object]) -> Iterator[Passed]:
+    """Plan the reads that compare a CPU tensor with a stored one; calls `differs` for each read that differs."""
+    dtype = dtype_of(stored.dtype)
+    for part in stored.parts:
+        inside = target.detach()[_index(part.box)]
+        if inside.numel():
+            yield from _passes(part, inside, dtype, lambda view, read: view.equal(read.to(view)) or differs())
+
+
+def new_memory(shape: Sequence[int], dtype: torch.dtype, page_offset: int | None) -> torch.Tensor:
+    """Return an empty CPU tensor that begins as many bytes into a page as its file's bytes do."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if nbytes < _LARGE or page_offset is None or page_offset % dtype.itemsize:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, page_offset + nbytes, flags=_OWN)  # the default is shared with forks, and slower
+    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=page_offset).view(tuple(shape))
+
+
+def page_offset(stored: Strided, itemsize: int) -> int | None:
+    """Return how far into a page a stored tensor begins; None unless it is one range of bytes."""
+    if len(stored.parts) != 1 or not is_contiguous(stored.parts[0], itemsize):
+        return None
+    return stored.parts[0].start % PAGE
+
+
+def _passes(
+    part: StridedPart,
+    target: torch.Tensor,
+    dtype: torch.dtype,
+    use: Callable[[torch.Tensor, torch.Tensor], object],
+    is_shared: bool = False,
+    has_peers: bool = False,
+) -> Iterator[Passed]:
+    """Plan reads in the order of the file; `use` gets each with the part of the target that it is for."""
+    order = file_order(part)
+    view = target.permute(order) if order else target
+    strides = [part.strides[dim] for dim in order]
+    for run in runs(tuple(view.shape), strides, dtype.itemsize, CHUNK):
+        take = partial(_take, use, view[_index(run.box)], dtype, run.strides)
+        others = has_peers and run.nbytes > run.box.size * dtype.itemsize
+        yield Passed(part.file, part.start + run.start, run.nbytes, take, is_shared or others)
+
+
+def _take(
+    use: Callable[[torch.Tensor, torch.Tensor], object],
+    inside: torch.Tensor,
+    dtype: torch.dtype,
+    strides: Sequence[int],
+    memory: memoryview,
+) -> None:
+    with torch.no_grad():
+        _ = use(inside, _elements(memory, dtype, tuple(inside.shape), strides))
+
+
+def _elements(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...], strides: Sequence[int]) -> torch.Tensor:
+    """Return bytes of a file as a tensor, on the same memory where its alignment allows that."""
+    read = torch.frombuffer(memory, dtype=torch.uint8)
+    if dtype == torch.bool:  # a byte that is neither 0 nor 1 would be a bool that is neither true nor false
+        read = read.ne(0)
+    elif read.data_ptr() % dtype.itemsize:
+        read = read.clone().view(dtype)
+    else:
+        read = read.view(dtype)
+    return read.as_strided(shape, [stride // dtype.itemsize for stride in strides])
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
+
+
+class FileWeights:
+    """Tensors of open files, by name. Its owner closes it.
+
+    Attributes:
+        entries: tensors by name, in the order of the files.
+        stored: their bytes.
+        ranges: the open files.
+    """
+
+    def __init__(self, stored: Mapping[str, Strided], ranges: ByteRanges, where: str) -> None:
+        """Take over open files.
+
+        Args:
+            stored: tensors by name.
+            ranges: the open files; closed with the source.
+            where: the folder, for errors.
+        """
+        self._where = where
+        self.stored = stored
+        self.ranges = ranges
+        self.entries: Mapping[str, StoredTensor] = {name: _entry(each, where) for name, each in stored.items()}
+
+    def parts(self, boxes: Mapping[str, Box]) -> FileWeights:
+        """Return a source of parts of some tensors, of the same open files, which stay this one's to close.
+
+        Args:
+            boxes: part by name; other tensors are whole.
+        """
+        stored = {name: cut(each, boxes[name]) if name in boxes else each for name, each in self.stored.items()}
+        return FileWeights(stored, self.ranges, self._where)
+
+    def read(self, targets: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Fill tensors; see `WeightSource`."""
+        for name, target in targets:
+            self._check(name, target)
+        jobs = (plan_jobs(self.stored[name], target, name=name) for name, target in targets)
+        self.ranges.read(job for each in jobs for job in each)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor in mapped memory: its pages are read when they are touched. It outlives `close`.
+
+        Raises:
+            CheckpointError: the file has changed since it was opened.
+            ConfigError: no such weight, one that lies in several parts, or in a store.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise ConfigError("no such weight", got=repr(name), where="mapped", fix=did_you_mean(name, self.entries))
+        dtype = dtype_of(entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        parts = self.stored[name].parts
+        part = parts[0]
+        if len(parts) > 1 or any(at % dtype.itemsize for at in (part.start, *part.strides)):
+            problem = f"{name!r} cannot be mapped, as its bytes lie apart or between the addresses that torch reads"
+            raise ConfigError(problem, where=entry.where, fix="Use the home 'disk' or 'cpu'.")
+        if not isinstance(self.ranges, LocalRanges):
+            raise ConfigError(
+                "files of a store cannot be mapped", where=entry.where, fix="Use the home 'disk' or 'cpu'."
+            )
+        memory = self.ranges.mapped(part.file)[part.start : _stop(part, dtype.itemsize)]
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+        return flat.as_strided(entry.shape, [stride // dtype.itemsize for stride in part.strides])
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Note some bytes of weights that are to be read again and again, or are mapped; of local files.
+
+        Raises:
+            CheckpointError: a file cannot be read, or has changed since it was opened.
+        """
+        if not isinstance(self.ranges, LocalRanges):
+            return
+        spans: list[tuple[str, int, int]] = []
+        for stored in (self.stored[name] for name in names):
+            itemsize = dtype_of(stored.dtype).itemsize
+            spans += [(each.file, each.start, _stop(each, itemsize)) for each in stored.parts]
+        self.ranges.watch(spans)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise if files of weights have changed since they were opened, as `read` does; for mapped ones.
+
+        Raises:
+            CheckpointError: one of them has.
+        """
+        if isinstance(self.ranges, LocalRanges):
+            self.ranges.check({part.file for name in names for part in self.stored[name].parts})
+
+    def close(self) -> None:
+        """Close the files."""
+        self.ranges.close()
+
+    def __enter__(self) -> FileWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, name: str, target: torch.Tensor) -> None:
+        entry = self.entries.get(name)
+        if entry is None:
+            raise ConfigError("no such weight", got=repr(name), where="read", fix=did_you_mean(name, self.entries))
+        fits = target.dtype == dtype_of(entry.dtype) and tuple(target.shape) == entry.shape
+        if not fits or target.device.type != "cpu" or not target.is_contiguous():
+            expected = f"a contiguous CPU tensor of {entry.dtype} {list(entry.shape)}"
+            got = f"{target.dtype} {list(target.shape)} on {target.device}"
+            raise ConfigError("a tensor that does not fit", expected=expected, got=got, where=f"read, {name}")
+
+
+def _stop(part: StridedPart, itemsize: int) -> int:
+    """Return the end of a part in its file."""
+    steps = zip(part.box.shape, part.strides, strict=True)
+    return part.start + sum((size - 1) * stride for size, stride in steps) + itemsize
+
+
+def _entry(stored: Strided, where: str) -> StoredTensor:
+    itemsize = dtype_of(stored.dtype).itemsize
+    return StoredTensor(
+        shape=stored.shape,
+        dtype=stored.dtype,
+        nbytes=math.prod(stored.shape) * itemsize,
+        where=f"{where}/{stored.parts[0].file}" if stored.parts else where,
+        page_offset=page_offset(stored, itemsize),
+    )

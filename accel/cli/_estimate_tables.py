@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accel estimate --device-map` and `--mesh`: homes of blocks, memory by kind, and traffic by axis."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast, get_args
+
+import msgspec
+
+from accel.bigmodel.plan import (
+    DeviceMap,
+    Fill,
+    Placement,
+    Skeleton,
+    explain,
+    format_name,
+    guess_skeleton,
+    infer_device_map,
+    torch_name,
+)
+from accel.errors import ConfigError, check_choice
+from accel.estimate import (
+    EstimatedStep,
+    RankMemory,
+    Traffic,
+    Transformer,
+    built,
+    function_of,
+    mesh_problem,
+    name_headers,
+    rank_memory,
+    read_config,
+    read_headers,
+    read_transformer,
+    step_traffic,
+    timm_maker,
+)
+from accel.formats import PrecisionName, StrategyName
+from accel.storage import parse_size
+from accel.terminal import show_size, show_table
+from accel.topology import Axes, ContextMethod, Plan, fit_axes, mesh_sizes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
+FILLS: tuple[str, ...] = get_args(Fill)
+
+
+class _Stored(NamedTuple):
+    """Storage of matrices at home.
+
+    Attributes:
+        dtype: safetensors' name of their dtype; None for their own.
+        skip: names of weights that keep theirs, or patterns.
+    """
+
+    dtype: str | None
+    skip: tuple[str, ...]
+
+
+class _FoundModel(NamedTuple):
+    """A model that a source gives.
+
+    Attributes:
+        source: origin, in words.
+        skeleton: the model.
+        dtype: name of the dtype of its weights, if it is another.
+    """
+
+    source: str
+    skeleton: Skeleton
+    dtype: str | None
+
+
+def add_device_map_flags(built_parser: argparse.ArgumentParser) -> None:
+    """Give a parser the flags of a device map."""
+    group = built_parser.add_argument_group("inference within limits, without --input")
+    add = group.add_argument
+    _ = add(
+        "--device-map", metavar="TEXT", help="limits by place, such as 0=20GB,cpu=60GB,disk: accel.infer_device_map"
+    )
+    _ = add("--dtype", metavar="NAME", help="dtype of weights, such as bfloat16 (default: that of the file)")
+    _ = add("--storage-dtype", metavar="NAME", help="dtype of matrices at home, such as float8_e4m3fn, cast for calls")
+    _ = add("--storage-skip", metavar="NAMES", help="weights that keep theirs, or patterns: *.router.*,head.weight")
+    _ = add(
+        "--slots", type=int, default=None, metavar="N", help="streamed blocks on a device at a time (default: 2, or 1)"
+    )
+    _ = add("--placement", metavar="NAME", help=f"of streamed blocks: {', '.join(PLACEMENTS)} (default: spread)")
+    _ = add("--fill", metavar="NAME", help=f"of several devices: {', '.join(FILLS)} (default: the best)")
+    _ = add("--bandwidth", metavar="SIZE", help="bytes a second into a device, such as 20GB: seconds of a pass")
+
+
+def check_without_device_map(known: argparse.Namespace) -> None:
+    """Raise `ConfigError` for flags of a device map without one."""
+    names = ("dtype", "storage_dtype", "storage_skip", "slots", "placement", "fill", "bandwidth")
+    if named := [f"--{name.replace('_', '-')}" for name in names if getattr(known, name) is not None]:
+        raise ConfigError(
+            "flags of a device map have no effect without one",
+            got=", ".join(named),
+            where="accel estimate",
+            fix="Give limits: --device-map 0=20GB,cpu=60GB,disk.",
+        )
+
+
+def run_device_map(known: argparse.Namespace) -> int:
+    """Print the device map of a model; return the exit status."""
+    _check_without_step(known)
+    placement = known.placement or "spread"
+    check_choice(placement, PLACEMENTS, "unknown placement", where="--placement")
+    if known.fill is not None:
+        check_choice(known.fill, FILLS, "unknown way to fill devices", where="--fill")
+    limits = _limits(known.device_map)
+    found = _skeleton(known.source, _stored(known.storage_dtype, known.storage_skip))
+    device_map = infer_device_map(
+        found.skeleton,
+        limits,
+        slots=known.slots,
+        placement=placement,
+        fill=known.fill,
+        dtype=known.dtype or found.dtype,
+    )
+    print(device_map.encode().decode() if known.json else _text(found, device_map, known.bandwidth))
+    return 0
+
+
+def _check_without_step(known: argparse.Namespace) -> None:
+    names = ("input", "memory", "mesh", "precision", "strategy")
+    given = [f"--{name}" for name in names if getattr(known, name) is not None]
+    if named := [*given, *(["--nproc"] if known.nproc != 1 else [])]:
+        raise ConfigError(
+            "flags of a training step beside a device map",
+            got=", ".join(named),
+            where="--device-map",
+            fix="Leave them out: a device map is for inference.",
+        )
+
+
+def _limits(text: str) -> dict[int | str, int | str | None]:
+    limits: dict[int | str, int | str | None] = {}
+    for part in text.split(","):
+        name, given, size = part.strip().partition("=")
+        key = int(name) if name.isdecimal() else name
+        if key in limits:
+            raise ConfigError("a place with two limits", got=repr(name), where="--device-map")
+        limits[key] = size if given else None
+    return limits
+
+
+def _stored(dtype: str | None, skip: str | None) -> _Stored:
+    if dtype is None and skip is not None:
+        problem = "--storage-skip has no effect without --storage-dtype"
+        raise ConfigError(problem, got=repr(skip), fix="Give --storage-dtype float8_e4m3fn.")
+    names = tuple(name.strip() for name in (skip or "").split(",") if name.strip())
+    return _Stored(None if dtype is None else format_name(dtype, where="--storage-dtype"), names)
+
+
+def _skeleton(source: str, stored: _Stored) -> _FoundModel:
+    path = Path(source)
+    if source.startswith("timm/") and not path.exists():
+        return _FoundModel(source, _described(timm_maker(source.removeprefix("timm/")), source, stored), None)
+    if not path.exists() and ":" in source:
+        sys.path.insert(0, os.getcwd())  # as `python -m` would have it
+        return _FoundModel(source, _described(function_of(source), source, stored), None)
+    if path.is_dir() and (path / "config.json").is_file():
+        path /= "config.json"
+    if path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json"):
+        described = read_config(path)
+        return _FoundModel(described.source, _described(described.make, described.source, stored), described.dtype)
+    if not path.exists():
+        fix = "`accel estimate --help` lists what SOURCE may be."
+        raise ConfigError("there is no such source", expected="a path or module:function", got=repr(source), fix=fix)
+    headers = read_headers(path)
+    entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+    skeleton = guess_skeleton(entries)
+    if stored.dtype is not None:
+        skeleton = skeleton.store(stored.dtype, skip=stored.skip)
+    return _FoundModel(f"{name_headers(path, headers)}; blocks by name", skeleton, None)
+
+
+def _described(make: Callable[[], nn.Module], source: str, stored: _Stored) -> Skeleton:
+    import torch
+
+    from accel.bigmodel import describe
+
+    dtype = None if stored.dtype is None else getattr(torch, torch_name(stored.dtype))
+    with built(make, source) as model:
+        return describe(model, storage_dtype=dtype, storage_skip=stored.skip)
+
+
+def _text(found: _FoundModel, device_map: DeviceMap, bandwidth: str | None) -> str:
+    skeleton = device_map.skeleton
+    dtypes = ", ".join(sorted({weight.dtype for weight in skeleton.weights()}))
+    stored = sorted({str(weight.storage_dtype) for weight in skeleton.weights() if weight.is_cast})
+    dtypes += f", matrices at home in {', '.join(stored)}" if stored else ""
+    speed = None if bandwidth is None else float(parse_size(bandwidth, "--bandwidth"))
+    lines = [found.source, f"{len(skeleton.segments)} segments, {skeleton.memory:,} bytes of {dtypes}", ""]
+    return "\n".join([*lines, explain(device_map, bandwidth=speed, picture=True)])
+
+
+CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
+_ROWS = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(:int64)?")
+_DEFAULT_INPUT = "1x4096"
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
+
+
+class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer for programs.
+
+    Attributes:
+        source: the configuration.
+        parameters: number of elements of the model.
+        mesh: sizes of the axes.
+        ranks: number of ranks.
+        memory: bytes on the rank that needs most.
+        total: their sum.
+        traffic: messages of this rank in a step.
+        fits: True within the limit; None without one.
+    """
+
+    source: str
+    parameters: int
+    mesh: str
+    ranks: int
+    memory: RankMemory
+    total: int
+    traffic: Sequence[Traffic]
+    fits: bool | None
+
+
+def add_mesh_flags(built: argparse.ArgumentParser) -> None:
+    """Give a parser the flags of a step on a mesh."""
+    group = built.add_argument_group("a step on a mesh, of a config.json alone; --input is then ROWSxTOKENS")
+    add = group.add_argument
+    _ = add("--mesh", metavar="TEXT", help="sizes by axis, such as dp=16,tp=4; -1 takes the ranks that --nproc leaves")
+    _ = add("--micro-batches", type=int, default=None, metavar="N", help="micro-batches of a step (default: 1)")
+    _ = add("--recompute", action="store_true", help="blocks keep their inputs alone: accel.checkpoint_activations")
+    _ = add("--sequence", action="store_true", help="ranks along tp share tokens: Plan(sequence=True)")
+    _ = add("--context", metavar="NAME", help=f"along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
+
+
+def check_without_mesh(known: argparse.Namespace) -> None:
+    """Raise `ConfigError` for flags of a mesh without one."""
+    given = {
+        "--micro-batches": known.micro_batches is not None,
+        "--recompute": known.recompute,
+        "--sequence": known.sequence,
+        "--context": known.context is not None,
+    }
+    if named := [flag for flag, is_given in given.items() if is_given]:
+        raise ConfigError(
+            "flags of a step on a mesh have no effect without one",
+            got=", ".join(named),
+            where="accel estimate",
+            fix="Name the mesh: --mesh dp=8.",
+        )
+
+
+def run_mesh(known: argparse.Namespace, limit: int | None) -> int:
+    """Print the estimate of a step on a mesh; return the exit status, 1 if it does not fit."""
+    model = read_transformer(_config(known.source))
+    axes = _axes(known)
+    plan = _plan(known)
+    step = _step(known)
+    problem = mesh_problem(axes, model, plan, tokens=step.tokens)
+    if problem is not None:
+        raise ConfigError(problem.problem, expected=problem.expected, got=problem.got, where=f"--mesh {known.mesh}")
+    memory = rank_memory(model, axes, step, plan)
+    report = MeshReport(
+        source=known.source,
+        parameters=model.count,
+        mesh=str(axes),
+        ranks=axes.world_size,
+        memory=memory,
+        total=memory.total,
+        traffic=step_traffic(model, axes, step, plan, stage=memory.stage),
+        fits=None if limit is None else memory.total <= limit,
+    )
+    if known.json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        print(_mesh_text(report, model, step, limit))
+    return int(report.fits is False)
+
+
+def _config(source: str) -> Path:
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file() and file.suffix == ".json" and not file.name.endswith(".index.json"):
+        return file
+    raise ConfigError(
+        "a mesh needs the sizes of a model",
+        expected="a config.json of Hugging Face's transformers, or a folder with one",
+        got=repr(source),
+        where="--mesh",
+        fix="Leave --mesh out for other sources.",
+    )
+
+
+def _axes(known: argparse.Namespace) -> Axes:
+    sizes = mesh_sizes(known.mesh, where="--mesh")
+    is_open = -1 in sizes.values()
+    ranks = known.nproc if is_open or known.nproc > 1 else math.prod(sizes[name] for name in sizes if name != "ep")
+    return fit_axes(known.mesh, ranks, where="--mesh") or Axes(dp=known.nproc)
+
+
+def _plan(known: argparse.Namespace) -> Plan:
+    context = known.context or "gather"
+    check_choice(context, CONTEXT_METHODS, "unknown kind of context parallelism", where="--context")
+    return Plan(sequence=known.sequence, context=cast(ContextMethod, context))
+
+
+def _step(known: argparse.Namespace) -> EstimatedStep:
+    given = known.input or [_DEFAULT_INPUT]
+    match = _ROWS.fullmatch(given[0])
+    if match is None or len(given) > 1:
+        expected = "sequences of a micro-batch and their tokens, such as 1x8192"
+        raise ConfigError("not the input of a step on a mesh", expected=expected, got=" ".join(given), where="--input")
+    for flag, names in (("--precision", known.precision), ("--strategy", known.strategy)):
+        if names and len(names) > 1:
+            raise ConfigError("one answer for a mesh", expected="one", got=" and ".join(names), where=flag)
+    strategy = known.strategy[0] if known.strategy else "fsdp"
+    check_choice(strategy, ["ddp", "fsdp"], "not a strategy of a mesh", where="--strategy")
+    return EstimatedStep(
+        rows=int(match[1]),
+        tokens=int(match[2]),
+        micro_batches=1 if known.micro_batches is None else known.micro_batches,
+        precision=cast(PrecisionName, known.precision[0] if known.precision else "bf16"),
+        optimizer=known.optimizer,
+        strategy=cast(StrategyName, strategy),
+        recompute=known.recompute,
+    )
+
+
+def _mesh_text(report: MeshReport, model: Transformer, step: EstimatedStep, limit: int | None) -> str:
+    several = f"{step.micro_batches} micro-batches of " if step.micro_batches > 1 else ""
+    ranks = f"{report.ranks} rank{'' if report.ranks == 1 else 's'}"
+    work = f"{several}{step.rows} x {step.tokens} tokens in {step.precision} with {step.optimizer}"
+    lines = [
+        f"{report.source}: {report.parameters / 1e9:.2f} billion parameters, {model.layers} blocks",
+        f"A step of {work} on {ranks}, {step.strategy}:",
+        "",
+    ]
+    memory = report.memory
+    rows = [("MEMORY", "BYTES"), *((name, show_size(getattr(memory, name))) for name in _PARTS)]
+    verdict = "" if limit is None else f", {'within' if report.fits else 'more than'} {show_size(limit)}"
+    lines += [show_table([*rows, ("total", show_size(report.total) + verdict)])]
+    lines += [f"Largest at: {memory.moment}" + (f", on rank {memory.stage} along pp" if "pp=" in report.mesh else "")]
+    if report.traffic:
+        titles = ("AXIS", "RANKS", "COLLECTIVE", "CALLS", "BYTES", "SENT")
+        lines += ["", show_table([titles, *map(_cells, report.traffic)])]
+    return "\n".join(lines)
+
+
+def _cells(each: Traffic) -> tuple[str, ...]:
+    return (each.axis, str(each.ranks), each.operation, str(each.calls), show_size(each.bytes), show_size(each.sent))

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launch over several hosts, before torch is imported: wait for the first host, and start this host's agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from accel.config import LaunchConfig, Source
+from accel.endpoints import probe, retry, split_endpoint, unresolved
+from accel.env import read_tasks
+from accel.errors import LaunchError
+from accel.launching._target import LaunchTarget
+from accel.launching.local._signals import NOTICES, STOPPING, Signals
+from accel.launching.reports._report import tell
+from accel.run_folder import LaunchRecord
+
+_AGENT = str(Path(__file__).with_name("_agent.py"))
+_RETRY_S = 0.5
+_SILENT_S = 0.5  # until a line says what is awaited
+_KILL_AFTER_S = 10.0  # an agent may be waiting for a host that is cut off
+# Without the first, a host that comes back finds nobody at the address that rank 0 once had (torch 2.13).
+_AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of an agent.
+
+    Attributes:
+        target: program of every process.
+        config: settings of the launch.
+        parent: process whose end ends the agent.
+        added: variables of the agent alone, which its ranks do not get.
+        record: record of the launch; None to keep none.
+        summary: whether the last line reports the end of the run.
+        is_command: whether what ranks leave behind ends with a failure.
+    """
+
+    target: LaunchTarget
+    config: LaunchConfig
+    parent: int
+    added: tuple[str, ...]
+    record: LaunchRecord | None = None
+    summary: bool = False
+    is_command: bool = False
+
+
+def check_endpoint(config: LaunchConfig) -> str:
+    """Return the host of the rendezvous endpoint, or refuse an endpoint that no host can use.
+
+    Raises:
+        LaunchError: there is no endpoint, its host does not resolve, or its port is out of range.
+    """
+    if not config.rdzv_endpoint:
+        raise LaunchError(
+            "nobody says where the hosts meet",
+            expected="--rdzv-endpoint HOST:PORT",
+            got=f"nnodes={config.nnodes} without it",
+            fix="Name the first host and a free port of it, such as node0:29400, on every host.",
+        )
+    host, port = split_endpoint(config.rdzv_endpoint)
+    if port > 65535:
+        raise LaunchError("there is no such port", expected="1 to 65535", got=str(port), where="--rdzv-endpoint")
+    _ = _addresses(host, port)
+    return host
+
+
+def check_tasks(sources: Mapping[str, Source], environ: Mapping[str, str]) -> None:
+    """Refuse a launcher that runs in each of several tasks and was not told whether they are one job.
+
+    Args:
+        sources: source of each setting, by name.
+        environ: the environment of this launcher.
+
+    Raises:
+        LaunchError: each would start a job of its own, and all would write the same files.
+    """
+    source = sources.get("nnodes")
+    tasks = read_tasks(environ) if source is not None and source.kind == "default" else None
+    if tasks is None:
+        return
+    raise LaunchError(
+        f"{tasks.number} tasks start this launch, and nobody says whether they are one job",
+        expected="--nnodes, written out",
+        got=f"no --nnodes, with {tasks.variable}",
+        where="the environment",
+        fix=f"Write `--nnodes {tasks.number} --rdzv-endpoint {tasks.first_host or 'HOST'}:29400` for one job, with one "
+        "task on each host; `--nnodes 1` for a job in each task.",
+    )
+
+
+def await_name(config: LaunchConfig, environ: Mapping[str, str], signals: Signals) -> int:
+    """Wait in a pod until the name of the first one is known; return a signal that cut in, else 0."""
+    if "KUBERNETES_SERVICE_HOST" not in environ or not config.rdzv_endpoint:
+        return 0
+    host, port = split_endpoint(config.rdzv_endpoint)
+    with contextlib.suppress(OSError, UnicodeError):  # `check_endpoint` refuses a name that stays unknown
+        return _await(f"the name {host} to be known", lambda _: unresolved(host, port), config, signals)
+    return 0
+
+
+def is_here(host: str, port: int) -> bool:
+    """Return whether a host's name is one of this machine."""
+    for family, kind, protocol, _, address in _addresses(host, port):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], 0, *address[2:]))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def await_first_host(config: LaunchConfig, signals: Signals) -> int:
+    """Wait until something listens at the rendezvous endpoint, unless this host is to serve it.
+
+    Returns:
+        A signal that cut in, else 0.
+
+    Raises:
+        LaunchError: there is no route, or nothing listened in time.
+    """
+    host, port = split_endpoint(config.rdzv_endpoint)
+    if config.node_rank == 0 or is_here(host, port):
+        return 0
+    try:
+        return _await(
+            f"the first host at {config.rdzv_endpoint}", lambda limit_s: probe(host, port, limit_s), config, signals
+        )
+    except OSError as error:
+        raise LaunchError(
+            "nobody answers where the hosts meet",
+            expected=f"the first host's launcher at {config.rdzv_endpoint}",
+            got=str(error),
+            where="--rdzv-endpoint",
+            fix="Start the launch there, and check name, port and firewall.",
+        ) from error
+
+
+def run_agent(
+    target: LaunchTarget,
+    config: LaunchConfig,
+    environ: Mapping[str, str],
+    signals: Signals,
+    record: LaunchRecord,
+    *,
+    summary: bool,
+    is_command: bool,
+) -> int:
+    """Run this host's part of a launch, in a process that may import torch; return the exit status."""
+    added = {name: value for name, value in _AGENTS_OWN.items() if name not in environ}
+    order = AgentOrder(
+        target=target,
+        config=config,
+        parent=os.getpid(),
+        added=tuple(added),
+        record=record,
+        summary=summary,
+        is_command=is_command,
+    )
+    command = [sys.executable, _AGENT, msgspec.json.encode(order).decode()]
+    agent = subprocess.Popen(command, env={**environ, **added}, start_new_session=True)
+    return _wait(agent, signals, config.stop_grace_s + _KILL_AFTER_S)
+
+
+def _wait(agent: subprocess.Popen[bytes], signals: Signals, patience_s: float) -> int:
+    deadline = None
+    while agent.poll() is None:
+        number = signals.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if number in (*STOPPING, *NOTICES):
+            agent.send_signal(number)
+        if number in STOPPING and deadline is None:
+            deadline = time.monotonic() + patience_s
+        if deadline is not None and time.monotonic() > deadline:
+            agent.kill()  # which ends its ranks
+    status = agent.wait()
+    if -status in STOPPING:  # it was killed before it could print this
+        tell(f"accel: stopped by {signal.Signals(-status).name}\n")
+    return status if status >= 0 else 128 - status
+
+
+def _await(
+    awaited: str,
+    attempt: Callable[[float], OSError | UnicodeError | None],
+    config: LaunchConfig,
+    signals: Signals,
+) -> int:
+    def notice(error: OSError, waited_s: float) -> bool:
+        is_due = waited_s >= _SILENT_S
+        if is_due:
+            tell(f"accel: waiting for {awaited}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s): {error}\n")
+        return is_due
+
+    return retry(attempt, config.rdzv_timeout_s, notice=notice, pause=lambda _: signals.stop(_RETRY_S))
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            "the host where all meet is not known here",
+            expected="a name that resolves, or an address",
+            got=repr(host),
+            where="--rdzv-endpoint",
+            fix=f"`getent hosts {host}` must print its address.",
+        ) from error

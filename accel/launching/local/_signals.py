@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals as values to wait for, and processes that ranks leave behind, which the launcher adopts and ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+from accel.errors import LaunchError
+from accel.run_folder import hide_in_words
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # their meaning is the script's own
+_DEAF_S = 4.0  # a launcher that has not read a request to stop for so long is stuck
+_LOOK_S = 1.0
+_PAUSE_S = 0.1
+
+
+class Signals:
+    """The signals that have arrived, read from the socket that the interpreter writes them to.
+
+    Attributes:
+        looks: number of looks so far.
+        abandon: kills what this process has started, before it ends by force.
+    """
+
+    def __init__(self, source: socket.socket) -> None:
+        self._source = source
+        self.looks = 0
+        self.abandon: Callable[[], object] = lambda: None
+
+    def wait(self, timeout_s: float | None) -> int:
+        """Wait for any signal, a child's end included; return the first that asks to stop, else a notice, else 0.
+
+        Args:
+            timeout_s: for how long, in seconds; None waits until something arrives.
+        """
+        self.looks += 1
+        ready, _, _ = select.select([self._source], [], [], timeout_s)
+        arrived = self._source.recv(4096) if ready else b""
+        return next((number for kind in (STOPPING, NOTICES) for number in arrived if number in kind), 0)
+
+    def stop(self, timeout_s: float) -> int:
+        """Wait for any signal; return one that asks to stop, else 0."""
+        number = self.wait(timeout_s)
+        return number if number in STOPPING else 0
+
+
+class Guard(threading.Thread):
+    """A thread that ends this process if it is asked to stop and cannot, as while nobody reads what it prints.
+
+    Args:
+        source: socket of the signals.
+        signals: the main thread's looks at it.
+        leave: ends the process with a status.
+        deaf_s: seconds after which a request to stop counts as unheard.
+    """
+
+    def __init__(
+        self, source: socket.socket, signals: Signals, leave: Callable[[int], object], deaf_s: float = _DEAF_S
+    ) -> None:
+        super().__init__(name="accel-launch-guard", daemon=True)
+        self._source = source
+        self._signals = signals
+        self._leave = leave
+        self._deaf_s = deaf_s
+        self._ended = threading.Event()
+
+    def end(self) -> None:
+        """End the watch, and no other use of the socket."""
+        self._ended.set()
+        if self.is_alive():
+            self._source.shutdown(socket.SHUT_RD)  # wakes it
+            self.join()
+
+    def run(self) -> None:
+        looks, since_s = -1, 0.0
+        while not self._ended.wait(_PAUSE_S):
+            number = self._unread()
+            if not number or self._signals.looks != looks:
+                looks, since_s = self._signals.looks, time.monotonic()
+            elif time.monotonic() >= since_s + self._deaf_s:
+                _ = self._signals.abandon()
+                _ = self._leave(128 + number)
+                return
+
+    def _unread(self) -> int:
+        """Return a request to stop that the main thread has not read; 0 for none."""
+        arrived = b""
+        with suppress(OSError, ValueError):  # read in between, or closed
+            if select.select([self._source], [], [], _LOOK_S)[0]:
+                arrived = self._source.recv(4096, socket.MSG_PEEK)
+        return next((number for number in arrived if number in STOPPING), 0)
+
+
+@contextmanager
+def listening(*, is_guarded: bool = False) -> Generator[Signals]:
+    """Collect SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGCHLD in the block; afterwards all is as it was.
+
+    Args:
+        is_guarded: whether a request to stop ends the process even if the main thread is stuck.
+
+    Raises:
+        LaunchError: this is not the main thread, the only one that may change what signals do.
+    """
+    source, sink = socket.socketpair()
+    with source, sink:
+        source.setblocking(False)
+        sink.setblocking(False)
+        try:
+            woken = signal.set_wakeup_fd(sink.fileno(), warn_on_full_buffer=False)
+        except ValueError as error:
+            raise LaunchError(
+                "only the main thread can launch",
+                got="a call from another thread",
+                fix="Call it from the main thread, or start `accel launch` as a process.",
+            ) from error
+        before = {number: signal.signal(number, _ignore) for number in (*STOPPING, *NOTICES, signal.SIGCHLD)}
+        signals = Signals(source)
+        guard = Guard(source, signals, os._exit)
+        try:
+            if is_guarded:
+                guard.start()
+            yield signals
+        finally:
+            guard.end()
+            for number, handler in before.items():
+                _ = signal.signal(number, handler)
+            _ = signal.set_wakeup_fd(woken)
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """Do nothing: a handler must exist for the interpreter to write the signal's number to the socket."""
+
+
+GRACE_S = 20.0  # for services of trackers, which still upload
+_KILLED_GRACE_S = 1.5
+_SILENT_S = 1.0  # until a line says what is awaited
+_POLL_S = 0.05
+_MOST_NAMED, _MOST_WORDS = 8, 80
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Orphans:
+    """Descendants of this process whose own parent has ended; the kernel gives them to this one from now on.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._adopts = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Adopt no further processes: a program that runs the command within itself has others of its own."""
+        if self._adopts:
+            _ = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def reap(self, own: Collection[int]) -> None:
+        """Take note of orphans that have ended, of which a long run can have many.
+
+        Args:
+            own: the children that this process has started.
+        """
+        while self._adopts:
+            with suppress(ChildProcessError):  # there is no child
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is not None and _is_orphan(ended.si_pid, own):
+                    _ = os.waitpid(ended.si_pid, os.WNOHANG)
+                    continue
+            return
+
+    def end(self, own: Collection[int], wait: Callable[[float], bool], tell: Callable[[str], None]) -> str:
+        """End all orphans: SIGTERM, and SIGKILL when their time is over; return a line that names them, or nothing.
+
+        Args:
+            own: the children that this process has started.
+            wait: waits for some seconds at most; returns whether there is no time left.
+            tell: prints a line.
+        """
+        named: dict[int, str] = {}
+        asked_s = time.monotonic()
+        is_told = hurry = False
+        while (found := self._find(own)) and not hurry and time.monotonic() < asked_s + self._grace_s:
+            for pid in found.keys() - named.keys():
+                _signal(pid, signal.SIGTERM)
+            named |= found
+            if not is_told and time.monotonic() > asked_s + _SILENT_S:
+                tell(f"accel: waiting up to {self._grace_s:g} s for what ranks have left behind: {_listed(found)}\n")
+                is_told = True
+            hurry = wait(_POLL_S)
+        killed = found
+        deadline = time.monotonic() + _KILLED_GRACE_S
+        while found and time.monotonic() < deadline:  # each may leave others
+            for pid in found:
+                _signal(pid, signal.SIGKILL)
+            killed |= found
+            _ = wait(_POLL_S)
+            found = self._find(own)
+        ended = {pid: words for pid, words in named.items() if pid not in killed}
+        line = f"ended what ranks had left behind: {_listed(ended)}" if ended else ""
+        line += "; " if ended and killed else ""
+        line += f"killed what ranks had left behind: {_listed(killed)}" if killed else ""
+        return line
+
+    def _find(self, own: Collection[int]) -> dict[int, str]:
+        """Return each orphan that runs, with its command line."""
+        self.reap(own)
+        found: dict[int, str] = {}
+        for entry in os.scandir("/proc") if self._adopts else ():
+            if entry.name.isdecimal() and _parent(entry.name) == os.getpid() and _is_orphan(int(entry.name), own):
+                found[int(entry.name)] = _words(entry.name)
+        return found
+
+
+def _is_orphan(pid: int, own: Collection[int]) -> bool:
+    """Whether a child was a rank's: this process starts all others in its own session."""
+    with suppress(ProcessLookupError):
+        return pid not in own and os.getsid(pid) != os.getsid(0)
+    return False
+
+
+def _parent(pid: str) -> int:
+    """Return the parent of a process that runs; 0 of one that has ended."""
+    with suppress(OSError):
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return 0 if state in "ZX" else int(parent)
+    return 0
+
+
+def _words(pid: str) -> str:
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="backslashreplace").split("\0")[:-1]
+        return " ".join(shlex.join(hide_in_words(words)).split())[:_MOST_WORDS]
+    return ""
+
+
+def _listed(found: dict[int, str]) -> str:
+    shown = [f"{pid} ({words})" if words else str(pid) for pid, words in list(found.items())[:_MOST_NAMED]]
+    return ", ".join(shown) + (f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else "")
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of a model by path, class or size, and inside of wrappers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, Protocol, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.errors import ConfigError
+
+
+def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model with their paths, the model itself first, as "".
+
+    Args:
+        model: the model.
+        every_path: whether a module that stands in several places comes with each path; else with its first.
+    """
+    return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
+
+
+def matching(paths: Iterable[str], pattern: str) -> list[str]:
+    """Return the paths that a pattern matches, in which `*` stands for one component."""
+    rule = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [path for path in paths if rule.fullmatch(path)]
+
+
+Select = Literal["repeated"] | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
+
+
+def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Module]:
+    """Return the chosen modules by name, outermost ones only; the model itself has the name "".
+
+    Args:
+        model: the model to search.
+        select: "repeated" for the blocks that a ModuleList or Sequential holds at least two of, of one class that has
+            modules of its own; a class, or several; or a function of a module's name and the module.
+        where: the call, for errors.
+
+    Raises:
+        ConfigError: nothing is chosen, or `select` is none of these.
+    """
+    if select == "repeated":
+        blocks = repeated(model)
+        chosen = dict(_outermost(model, lambda _name, module: id(module) in blocks))
+    elif isinstance(select, type | tuple):
+        chosen = dict(_outermost(model, lambda _name, module: isinstance(module, select)))
+    elif callable(select):
+        chosen = dict(_outermost(model, select))
+    else:
+        raise ConfigError(
+            "cannot choose by this", expected="'repeated', a class or a function", got=f"{select!r}", where=where
+        )
+    if not chosen:
+        raise ConfigError(
+            "no part of the model is chosen",
+            expected="at least one of " + ", ".join(sorted({type(each).__name__ for each in model.modules()})),
+            got=f"{select!r}",
+            where=where,
+            fix="Name a class of blocks, or give a function of (name, module).",
+        )
+    return chosen
+
+
+def repeated(model: nn.Module) -> set[int]:
+    """Return the `id` of each module with modules of its own that stands in a list beside another of its class."""
+    found: set[int] = set()
+    for holder in model.modules():
+        if isinstance(holder, nn.ModuleList | nn.Sequential):
+            blocks = [child for child in holder if any(True for _ in child.children())]
+            counts = Counter(map(type, blocks))
+            found.update(id(child) for child in blocks if counts[type(child)] > 1)
+    return found
+
+
+def _outermost(
+    module: nn.Module, matches: Callable[[str, nn.Module], bool], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    if matches(name, module):
+        yield name, module
+        return
+    for key, child in module.named_children():
+        yield from _outermost(child, matches, f"{name}.{key}" if name else key)
+
+
+WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of what it wraps
+HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
+EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
+STAGES = "accel_stages"  # attribute of a pipelined model
+_DIVIDED = "accel_divided"  # attribute of a module that follows a pipelined model
+
+
+class EngineGradients(Protocol):
+    """Gradients of one model, as an engine holds them."""
+
+    def clear(self) -> None:
+        """Drop them. No communication."""
+        ...
+
+    def note(self) -> None:
+        """Note whether there are any now that a window begins; a step then refuses them. No communication."""
+        ...
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel and torch.compile; a plain module is returned as it is.
+
+    `fully_shard`, tensor parallelism and `compile_model` wrap nothing: the model itself is returned, still sharded or
+    compiled. `get_state_dict` gives its tensors whole.
+
+    Args:
+        model: from `prepare_model`, or compiled, or plain.
+
+    Example:
+        >>> model = accel.prepare_model(ctx, net)
+        >>> accel.unwrap_model(model) is net
+        True
+    """
+    while (name := wrapped_name(model)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def wrapped_name(module: nn.Module) -> str | None:
+    """Return the attribute under which a wrapper holds what it wraps, None for a module that wraps nothing."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    if (name := vars(module).get(WRAPS)) is not None:
+        return cast(str, name)
+    compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
+    return "_orig_mod" if compiled else None
+
+
+def held_by(model: nn.Module) -> EngineGradients | None:
+    """Return the gradients that an engine holds of a model, from under wrappers; None if no engine does."""
+    at: nn.Module | None = model
+    while at is not None:
+        if (held := vars(at).get(HELD)) is not None:
+            return cast(EngineGradients, held)
+        name = wrapped_name(at)
+        at = None if name is None else getattr(at, name)
+    return None
+
+
+def emptied_by(module: nn.Module) -> str | None:
+    """Return what makes a module's parameters empty between passes; None where they have their values."""
+    return cast("str | None", vars(module).get(EMPTIED))
+
+
+def stage_modules(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the modules that run this rank's stages of a model; the model itself where it has no pipeline."""
+    return cast("Sequence[nn.Module] | None", vars(model).get(STAGES)) or (model,)
+
+
+def is_pipelined(model: nn.Module) -> bool:
+    """Return whether a model is cut into the stages of a pipeline."""
+    return STAGES in vars(model)
+
+
+def follow_stages(module: nn.Module, model: nn.Module) -> None:
+    """Let a module that copies a model's parameters be divided among ranks as the model is. Mutates it."""
+    if is_divided(model):
+        vars(module)[_DIVIDED] = True
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Return whether ranks along a pipeline hold different parts of a module, under the names of the whole one."""
+    inner = unwrap_model(module)
+    return is_pipelined(inner) or _DIVIDED in vars(inner)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of ranks that share samples: compared in the first training and the first evaluation forward of a model.
+
+A loader whose sampler counts all ranks gives each rank along tp and pp a batch of its own. Nothing fails then, and
+products of parts of different samples train something else than the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from accel.comm import Call, Comm, adopt, as_bytes, as_tensor, exchange, exchange_values, shared_failure
+from accel.context import DistContext, group_of
+from accel.devices import wide_dtype
+from accel.errors import DataError, TreeError
+from accel.mixins import Mixin, add_mixin
+from accel.parallel._modules import is_pipelined, unwrap_model
+from accel.tensors import mesh_of, split_dims
+from accel.topology import Dimension, dimension_of
+from accel.tree import Containers, leaves
+
+_SHARING: tuple[Dimension, ...] = ("tensor", "pipeline")  # ranks along these get one batch
+_AXES = ("tp", "pp")
+
+_WATCH = "accel_same_batches"  # attribute of a prepared model
+_HEAD = struct.Struct("<q16s")  # the context's rank, a digest of the batch's structure
+_LEAF = struct.Struct("<8s4d")  # a digest of what must be equal, and the figures of a floating-point tensor
+_MOST_LEAVES = 23  # that fit into the smallest first message; the rest counts as one
+_TOLERANCE = 1e-3  # of absolute sums: outputs of an encoder differ in their last digits between ranks
+_SAMPLED = 1024
+_NO_FIGURES = (0.0, 0.0, 0.0, 0.0)
+
+
+class _Known(NamedTuple):
+    """Facts of one leaf to compare.
+
+    Attributes:
+        text: path, dtype and shape, or type.
+        values: bytes to be equal on all ranks.
+        figures: sum and absolute sum of all elements; then, of a sample, the sum weighted by place and the absolute
+            sum. Large batches of one distribution have nearly equal sums, samples of them have not.
+    """
+
+    text: str
+    values: bytes = b""
+    figures: tuple[float, ...] = _NO_FIGURES
+
+
+class SameBatches:
+    """Compares the batches of ranks that share samples, once in training and once in evaluation.
+
+    Attributes:
+        awaited: the modes whose first forward has not come.
+    """
+
+    __slots__ = ("_comm", "_containers", "_rank", "awaited")
+
+    def __init__(self, comm: Comm, rank: int, containers: Containers, awaited: Sequence[str]) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._containers = containers
+        self.awaited = set(awaited)
+
+    def __deepcopy__(self, memo: object) -> SameBatches:
+        return self  # ranks copy a model together, and a handle has no copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a model read from a file is compared no more
+
+    def look(self, batch: Any, *, trains: bool) -> None:
+        """Compare a batch in the first forward of a mode. A collective then.
+
+        Raises:
+            DataError: ranks were given different batches; the same on each of them.
+        """
+        mode = "training" if trains else "evaluation"
+        if mode not in self.awaited:
+            return
+        self.awaited.remove(mode)
+        call = Call("forward", f"the first in {mode}", ordered=False)
+        with shared_failure(self._comm, call), torch.no_grad():
+            known = _known(batch, self._containers)
+            mine = as_tensor(_packed(self._rank, known))
+        rows = [as_bytes(row) for row in exchange(self._comm, call, mine)]
+        if (other := _first_other(rows)) is not None:
+            raise self._different(call, rows, other, mode, known)
+
+    def _different(self, call: Call, rows: Sequence[bytes], other: int, mode: str, known: list[_Known]) -> DataError:
+        """Name the first leaf that differs. A collective."""
+        texts = exchange_values(self._comm, call, [each.text for each in known], list[str])
+        ranks = [_HEAD.unpack_from(row)[0] for row in rows]
+        at = _leaf_that_differs(rows[0], rows[other])
+        left, right = ((text[at] if at < len(text) else "nothing") for text in (texts[0], texts[other]))
+        if left == right:
+            right = "other values"
+        return DataError(
+            "ranks that share samples were given different batches",
+            expected=f"one batch on the ranks {', '.join(map(str, ranks))}, which share a model along tp or pp",
+            got=f"{left} on rank {ranks[0]}, {right} on rank {ranks[other]}",
+            where=f"the model's first forward in {mode}",
+            fix="Take the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
+            "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size.",
+        )
+
+
+class _Compared(Mixin, nn.Module):
+    """Stands before the class of a model whose ranks share samples.
+
+    A call, and no hook: torch.compile makes hooks part of a model's graph, which cannot communicate in this way.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watch = cast("SameBatches | None", vars(self).get(_WATCH))
+        if watch is not None and watch.awaited and not torch.compiler.is_compiling():
+            watch.look(_listed(args, kwargs), trains=self.training)
+        return cast(Any, super()).__call__(*args, **kwargs)
+
+
+def compare_batches(ctx: DistContext, model: nn.Module, spread: Iterable[Dimension]) -> None:
+    """Let a model compare its first batches on the ranks that share them. Mutates it. A collective at first.
+
+    A model that its user has spread along tp may be given parts of a batch, so it is left alone.
+
+    Args:
+        ctx: the context.
+        model: from `prepare_model`.
+        spread: the dimensions along which the call has spread it.
+    """
+    group = group_of(ctx, *_AXES) if set(_SHARING) & set(spread) else None
+    if group is None:
+        return
+    inner = unwrap_model(model)
+    # Where each rank has the whole model, one of them may evaluate alone.
+    modes = ("training", "evaluation") if is_pipelined(inner) or _is_cut(inner) else ("training",)
+    vars(inner)[_WATCH] = SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes)
+    if not is_pipelined(inner):
+        add_mixin([inner], _Compared)
+
+
+def same_batches(model: nn.Module) -> SameBatches | None:
+    """Return what compares the batches of a pipelined model, which is not called itself; None for nothing."""
+    return cast("SameBatches | None", vars(model).get(_WATCH))
+
+
+def _is_cut(model: nn.Module) -> bool:
+    """Return whether ranks along tp hold parts of parameters, so that no forward is possible without the others."""
+    for each in model.parameters():
+        mesh = mesh_of(each)
+        if mesh is not None:
+            names = mesh.mesh_dim_names or ("tp",)
+            if any(dimension_of(names[at]) == "tensor" for at in split_dims(cast(Any, each))):
+                return True
+    return False
+
+
+def _listed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**{f"argument {at}": each for at, each in enumerate(args)}, **kwargs}
+
+
+def _known(batch: Any, containers: Containers) -> list[_Known]:
+    found: list[_Known] = []
+    for name, argument in cast("dict[str, Any]", batch).items():
+        try:
+            parts = leaves(argument, containers)
+        except TreeError:  # a container that only its user knows
+            parts = [("$", argument)]
+        found += [_of_leaf(f"{name}{path[1:]}", leaf) for path, leaf in parts]
+    return found
+
+
+def _of_leaf(path: str, leaf: object) -> _Known:
+    if not isinstance(leaf, torch.Tensor):
+        exact = isinstance(leaf, bool | int | str | bytes)
+        return _Known(f"{path} {type(leaf).__name__}", repr(leaf).encode() if exact else b"")
+    text = f"{path} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
+    if not plain or leaf.is_quantized:
+        return _Known(text)
+    if leaf.is_floating_point() or leaf.is_complex():
+        return _Known(text, figures=_figures(leaf.detach()))
+    return _Known(text, as_bytes(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
+
+
+def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Return the figures of a floating-point tensor, in one wait for its device."""
+    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+    if flat.itemsize == 1:  # torch has no sum of them
+        flat = flat.float()
+    wide = wide_dtype(flat.device)
+    sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(wide)
+    places = torch.linspace(0, 1, sample.numel(), dtype=wide, device=flat.device)
+    sums = [flat.sum(dtype=wide), flat.abs().sum(dtype=wide), (sample * places).sum(), sample.abs().sum()]
+    return tuple(cast("list[float]", cast(Any, torch.stack(sums)).tolist()))
+
+
+def _packed(rank: int, known: Sequence[_Known]) -> bytes:
+    """Pack what is compared into a message of one size."""
+    listed = list(known)
+    if len(listed) > _MOST_LEAVES:
+        rest = listed[_MOST_LEAVES - 1 :]
+        figures = tuple(map(sum, zip(*(each.figures for each in rest), strict=True)))
+        values = b"".join(_digest(each.values, 8) for each in rest)
+        listed = [*listed[: _MOST_LEAVES - 1], _Known("", values, figures)]
+    structure = _digest("\n".join(each.text for each in known).encode(), 16)
+    packed = [_LEAF.pack(_digest(each.text.encode() + each.values, 8), *each.figures) for each in listed]
+    return (_HEAD.pack(rank, structure) + b"".join(packed)).ljust(_HEAD.size + _MOST_LEAVES * _LEAF.size, b"\0")
+
+
+def _digest(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+def _first_other(rows: Sequence[bytes]) -> int | None:
+    """Return the first row that is not like row 0."""
+    structures = [_HEAD.unpack_from(row)[1] for row in rows]
+    differ = (at for at, row in enumerate(rows) if structures[at] != structures[0] or _differs(rows[0], row))
+    return next(differ, None)
+
+
+def _differs(left: bytes, right: bytes) -> bool:
+    return _leaf_that_differs(left, right) < _MOST_LEAVES
+
+
+def _leaf_that_differs(left: bytes, right: bytes) -> int:
+    pairs = zip(*(_LEAF.iter_unpack(row[_HEAD.size :]) for row in (left, right)), strict=True)
+    return next((at for at, pair in enumerate(pairs) if not _alike(*pair)), _MOST_LEAVES)
+
+
+def _alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    (digest, *figures), (other, *others) = left, right
+    scales = [max(figures[at], others[at]) for at in (1, 1, 3, 3)]
+    return digest == other and all(map(_close, figures, others, scales))
+
+
+def _close(left: float, right: float, scale: float) -> bool:
+    if left == right or (math.isnan(left) and math.isnan(right)):
+        return True
+    return abs(left - right) <= _TOLERANCE * scale < math.inf

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on this rank alone: by torch, or over one block of keys with what merges blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_aten = cast(Any, torch.ops.aten)
+_LSE_ROWS = 32  # the memory-efficient kernel pads its sums to a multiple of these
+_HEAD_ALIGNMENT = 8  # of the head dim, in the flash kernel
+
+
+class Masked(NamedTuple):
+    """Mask of a block.
+
+    Attributes:
+        causal: whether query i sees keys 0 to i.
+        mask: True where a key is seen, in a shape that expands to [batch, heads, queries, keys]; beside it
+            `causal` is False.
+    """
+
+    causal: bool
+    mask: Tensor | None = None
+
+
+class Attended(NamedTuple):
+    """Output of attention over some keys.
+
+    Attributes:
+        out: weighted values, [batch, heads, queries, head dim].
+        lse: log-sum-exp of the scores, [batch, heads, queries].
+        seeds: random state of the kernel's dropout, which is 0; its backward takes it back.
+    """
+
+    out: Tensor
+    lse: Tensor
+    seeds: tuple[Tensor, ...] = ()
+
+
+class Kernel(NamedTuple):
+    """A way to compute a block and its gradients.
+
+    Attributes:
+        forward: of (q, k, v, masked, scale) gives the block's attention.
+        backward: of (gradient, q, k, v, attended, masked, scale) gives the gradients of q, k and v. The attention is
+            that over all blocks, so the gradients are this block's share.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Masked, float], Attended]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Attended, Masked, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: Masked) -> Kernel:
+    """Return the kernel for all blocks of an attention.
+
+    Args:
+        q, k, v: of one block, with as many heads each.
+        masked: mask of that block; if it has one of its own, all blocks have.
+    """
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        return _CPU
+    if q.device.type != "cuda" or masked.mask is not None:
+        return WRITTEN_OUT
+    cuda = cast(Any, torch.backends.cuda)
+    asked = cuda.SDPAParams(q, k, v, None, 0.0, masked.causal, False)
+    aligned = q.shape[-1] % _HEAD_ALIGNMENT == 0 and q.shape[-1] == v.shape[-1]
+    if aligned and cuda.can_use_flash_attention(asked):
+        return _FLASH
+    return _EFFICIENT if aligned and cuda.can_use_efficient_attention(asked) else WRITTEN_OUT
+
+
+def _scores(q: Tensor, k: Tensor, masked: Masked, scale: float) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q)) * scale
+    mask = masked.mask
+    if masked.causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, _hidden(scores.dtype))
+
+
+def _written_out_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
+    scores = _scores(q, k, masked, scale)
+    lse = scores.logsumexp(-1)
+    return Attended((scores - lse[..., None]).exp().to(v.dtype) @ v, lse)
+
+
+def _written_out_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = attended.lse
+    chances = (_scores(q, k, masked, scale) - lse[..., None]).exp()
+    shared = (grad * attended.out).to(lse.dtype).sum(-1, keepdim=True)
+    of_scores = (chances * ((grad @ v.transpose(-1, -2)).to(lse.dtype) - shared) * scale).to(q.dtype)
+    return of_scores @ k, of_scores.transpose(-1, -2) @ q, chances.to(grad.dtype).transpose(-1, -2) @ grad
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
+    bias = _bias(masked.mask, q.dtype)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, masked.causal, attn_mask=bias, scale=scale
+    )
+    return Attended(out, lse)
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias = _bias(masked.mask, q.dtype)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, attended.out, attended.lse, 0.0, masked.causal, attn_mask=bias, scale=scale
+    )
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
+    out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, masked.causal, scale=scale
+    )
+    return Attended(out, lse, (seed, offset))
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, seeds = attended
+    lengths = q.shape[2], k.shape[2]
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, *lengths, 0.0, masked.causal, *seeds, scale=scale
+    )
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, masked: Masked, scale: float) -> Attended:
+    out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, masked.causal, scale=scale
+    )
+    return Attended(out, lse[..., : q.shape[2]], (seed, offset))
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, masked: Masked, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, seeds = attended
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=float("inf"))
+    wanted = [True, True, True, False]
+    grads = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, padded, *seeds, 0.0, wanted, masked.causal, scale=scale
+    )
+    return grads[0], grads[1], grads[2]
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _hidden(dtype))
+
+
+def _hidden(dtype: torch.dtype) -> float:
+    """Return the score of a key that is not seen: finite, so that a row that sees no key of a block is no NaN."""
+    return -30_000.0 if dtype == torch.float16 else -1e30
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which blocks are merged and gradients are summed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+WRITTEN_OUT = Kernel(_written_out_forward, _written_out_backward)
+_CPU = Kernel(_cpu_forward, _cpu_backward)
+_FLASH = Kernel(_flash_forward, _flash_backward)
+_EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
+
+
+Documents = tuple[Tensor, Tensor]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, documents: Documents | None = None
+) -> Tensor:
+    """Return the attention of queries to keys. No communication.
+
+    Args:
+        q: queries, shape [batch, heads, queries, head dim].
+        k, v: keys and values, [batch, key heads, keys, head dim]; the number of key heads divides that of the heads.
+        causal: whether the last query sees all keys, the one before it all but the last, and so on.
+        scale: factor of the products before the softmax.
+        documents: numbers of the documents of queries [batch, queries] and keys [batch, keys]. A query sees keys of its
+            own document.
+    """
+    k = repeated(k, q.shape[1])
+    v = repeated(v, q.shape[1])
+    if documents is not None:
+        mask = document_mask(*documents, causal=causal)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if not causal or q.shape[2] == k.shape[2]:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=_lower_right(q, k), scale=scale)
+
+
+def _lower_right(q: Tensor, k: Tensor) -> Tensor:
+    """Return torch's sign for the mask of the last queries, which needs no memory; the mask where torch has no sign.
+
+    That is in the forward of blocks that keep the outputs of some operators, by `checkpoint_activations(keep=)`.
+    """
+    from torch.nn.attention import bias  # its import loads torch.compile and writes to the environment
+
+    queries, keys = q.shape[2], k.shape[2]
+    try:
+        return cast(Any, bias).causal_lower_right(queries, keys)
+    except RuntimeError:
+        return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+
+
+def document_mask(of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> Tensor:
+    """Return the mask of packed documents, True where a query sees a key; shape [batch, 1, queries, keys].
+
+    Args:
+        of_queries, of_keys: numbers of the documents, [batch, queries] and [batch, keys].
+        causal: as of `attend`.
+    """
+    same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
+    if not causal:
+        return same
+    queries, keys = same.shape[-2:]
+    return same & torch.ones(queries, keys, dtype=torch.bool, device=same.device).tril(keys - queries)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values with as many heads as the queries have; neighbouring heads share one (GQA)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`split_sequence`: the positions of a sequence that each rank holds, and notes of the method in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from accel.context import DistContext, context_first
+from accel.errors import ConfigError, DataError, did_you_mean
+from accel.topology import ContextMethod, dimension_of
+
+Halves = tuple[int, int]
+BOTH: Halves = (0, 2)
+FIRST: Halves = (0, 1)
+SECOND: Halves = (1, 2)
+
+
+class RingBlock(NamedTuple):
+    """Queries and keys that a rank multiplies in one step of the ring.
+
+    Attributes:
+        queries: halves of this rank's positions, from and to.
+        keys: halves of the positions of the rank whose keys are here, from and to.
+        causal: whether a query sees the keys up to its own place in the block alone; else all of them.
+    """
+
+    queries: Halves
+    keys: Halves
+    causal: bool
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a half of queries and one of keys that are not all masked."""
+        all_pairs = (self.queries[1] - self.queries[0]) * (self.keys[1] - self.keys[0])
+        return all_pairs - 1 if self.causal else all_pairs
+
+
+def pieces(rank: int, size: int) -> tuple[int, int]:
+    """Return the two pieces of a rank, of the `2 * size` that a sequence is cut into."""
+    return rank, 2 * size - 1 - rank
+
+
+def places(length: int, rank: int, size: int) -> tuple[range, range]:
+    """Return a rank's places in a sequence, as two runs.
+
+    Args:
+        length: of the whole sequence, a multiple of `2 * size`.
+        rank: index among the ranks that share the sequence.
+        size: their number; the whole sequence falls to a single one.
+    """
+    each = length // (2 * size)
+    early, late = pieces(rank, size)
+    return range(early * each, (early + 1) * each), range(late * each, (late + 1) * each)
+
+
+def natural_order(size: int) -> Sequence[int]:
+    """Return the order that sorts the halves of all ranks, listed by rank, by their places in the sequence."""
+    listed = [piece for rank in range(size) for piece in pieces(rank, size)]
+    return sorted(range(2 * size), key=listed.__getitem__)
+
+
+def rank_order(size: int) -> Sequence[int]:
+    """Return the order that lists the pieces of a sequence by the rank that holds them: undoes `natural_order`."""
+    return [piece for rank in range(size) for piece in pieces(rank, size)]
+
+
+def ring_block(rank: int, source: int, size: int, *, causal: bool) -> RingBlock:
+    """Return what a rank computes while it has the keys of another; over all sources, `2 * size + 1` pairs of halves.
+
+    Args:
+        rank: index of the rank.
+        source: index of the rank whose keys are here.
+        size: number of ranks that share the sequence.
+        causal: whether queries see earlier keys alone; else every block is whole.
+    """
+    if not causal or source == rank:
+        return RingBlock(BOTH, BOTH, causal)
+    if source < rank:  # its early half precedes both of ours, its late half follows both
+        return RingBlock(BOTH, FIRST, causal=False)
+    return RingBlock(
+        SECOND, BOTH, causal=False
+    )  # our early half precedes both of its halves, our late half follows them
+
+
+_METHOD = "context: method"
+_ATTENDED = "context: attention ran"
+_CUT = "context: a sequence was cut"
+
+
+def plan_method(ctx: DistContext, method: ContextMethod) -> None:
+    """Note the method of a plan. Mutates the context's handle."""
+    ctx.comm.notes[_METHOD] = method
+
+
+def planned_method(ctx: DistContext) -> ContextMethod:
+    """Return the method of the plan of a prepared model; "gather" without one."""
+    return cast(ContextMethod, ctx.comm.notes.get(_METHOD, "gather"))
+
+
+def has_plan(ctx: DistContext) -> bool:
+    """Return whether a model was prepared with a method."""
+    return _METHOD in ctx.comm.notes
+
+
+def note_attention(ctx: DistContext) -> None:
+    """Note that attention crossed the ranks along cp. Mutates the context's handle."""
+    ctx.comm.notes[_ATTENDED] = "yes"
+
+
+def note_cut(ctx: DistContext) -> None:
+    """Note that a loop knows its own positions. Mutates the context's handle."""
+    ctx.comm.notes[_CUT] = "yes"
+
+
+def check_context_used(ctx: DistContext) -> None:
+    """Raise for a step on a mesh with an axis cp that nothing has used, so that its ranks computed the same.
+
+    A mesh that the user made is not asked: its axes may be used in other ways. No communication.
+
+    Raises:
+        ConfigError: no `context_attention` ran, or no sequence was cut.
+    """
+    if not ctx.position.opened or (_ATTENDED in ctx.comm.notes and _CUT in ctx.comm.notes):
+        return
+    axes = {name: axis.size for name, axis in ctx.position.axes if dimension_of(name) == "context"}
+    shared = ",".join(f"{name}={size}" for name, size in axes.items() if size > 1)
+    if not shared:
+        return
+    if _CUT not in ctx.comm.notes:
+        raise ConfigError(
+            "ranks that share a sequence computed the same positions",
+            expected=f"a loop that cuts its sequences along {shared}",
+            got="none that were cut",
+            where="optimizer_step, ctx.mesh",
+            fix="Pass each batch through accel.split_sequence; where your data come cut already, take the positions "
+            "from accel.sequence_positions. For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
+        )
+    if ctx.axis("pp").size > 1:  # a stage may have no attention
+        return
+    raise ConfigError(
+        "ranks that share a sequence did not see each other's positions",
+        expected=f"attention across {shared}",
+        got="none",
+        where="optimizer_step, ctx.mesh",
+        fix="Call accel.context_attention in the model, or prepare a model of transformers. For context parallelism of "
+        "your own: accel.replace(ctx, mesh=ctx.mesh).",
+    )
+
+
+_POSITIONS = "position_ids"
+_LABELS = ("labels",)
+
+
+@context_first
+def split_sequence(
+    ctx: DistContext,
+    batch: Mapping[str, Tensor],
+    *,
+    dim: int = 1,
+    shift: Sequence[str] = _LABELS,
+    ignore: float = -100,
+    pad: Mapping[str, float] | None = None,
+    multiple_of: int = 1,
+) -> dict[str, Tensor]:
+    """Return this rank's positions of a batch of sequences, for a model that uses `context_attention`.
+
+    Labels are shifted before the sequence is cut, since the next token of a part's last position lies on another rank:
+    the model's output at a position is to be compared with the label there. Without an axis cp all positions stay, and
+    labels are shifted all the same. No communication.
+
+    Args:
+        ctx: the context.
+        batch: tensors by name, [batch, length, ...] with `dim=1`; alike on ranks that share samples.
+        dim: dimension of the positions.
+        shift: names of tensors whose value at a position is to be predicted from the one before. "labels" may be
+            missing; nothing is shifted with `()`.
+        ignore: value for the last position, which has no next one, and for padding, in the tensors of `shift`.
+        pad: values by name that fill up the other tensors at the end, to the next length that can be cut. Under a full
+            mask, number padding as a document of its own. None for no padding.
+        multiple_of: number that divides the length of a rank's part: the size of tp under sequence parallelism.
+
+    Returns:
+        The parts by name, and "position_ids", int64 of shape [batch, own], unless the batch has some, as of packed
+        documents.
+
+    Raises:
+        DataError: a length that cannot be cut, or tensors of different lengths.
+        ConfigError: names that the batch does not have, or a tensor without a value of padding.
+
+    Example:
+        >>> part = accel.split_sequence(ctx, {"ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})
+        >>> part["labels"], part["position_ids"]
+        (tensor([[   6,    7, -100]]), tensor([[0, 1, 2]]))
+    """
+    if type(multiple_of) is not int or multiple_of < 1:
+        raise ConfigError(
+            "not a divisor", expected="1 or more", got=repr(multiple_of), where="split_sequence, multiple_of="
+        )
+    length = _check(batch, dim, shift, pad)
+    rank, size = ctx.axis("cp")
+    multiple = size * math.lcm(2, multiple_of) if size > 1 else multiple_of
+    missing = -length % multiple
+    if missing and pad is None:
+        raise DataError(
+            "a sequence that ranks cannot share equally",
+            expected=f"a multiple of {multiple} positions",
+            got=str(length),
+            where=f"split_sequence, cp={size}",
+            fix=f"Pad it to {length + missing}, or let pad={{name: value}} do it.",
+        )
+    whole = dict(batch)
+    if _POSITIONS not in whole:
+        whole[_POSITIONS] = _positions(next(iter(batch.values())), dim, length + missing)
+    for name in shift:
+        if name in whole:
+            whole[name] = _shifted(whole[name], dim, ignore)
+    if missing:
+        values = {**dict.fromkeys(shift, ignore), **(pad or {})}
+        filled = {name: _padded(each, dim, missing, values[name]) for name, each in whole.items() if name in batch}
+        whole.update(filled)
+    if size > 1:
+        note_cut(ctx)
+        whole = {name: _own(each, dim, rank, size) for name, each in whole.items()}
+    return whole
+
+
+@context_first
+def sequence_positions(ctx: DistContext, length: int) -> Tensor:
+    """Return the places of this rank's positions in a sequence, in the order of `split_sequence`. No communication.
+
+    For data that are cut before a batch is made, as where no rank can hold whole sequences.
+
+    Args:
+        ctx: the context.
+        length: of the whole sequence, a multiple of twice the size of cp.
+
+    Returns:
+        int64 of shape [own], on the CPU.
+
+    Raises:
+        DataError: a length that cannot be cut.
+    """
+    rank, size = ctx.axis("cp")
+    if length < 0 or (size > 1 and length % (2 * size)):
+        raise DataError(
+            "a sequence that ranks cannot share equally",
+            expected=f"a multiple of {2 * size} positions",
+            got=str(length),
+            where=f"sequence_positions, cp={size}",
+        )
+    if size == 1:
+        return torch.arange(length)
+    note_cut(ctx)
+    return torch.cat([torch.arange(run.start, run.stop) for run in places(length, rank, size)])
+
+
+def _check(batch: Mapping[str, Tensor], dim: int, shift: Sequence[str], pad: Mapping[str, float] | None) -> int:
+    """Return the length of the sequences; raise for names and shapes that do not fit."""
+    if not isinstance(batch, Mapping) or not batch:  # pyright: ignore[reportUnnecessaryIsInstance] - users pass tensors
+        raise ConfigError("not a batch", expected="tensors by name", got=type(batch).__name__, where="split_sequence")
+    lengths: dict[str, int] = {}
+    for name, each in batch.items():
+        if not isinstance(each, Tensor) or not -each.ndim <= dim < each.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = f"shape {list(each.shape)}" if isinstance(each, Tensor) else type(each).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(
+                "nothing that has positions",
+                expected=f"a tensor with a dimension {dim}",
+                got=got,
+                where=f"split_sequence, {name}",
+                fix="Leave it out of the mapping.",
+            )
+        lengths[name] = each.shape[dim]
+    if len(set(lengths.values())) > 1:
+        got = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError("sequences of different lengths", expected="one length", got=got, where="split_sequence")
+    _check_names(batch, () if tuple(shift) == _LABELS else shift, "shift=")
+    if pad is not None:
+        _check_names(batch, pad, "pad=")
+        if unfilled := [name for name in batch if name not in pad and name not in shift]:
+            raise ConfigError(
+                "no value of padding",
+                expected="one for each tensor that is not shifted",
+                got=f"none for {', '.join(unfilled)}",
+                where="split_sequence, pad=",
+            )
+    return next(iter(lengths.values()))
+
+
+def _check_names(batch: Mapping[str, Tensor], names: Sequence[str] | Mapping[str, float], where: str) -> None:
+    for name in names:
+        if name not in batch:
+            fix = did_you_mean(name, list(batch)) or f"The batch has {', '.join(batch)}."
+            raise ConfigError("no such tensor", got=repr(name), where=f"split_sequence, {where}", fix=fix)
+
+
+def _positions(like: Tensor, dim: int, length: int) -> Tensor:
+    before = like.shape[: dim % like.ndim]
+    return torch.arange(length, device=like.device).expand(*before, length)
+
+
+def _shifted(x: Tensor, dim: int, ignore: float) -> Tensor:
+    if not x.shape[dim]:
+        return x
+    following = x.narrow(dim, 1, x.shape[dim] - 1)
+    return _padded(following, dim, 1, ignore)
+
+
+def _padded(x: Tensor, dim: int, count: int, value: float) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = count
+    return torch.cat([x, x.new_full(shape, value)], dim)
+
+
+def _own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    runs = places(x.shape[dim], rank, size)
+    return torch.cat([x.narrow(dim, run.start, len(run)) for run in runs], dim)

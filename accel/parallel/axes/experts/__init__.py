@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that ranks share: tokens are routed to them, dispatched and combined."""
+
+from accel.parallel.axes.experts._layer import (
+    DispatchedTokens as DispatchedTokens,
+    combine_tokens as combine_tokens,
+    dispatch_tokens as dispatch_tokens,
+)
+from accel.parallel.axes.experts._plan import (
+    exchange_mesh as exchange_mesh,
+    expert_modules as expert_modules,
+    expert_plan as expert_plan,
+    is_expert_parameter as is_expert_parameter,
+    shard_experts as shard_experts,
+)
+from accel.parallel.axes.experts._routing import (
+    Routing as Routing,
+    balance_loss as balance_loss,
+    route_tokens as route_tokens,
+)
+from accel.parallel.axes.experts._spread import EXPERT as EXPERT

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes of spread experts: tokens travel to the ranks that hold them, and outputs travel back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from accel.comm import exchanged, gathered, own_part
+from accel.errors import ConfigError, PrepareError
+from accel.mixins import Mixin
+from accel.parallel._private import is_view
+from accel.parallel.axes.experts._plan import EP
+from accel.tensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Permutation:
+    """An order of rows, each source row `copies` times.
+
+    Attributes:
+        order: place of each new row among the copies.
+        copies: number of copies of each source row, side by side.
+        inverse: new row of each copy.
+    """
+
+    __slots__ = ("copies", "inverse", "order")
+
+    def __init__(self, order: Tensor, copies: int, inverse: Tensor | None = None) -> None:
+        self.order = order
+        self.copies = copies
+        if inverse is None:
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order), device=order.device)
+        self.inverse = inverse
+
+    def inverted(self) -> Permutation:
+        """Return the order that undoes this one, of one copy."""
+        return Permutation(self.inverse, 1, self.order)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Journey:
+    """An exchange of rows.
+
+    Attributes:
+        arrivals: order of the rows by expert, of which ranks sent one part each.
+        sent, received: number of rows to and from each rank.
+        group: ranks of the exchange.
+    """
+
+    arrivals: Permutation
+    sent: Sequence[int]
+    received: Sequence[int]
+    group: dist.ProcessGroup
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DispatchedTokens:
+    """The tokens of the experts that this rank holds, and the way back.
+
+    Attributes:
+        rows: one row for each choice of one of these experts, in the experts' order, shape [rows, ...].
+        counts: number of rows of each expert of this rank, in order; some may be 0.
+        choices: order in which this rank's own choices left, for `combine_tokens`.
+        journey: exchange that brought the rows; None if they came from this rank alone.
+    """
+
+    rows: Tensor
+    counts: Sequence[int]
+    choices: Permutation
+    journey: Journey | None = None
+
+    @property
+    def experts(self) -> Tensor:
+        """The expert of each row, counted among those of this rank: integers of shape [rows]."""
+        counts = torch.tensor(self.counts, device=self.rows.device)
+        own = torch.arange(len(self.counts), device=self.rows.device)
+        return own.repeat_interleave(counts, output_size=self.rows.shape[0])
+
+
+def dispatch_tokens(
+    tokens: Tensor, indices: Tensor, *, experts: int, group: dist.ProcessGroup | None = None
+) -> DispatchedTokens:
+    """Bring tokens to the ranks that hold their experts. A collective of the group, as its backward.
+
+    Of E experts on R ranks, rank r holds those from r * E / R on. Every choice is kept, however many tokens an expert
+    gets; ranks may have different numbers of tokens, or none. The host waits once for the device, for the counts.
+
+    Args:
+        tokens: this rank's, shape [tokens, ...].
+        indices: experts of each token, integers of shape [tokens, k], as `route_tokens` returns them.
+        experts: number of all experts; the group's size divides it.
+        group: ranks that share the experts, as `accel.group_of(ctx, "ep")` returns them; None if all are here.
+
+    Raises:
+        ConfigError: an index of another shape, or a number of experts that the ranks cannot share.
+
+    Example:
+        >>> tokens = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> sent = accel.dispatch_tokens(tokens, torch.tensor([[1], [0], [1]]), experts=2)
+        >>> sent.rows.flatten().tolist(), sent.counts
+        ([2.0, 1.0, 3.0], (1, 2))
+    """
+    ranks = 1 if group is None else group.size()
+    _check(tokens, indices, experts, ranks)
+    chosen = indices.flatten()
+    choices = Permutation(chosen.argsort(stable=True), indices.shape[1])
+    sent = chosen.new_zeros(experts).index_add_(0, chosen, torch.ones_like(chosen))  # bincount waits for the device
+    rows = _taken(tokens, choices)
+    if group is None:
+        return DispatchedTokens(rows, _listed(sent), choices)
+    received = torch.empty_like(sent)
+    _ = cast(Any, dist).all_to_all_single(received, sent, group=group)
+    own = experts // ranks
+    per_rank = sent.view(ranks, own).sum(1)
+    counted = _listed(torch.cat([per_rank, received]))  # the one wait for the device
+    to = counted[:ranks]
+    from_each = [counted[at : at + own] for at in range(ranks, len(counted), own)]
+    back = tuple(map(sum, from_each))
+    came = exchanged(rows, to, back, group)
+    by_expert = torch.arange(own, device=chosen.device).repeat(ranks).repeat_interleave(received, output_size=sum(back))
+    arrivals = Permutation(by_expert.argsort(stable=True), 1)
+    counts = tuple(map(sum, zip(*from_each, strict=True)))
+    return DispatchedTokens(_taken(came, arrivals), counts, choices, Journey(arrivals, to, back, group))
+
+
+def combine_tokens(outputs: Tensor, dispatched: DispatchedTokens, weights: Tensor) -> Tensor:
+    """Bring outputs of experts back, and sum them by token. A collective of the dispatch's group, as its backward.
+
+    Args:
+        outputs: of the rows of `dispatched`, in their order, shape [rows, ...].
+        dispatched: result of `dispatch_tokens`.
+        weights: factor of each output, shape [tokens, k], as `route_tokens` returns them.
+
+    Returns:
+        The weighted sums in the dtype of `outputs`, shape [tokens, ...].
+
+    Raises:
+        ConfigError: another number of rows or weights than was dispatched.
+
+    Example:
+        >>> sent = accel.dispatch_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), experts=2)
+        >>> accel.combine_tokens(sent.rows * 10, sent, torch.tensor([[0.5], [1.0]])).flatten().tolist()
+        [5.0, 20.0]
+    """
+    choices = dispatched.choices
+    journey = dispatched.journey
+    if outputs.shape[:1] != dispatched.rows.shape[:1] or weights.numel() != len(choices.order):
+        raise ConfigError(
+            "these are not outputs of the dispatched tokens",
+            expected=f"{dispatched.rows.shape[0]} rows, and {len(choices.order)} weights",
+            got=f"shapes {list(outputs.shape)} and {list(weights.shape)}",
+            where="combine_tokens",
+        )
+    if journey is not None:
+        by_rank = _taken(outputs, journey.arrivals.inverted())
+        outputs = exchanged(by_rank, journey.received, journey.sent, journey.group)
+    placed = _taken(outputs, choices.inverted())
+    by_token = placed.reshape(*weights.shape, *outputs.shape[1:])
+    factors = weights.reshape(*weights.shape, *[1] * (outputs.ndim - 1))
+    return (by_token * factors).sum(1).to(outputs.dtype)
+
+
+class _Taken(torch.autograd.Function):
+    """Rows in another order. Its gradient reads too, where that of an index adds in no fixed order on GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return rows.index_select(0, permutation.order // permutation.copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
+        permutation = ctx.permutation
+        grad = grad_outputs[0].index_select(0, permutation.inverse)
+        if permutation.copies > 1:
+            sources = grad.shape[0] // permutation.copies
+            grad = grad.reshape(sources, permutation.copies, *grad.shape[1:]).sum(1)
+        return grad, None
+
+
+def _taken(rows: Tensor, permutation: Permutation) -> Tensor:
+    return cast(Any, _Taken).apply(rows, permutation)
+
+
+def _listed(counts: Tensor) -> tuple[int, ...]:
+    return tuple(cast("list[int]", cast(Any, counts).tolist()))
+
+
+def _check(tokens: Tensor, indices: Tensor, experts: int, ranks: int) -> None:
+    if indices.ndim != 2 or indices.shape[0] != tokens.shape[0] or indices.is_floating_point():
+        raise ConfigError(
+            "not the experts of these tokens",
+            expected=f"integers of shape [{tokens.shape[0]}, k]",
+            got=f"{indices.dtype} of shape {list(indices.shape)}",
+            where="dispatch_tokens",
+        )
+    if experts < 1 or experts % ranks:
+        raise ConfigError(
+            "the experts cannot be divided among the ranks",
+            expected=f"a multiple of {ranks}",
+            got=f"{experts} experts",
+            where="dispatch_tokens",
+            fix="Take an ep that divides the number of experts.",
+        )
+
+
+Run = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+COUNT = "num_experts"  # attribute by which modules of transformers know the number of their experts
+
+
+class LocalExperts(Mixin):
+    """A module whose forward sees this rank's experts alone, and brings tokens to others itself.
+
+    Attributes:
+        accel_run: `run_local`, hidden from torch.compile.
+    """
+
+    accel_run: Run
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the module with this rank's parts of its parameters."""
+        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
+
+
+class DispatchedExperts(Mixin):
+    """A module whose forward is called with the tokens of this rank's experts, wherever they are from.
+
+    Attributes:
+        accel_run: `run_dispatched`, hidden from torch.compile.
+        accel_alike: mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other
+            rank holds them.
+    """
+
+    accel_run: Run
+    accel_alike: DeviceMesh | None = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
+        return self.accel_run(self, cast(Any, super()).forward, inputs, named)
+
+
+def run_local(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Run a module's own forward with this rank's parts of its parameters.
+
+    Args:
+        module: with `LocalExperts`.
+        run: its own forward.
+        inputs, named: arguments of the call.
+    """
+    with _local_parts(module):
+        return run(*inputs, **named)
+
+
+def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """Run a module's own forward with the tokens of this rank's experts; return the outputs of the rank's own tokens.
+
+    Args:
+        module: with `DispatchedExperts`.
+        run: its own forward.
+        inputs, named: arguments of the call.
+    """
+    tokens, indices, weights = _routed(run, inputs, named)
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    indices = indices.reshape(rows.shape[0], indices.shape[-1])
+    weights = weights.reshape(indices.shape)
+    alike = None if module.accel_alike is None else module.accel_alike.get_group()
+    outputs = _in_parts(lambda *part: _dispatched(module, run, *part), (rows, indices, weights), alike)
+    shaped = outputs if tokens.ndim == 2 else outputs.view(*tokens.shape[:-1], outputs.shape[-1])
+    return shaped.clone() if is_view(shaped) else shaped  # of which an operation in place would lose FSDP's hooks
+
+
+def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    mesh, experts = _spread_of(module)
+    sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
+    own = sent.experts[:, None]
+    came = sent.rows
+    with _local_parts(module):
+        if came.shape[0]:
+            outputs = run(came, own, weights.new_ones(own.shape))
+        else:  # a row of ones, whose outputs are dropped: parameters take part in the backward, as on other ranks
+            stand_in = came.sum(0, keepdim=True) + 1
+            outputs = run(stand_in, own.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
+    return combine_tokens(outputs, sent, weights)
+
+
+def _routed(run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return tokens, indices and weights from a call of the module."""
+    given = tuple(inspect.signature(run).bind(*inputs, **named).arguments.values()) if named else tuple(inputs)
+    if len(given) != 3 or not all(isinstance(each, Tensor) for each in given) or given[1].is_floating_point():
+        raise PrepareError(
+            "experts to dispatch tokens to are called with something else",
+            expected="forward(tokens, indices, weights), of shapes [tokens, width], [tokens, k] and [tokens, k]",
+            got=", ".join(type(each).__name__ for each in given),
+            where="Plan.experts",
+            fix='Name another module, or take the style "local" for one that dispatches tokens itself.',
+        )
+    return given
+
+
+def _in_parts(
+    run: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], alike: dist.ProcessGroup | None
+) -> Tensor:
+    """Run a function of tokens that several ranks have, each of them on its part."""
+    if alike is None:
+        return run(*inputs)
+    count = inputs[0].shape[0]
+    most = -(-count // alike.size())
+    short = most * alike.size() - count
+    padded = [nn.functional.pad(each, (0, 0, 0, short)) for each in inputs]
+    own = min(most, max(count - most * alike.rank(), 0))
+    rows, weights = (own_part(each, 0, alike)[:own] for each in (padded[0], padded[2]))
+    indices = padded[1].chunk(alike.size())[alike.rank()][:own]
+    outputs = run(rows, indices, weights)
+    filled = nn.functional.pad(outputs, (0, 0, 0, most - own))
+    return gathered(filled, 0, alike)[:count]
+
+
+def _spread_of(module: nn.Module) -> tuple[DeviceMesh, int]:
+    """Return the mesh and the number of a module's experts."""
+    spread = next(each for each in module.parameters(recurse=False) if is_dtensor(each))
+    return spread.device_mesh, spread.shape[0]
+
+
+@contextlib.contextmanager
+def _local_parts(module: nn.Module) -> Generator[None]:
+    """Let a module find this rank's parts in the place of its parameters, and their number as that of its experts."""
+    seen = vars(module)
+    parts = {name: each.to_local() for name, each in module.named_parameters(recurse=False) if is_dtensor(each)}
+    count = seen.get(COUNT)
+    seen.update(cast("dict[str, Any]", parts))
+    if isinstance(count, int) and parts:
+        seen[COUNT] = next(iter(parts.values())).shape[0]
+    try:
+        yield
+    finally:
+        for name in parts:
+            del seen[name]
+        if count is not None:
+            seen[COUNT] = count

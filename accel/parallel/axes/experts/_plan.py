@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Styles of a model's experts by path, the mesh of experts, and experts as units of `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from accel.comm import grid_mesh
+from accel.context import DistContext
+from accel.errors import PrepareError, did_you_mean
+from accel.parallel._modules import matching, named_modules
+from accel.tensors import is_dtensor
+from accel.topology import ExpertStyle, rank_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+STYLES = get_args(ExpertStyle)
+_OF_TRANSFORMERS = "ep_dispatch_experts"  # their name of "dispatch"; their other styles are of single parameters
+_WHERE = "prepare_model, Plan.experts"
+
+
+_STACK = (
+    "Give one module parameters of shape [experts, ...], as torch.stack makes them of the experts' own: every rank"
+    " along ep has a part of each, under one name."
+)
+
+
+def expert_plan(model: nn.Module) -> dict[str, str]:
+    """Return what a model says of its experts: a style for each of their modules, by path. No communication.
+
+    These are the modules that the model, or one inside of it, lists in `ep_plan` for tokens to be dispatched to, as
+    those of transformers do. The result is a value for `Plan(experts=)`: print it, change it, pass it.
+
+    Args:
+        model: not yet spread.
+
+    Example:
+        >>> accel.expert_plan(torch.nn.Linear(2, 2))
+        {}
+    """
+    found: dict[str, str] = {}
+    for holder, module in named_modules(model):
+        listed = getattr(module, "ep_plan", None)
+        if not isinstance(listed, Mapping):
+            continue
+        for pattern, style in cast("Mapping[str, object]", listed).items():
+            if style == _OF_TRANSFORMERS:
+                paths = matching(_paths(model), _joined(holder, pattern))
+                found.update(dict.fromkeys(paths, "dispatch"))
+    return found
+
+
+def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"], ranks: int) -> dict[str, str]:
+    """Return the style of each module of experts, by path. No communication.
+
+    Args:
+        model: not yet spread.
+        experts: styles by pattern; "model" for `expert_plan`.
+        ranks: number of ranks that share the experts.
+
+    Raises:
+        PrepareError: patterns that match nothing, unknown styles, modules whose experts cannot be spread, or no experts
+            at all; every problem at once.
+    """
+    if experts != "model" and not isinstance(experts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
+        raise _refused(ranks, f"{experts!r}", fix='Pass styles by pattern, or "model".')
+    styles = _styles(model, experts)
+    problems = [] if experts == "model" else list(_pattern_problems(model, experts))
+    problems += [each for path in styles for each in _module_problems(model, path, ranks)]
+    problems += [
+        each for path, style in styles.items() if style == "dispatch" for each in _buffer_problems(model, path)
+    ]
+    if problems:
+        listed = any(_holds_modules(model, path) for path in styles)
+        raise _refused(ranks, "; ".join(problems), fix=_STACK if listed else "")
+    if not styles:
+        raise _refused(ranks, "a model that names none", fix=_suggestion(model))
+    return styles
+
+
+def held_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
+    """Return the styles that `resolve_experts` has found in a model, for a part of it: a pipeline stage, perhaps none.
+
+    Args:
+        model: the part, whose other modules are missing or hold no parameters.
+        experts: as of `resolve_experts`.
+    """
+    styles = _styles(model, experts)
+    return {path: style for path, style in styles.items() if any(True for _ in model.get_submodule(path).parameters())}
+
+
+def _styles(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
+    if experts == "model":
+        return expert_plan(model)
+    return {path: style for pattern, style in experts.items() for path in matching(_paths(model), pattern)}
+
+
+def _refused(ranks: int, got: str, *, fix: str = "") -> PrepareError:
+    return PrepareError(
+        f"no experts can be spread over {ranks} ranks by this plan",
+        expected=f"modules of matrices stacked as [experts, rows, columns], a number of experts that {ranks} divides",
+        got=got,
+        where=_WHERE,
+        fix=fix,
+    )
+
+
+def _pattern_problems(model: nn.Module, experts: Mapping[str, str]) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for pattern, style in experts.items():
+        if style not in STYLES:
+            yield f"{pattern}: style {style!r}, which is none of {', '.join(STYLES)}"
+        paths = matching(_paths(model), pattern)
+        if not paths:
+            near = did_you_mean(pattern, [_pattern(path) for path, _ in named_modules(model) if path])
+            yield f"{pattern}: matches no module. {near}".strip()
+        for path in paths:
+            if path in seen:
+                yield f"{path}: matches {seen[path]} and {pattern}"
+            seen[path] = pattern
+
+
+def _module_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
+    """Yield the reasons that keep the experts of a module from being spread."""
+    module = model.get_submodule(path)
+    own = dict(module.named_parameters(recurse=False))
+    inner = [name for name, _ in module.named_parameters() if name not in own]
+    name = path or "the model"
+    if inner:
+        yield f"{name}: holds {inner[0]} in a module of its own, and not stacked with other experts' in one parameter"
+        return
+    sizes = {each.shape[0] if each.ndim else 0 for each in own.values()}
+    if len(sizes) != 1 or all(each.ndim < 3 for each in own.values()):
+        shapes = ", ".join(f"{key} {list(each.shape)}" for key, each in own.items())
+        yield f"{name}: has {shapes or 'no parameters'}"
+    elif (count := sizes.pop()) % ranks or not count:
+        yield f"{name}: has {count} experts"
+    if any(map(is_dtensor, own.values())):
+        yield f"{name}: is spread already"
+    others = {id(each) for other in model.modules() if other is not module for each in other.parameters(recurse=False)}
+    if tied := [key for key, each in own.items() if id(each) in others]:
+        yield f"{name}: shares {', '.join(tied)} with another module"
+
+
+def _buffer_problems(model: nn.Module, path: str) -> Iterator[str]:
+    """Yield the buffers that have all experts, where the module's forward counts this rank's from 0."""
+    module = model.get_submodule(path)
+    counts = {each.shape[0] for each in module.parameters(recurse=False) if each.ndim}
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.ndim and buffer.shape[0] in counts:
+            yield f"{path or 'the model'}: has all experts in the buffer {name}; make it a frozen parameter"
+
+
+def _holds_modules(model: nn.Module, path: str) -> bool:
+    """Whether experts are modules of a list, of which each rank would have other parameters."""
+    return any(isinstance(each, nn.ModuleList) for each in model.get_submodule(path).modules())
+
+
+def _suggestion(model: nn.Module) -> str:
+    """Return the line to write for the modules that look like stacked experts."""
+    paths = [path for path, module in named_modules(model) if path and _looks_stacked(module)]
+    patterns = list(dict.fromkeys(map(_pattern, paths)))
+    if not patterns:
+        return "Leave ep out of the mesh: the model has no module with stacked experts."
+    listed = ", ".join(f'"{pattern}": "dispatch"' for pattern in patterns)
+    return f"Name them: plan=accel.Plan(experts={{{listed}}})."
+
+
+def _looks_stacked(module: nn.Module) -> bool:
+    shapes = [each.shape for each in module.parameters(recurse=False) if each.ndim == 3]
+    return len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1
+
+
+def _paths(model: nn.Module) -> list[str]:
+    return [path for path, _ in named_modules(model)]
+
+
+def _pattern(path: str) -> str:
+    """Return a path with `*` for its numbers."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def _joined(holder: str, pattern: str) -> str:
+    return f"{holder}.{pattern}" if holder else pattern
+
+
+EP = "ep"
+_ROWS = ("dp_replicate", "efsdp", EP)  # along the first two, ranks hold the same experts
+
+
+def open_expert_mesh(ctx: DistContext) -> DeviceMesh:
+    """Return the mesh of the ranks of this rank's pipeline stage for parameters of experts. A collective at first.
+
+    Its last dimension is "ep"; before it one for shards, "efsdp", and where there are replicas one for them, first.
+    Under the strategy `ddp` all ranks with the same experts are replicas.
+
+    Args:
+        ctx: a context with an `ep` of more than one rank.
+    """
+    sizes = expert_mesh_sizes(ctx)
+    return grid_mesh(ctx.comm, rank_rows(ctx.axes, *_ROWS), sizes, ctx.device.type, ctx.timeout_s)
+
+
+def expert_mesh_sizes(ctx: DistContext) -> Mapping[str, int]:
+    """Return the sizes of the mesh of experts, by dimension."""
+    axes = ctx.axes
+    shards = axes.expert_ranks // axes.ep
+    replicas = axes.dp_replicate
+    if ctx.strategy == "ddp":
+        replicas *= shards
+        shards = 1
+    names = {"dp_replicate": replicas, "efsdp": shards, EP: axes.ep}
+    return {name: size for name, size in names.items() if size > 1 or name != "dp_replicate"}
+
+
+def exchange_mesh(ctx: DistContext) -> DeviceMesh:
+    """Return the part of the mesh of experts along which their gradients are exchanged. A collective at first."""
+    mesh = open_expert_mesh(ctx)
+    return cast(Any, mesh)[tuple(name for name in mesh.mesh_dim_names or () if name != EP)]
+
+
+def gradient_ranks(ctx: DistContext) -> int:
+    """Return the number of ranks whose losses are averaged: those with tokens of their own, of one pipeline stage."""
+    axes = ctx.axes
+    return axes.dp * axes.dp_replicate * axes.dp_shard * axes.cp
+
+
+def is_expert_parameter(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is spread along `ep`. No communication."""
+    return is_dtensor(parameter) and EP in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def expert_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules whose parameters are spread along `ep`, inner ones first. No communication."""
+    named = named_modules(model)
+    found = [name for name, module in named if any(map(is_expert_parameter, module.parameters(recurse=False)))]
+    return tuple(reversed(found))
+
+
+def shard_experts(ctx: DistContext, module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Call `fully_shard` on a module of experts. Mutates it.
+
+    Fewer ranks average the gradients of experts than those of other parameters, and each of them has the tokens of
+    several ranks, so the mean is brought to the number that other gradients are divided by.
+
+    Args:
+        ctx: the context.
+        module: with parameters that are spread along `ep`.
+        mesh: of the ranks that hold the same experts.
+        options: of `fully_shard`, as other units have them.
+    """
+    from torch.distributed.fsdp import fully_shard  # its import takes most of a second
+    from torch.distributed.tensor import Shard
+
+    shards = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        """Divide the experts where they can be, then the rows of each: no rank is left without a shard."""
+        own = cast(Any, parameter).to_local().shape
+        return None if own[0] % shards == 0 or len(own) < 2 or own[1] % shards else Shard(1)
+
+    _ = fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
+    factor = mesh.size() / gradient_ranks(ctx)
+
+    def rescale(shard: Tensor) -> None:
+        _ = shard.mul_(factor)
+
+    if factor != 1:  # set_gradient_divide_factor divides twice where a mesh has one rank along its shards
+        cast(Any, module).set_all_reduce_hook(rescale)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallel: each rank along `ep` holds some of the experts, stored as DTensors; tokens travel to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from accel.comm import adopt, broadcast_flat
+from accel.context import DistContext
+from accel.errors import PrepareError
+from accel.mixins import add_mixin
+from accel.parallel._empty import values_or_room
+from accel.parallel._labels import replace_parameter
+from accel.parallel._modules import unwrap_model
+from accel.parallel._spread import Spread, SpreadOptions, compare_models
+from accel.parallel.axes.experts._layer import DispatchedExperts, LocalExperts, run_dispatched, run_local
+from accel.parallel.axes.experts._plan import (
+    EP,
+    STYLES,
+    expert_modules,
+    held_experts,
+    open_expert_mesh,
+    resolve_experts,
+)
+from accel.topology import dimension_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WHERE = "prepare_model, ep of ctx.mesh"
+
+
+class ExpertOptions(SpreadOptions, frozen=True, kw_only=True):
+    """Options of expert parallelism; see `Plan`."""
+
+    experts: Mapping[str, str] | Literal["model"] = "model"
+
+
+def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+    return ctx.axis(EP).size == 1 or bool(expert_modules(unwrap_model(model)))
+
+
+def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
+    names = () if ctx.mesh is None else ctx.mesh.mesh_dim_names or ()
+    if any(dimension_of(name) == "expert" for name in names):
+        raise PrepareError(
+            "a mesh with an ep of its own does not tell which ranks hold the same experts",
+            expected="an ep beside the axes that it takes its ranks from",
+            got=f"dimensions {', '.join(names)}",
+            where=_WHERE,
+            fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
+        )
+    styles = resolve_experts(unwrap_model(model), options.experts, ctx.axes.ep)
+    alone = [path for path, style in styles.items() if style == "local"]
+    if alone and ctx.axes.tp > 1:
+        raise PrepareError(
+            "ranks along tp have the same tokens, and each would dispatch all of them",
+            expected='the style "dispatch" beside tensor parallelism',
+            got=f"local for {', '.join(alone)}",
+            where=_WHERE,
+            fix="Leave tp out of the mesh, or let the module's forward take (tokens, indices, weights).",
+        )
+
+
+def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions, *, is_empty: bool) -> nn.Module:
+    inner = unwrap_model(model)
+    compare_models(ctx, options, dict(inner.named_parameters()))
+    styles = held_experts(inner, options.experts)
+    mesh = open_expert_mesh(ctx)[EP]
+    for path in styles:
+        module = inner.get_submodule(path)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = _own_experts(ctx, parameter, mesh, is_empty=is_empty)
+            setattr(module, name, part)
+            replace_parameter(f"{path}.{name}" if path else name, parameter, part)
+    _add_forwards(ctx, inner, styles)
+    return model
+
+
+def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Let the modules of experts see this rank's parts, hidden from torch.compile, which cannot trace the exchange."""
+    hide = cast(Any, torch.compiler).disable
+    alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
+    called = {style: [model.get_submodule(path) for path, own in styles.items() if own == style] for style in STYLES}
+    add_mixin(called["dispatch"], DispatchedExperts, accel_run=staticmethod(hide(run_dispatched)), accel_alike=alike)
+    add_mixin(called["local"], LocalExperts, accel_run=staticmethod(hide(run_local)))
+
+
+def _own_experts(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh, *, is_empty: bool) -> nn.Parameter:
+    """Return this rank's experts of a stacked parameter, which begin with the values of the first rank along `ep`.
+
+    Of a rank that has none, these are no values, and those of rank 0 follow when the experts are sharded.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = parameter.detach()
+    if not is_empty:
+        whole = values_or_room(whole, ctx.device)
+        broadcast_flat(adopt(mesh.get_group(), ctx.device), whole, source=0)
+    part = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
+    shape = whole.shape
+    stride = whole.stride()
+    spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    if not parameter.is_meta:
+        parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it still
+    return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+
+
+EXPERT = Spread(
+    dimension="expert", options=ExpertOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True
+)

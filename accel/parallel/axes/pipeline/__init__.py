@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines: a model cut into stages, and torch's schedules that run micro-batches through them."""
+
+from accel.parallel.axes.pipeline._pipeline import (
+    Pipeline as Pipeline,
+    is_tied_copy as is_tied_copy,
+    pipeline_of as pipeline_of,
+    sum_tied_gradients as sum_tied_gradients,
+    take_summed as take_summed,
+)
+from accel.parallel.axes.pipeline._stage_module import (
+    ByStage as ByStage,
+    MicroBatch as MicroBatch,
+    StageModule as StageModule,
+    Work as Work,
+    first_rows as first_rows,
+    first_tensor as first_tensor,
+    split_batch as split_batch,
+)
+from accel.parallel.axes.pipeline._stage_plan import SPLIT_BACKWARDS as SPLIT_BACKWARDS, stage_plan as stage_plan
+from accel.parallel.axes.pipeline._stages import PIPELINE as PIPELINE

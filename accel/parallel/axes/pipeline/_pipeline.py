@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model cut into stages: its layout on the ranks, the run of a batch, and gradients of tied parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel.comm import Comm, adopt, all_reduce_flat, group_of_rows
+from accel.context import DistContext
+from accel.errors import StageError
+from accel.mixins import Mixin
+from accel.parallel._leftovers import is_used, is_watched, note_used
+from accel.parallel._modules import STAGES, stage_modules
+from accel.parallel._same_batches import same_batches
+from accel.parallel.axes.pipeline._boundaries import Boundary, boundary_of, find_boundaries, working
+from accel.parallel.axes.pipeline._stage_module import MicroBatch, StageModule, Work, first_tensor, main_input
+from accel.parallel.axes.pipeline._stage_plan import Layout
+from accel.tensors import local_part
+from accel.topology import rank_rows
+from accel.tree import tensors
+
+if TYPE_CHECKING:
+    from accel.parallel.axes.pipeline._schedule import StageSchedule
+
+
+_COPY = "accel_tied_copy"
+
+
+class Tie(NamedTuple):
+    """A parameter of which this rank and others have a copy.
+
+    Attributes:
+        name: of this rank's copy.
+        comm: handle of the ranks with a copy.
+    """
+
+    name: str
+    comm: Comm
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(each) for each in names.values() if len(each) > 1)
+
+
+def holders(names: Sequence[str], stages: Sequence[Sequence[str]], owners: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the ranks along the pipeline that have a tied parameter. Pure.
+
+    Args:
+        names: of the parameter.
+        stages: paths of the modules of each stage.
+        owners: rank of each stage.
+    """
+    return tuple(sorted({owners[stage_of(name, stages)] for name in names}))
+
+
+def stage_of(name: str, stages: Sequence[Sequence[str]]) -> int:
+    """Return the stage that has a parameter. Pure."""
+    return next(at for at, paths in enumerate(stages) if name.startswith(tuple(f"{path}." for path in paths)))
+
+
+def open_ties(
+    ctx: DistContext,
+    model: nn.Module,
+    names: Sequence[Sequence[str]],
+    stages: Sequence[Sequence[str]],
+    layout: Layout,
+) -> tuple[Tie, ...]:
+    """Open a group for each set of ranks with copies of a parameter. A collective where there are such.
+
+    Marks the copies of higher ranks, which norms leave out.
+
+    Args:
+        ctx: the context.
+        model: with the modules of this rank.
+        names: of each tied parameter.
+        stages: paths of the modules of each stage.
+        layout: of the pipeline.
+    """
+    here = ctx.axis("pp").rank
+    live = dict(model.named_parameters(remove_duplicate=False))
+    found: list[Tie] = []
+    for each in names:
+        ranks = holders(each, stages, layout.owners)
+        if len(ranks) < 2:
+            continue
+        rows = [tuple(row[at] for at in ranks) for row in rank_rows(ctx.axes, "pp")]
+        group = group_of_rows(ctx.comm, rows, "tied", ctx.timeout_s)
+        if here not in ranks or group is None:
+            continue
+        own = next(name for name in each if name in live)
+        found.append(Tie(own, adopt(group, ctx.device)))
+        if here != ranks[0]:
+            setattr(live[own], _COPY, True)
+    return tuple(found)
+
+
+def is_tied_copy(parameter: torch.Tensor) -> bool:
+    """Return whether a lower rank along the pipeline has the same parameter."""
+    return getattr(parameter, _COPY, False)
+
+
+def sum_tied_gradients(
+    model: nn.Module, ties: Sequence[Tie], before: Mapping[str, torch.Tensor], *, may_be_unused: bool
+) -> None:
+    """Sum the gradients of tied parameters over the ranks that have a copy. A collective of these ranks.
+
+    Args:
+        model: pipelined.
+        ties: of this rank.
+        before: gradients of ties that an earlier call of this window has summed, by name; added afterwards.
+        may_be_unused: whether ranks ask each other first if one of them has used a parameter, in one more message each.
+    """
+    for tie in ties:
+        parameter = model.get_parameter(tie.name)
+        if not parameter.requires_grad:
+            continue
+        if may_be_unused:
+            used = torch.tensor([is_used(parameter) or tie.name in before], dtype=torch.uint8, device=tie.comm.control)
+            if all_reduce_flat(tie.comm, used, "max").item():
+                note_used(parameter)
+            elif not is_watched(parameter):  # else ranks with the same stage decide
+                continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        part = local_part(parameter.grad)
+        _ = part.copy_(all_reduce_flat(tie.comm, part.contiguous(), "sum").view_as(part))
+        if tie.name in before:
+            _ = part.add_(local_part(before[tie.name]))
+
+
+def take_summed(model: nn.Module, ties: Sequence[Tie]) -> dict[str, torch.Tensor]:
+    """Take away gradients of tied parameters that are sums already, and return them by name. Mutates `.grad`."""
+    found: dict[str, torch.Tensor] = {}
+    for tie in ties:
+        parameter = model.get_parameter(tie.name)
+        if parameter.grad is not None:
+            found[tie.name] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+_MOST_SCHEDULES = 4  # each keeps buffers for the micro-batches of one shape
+_PIPELINE = "accel_pipeline"
+
+
+class Pipeline:
+    """The pipeline of one model on this rank.
+
+    Attributes:
+        comm: handle of the ranks along the pipeline.
+        group: their process group.
+        layout: schedule and numbers.
+        names: of each tied parameter in the whole model.
+        order: names of the whole model's parameters and persistent buffers.
+        ties: parameters of which other ranks have a copy too.
+        may_be_unused: whether parameters may stay out of a loss.
+        holding: whether gradients wait for the window's end.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        names: Sequence[Sequence[str]],
+        order: Sequence[str],
+        ties: Sequence[Tie],
+        *,
+        may_be_unused: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.group = group
+        self.layout = layout
+        self.names = tuple(map(tuple, names))
+        self.order = tuple(order)
+        self.ties = tuple(ties)
+        self.may_be_unused = may_be_unused
+        self.holding = False
+        self._known: dict[object, tuple[Boundary, ...]] = {}
+        self._schedules: dict[object, StageSchedule] = {}
+
+    def __deepcopy__(self, memo: object) -> Pipeline:
+        return self
+
+    @property
+    def last_rank(self) -> int:
+        """Rank along the pipeline of the last stage."""
+        return self.layout.owners[self.layout.stages - 1]
+
+    def run(self, ctx: DistContext, model: nn.Module, work: Work, *, trains: bool) -> list[torch.Tensor]:
+        """Run the micro-batches of a batch; return the last stage's results, on its rank alone.
+
+        A collective along the pipeline, and of what the stages exchange along other axes.
+        """
+        watch = same_batches(model)
+        if watch is not None and watch.awaited:
+            watch.look(_listed(work.micro_batches), trains=trains)
+        stages = cast("Sequence[StageModule]", stage_modules(model))
+        mains = [main_input(each) for each in work.micro_batches]
+        facts = _facts(ctx, model, work, trains)
+        passed = self._known.get(facts)
+        if _missing_somewhere(ctx, self.comm, passed is None):
+
+            def whole(output: Any, _batch: MicroBatch) -> torch.Tensor:
+                return first_tensor(output, work.containers)
+
+            probe = work._replace(finish=whole, micro_batches=work.probe or work.micro_batches)
+            with working(stages, probe):
+                passed = find_boundaries(self.comm, self.layout, stages, mains[0], ctx.device)
+            self._known[facts] = passed
+        assert passed is not None
+        with working(stages, work):
+            schedule = self._schedule(ctx, stages, facts, boundary_of(mains[0]), passed, trains=trains)
+            return schedule.run(torch.cat(mains) if stages[0].index == 0 else mains[0])
+
+    def _schedule(
+        self,
+        ctx: DistContext,
+        stages: Sequence[StageModule],
+        facts: object,
+        main: Boundary,
+        passed: Sequence[Boundary],
+        *,
+        trains: bool,
+    ) -> StageSchedule:
+        """The schedule for micro-batches of one shape; the ones used last are kept."""
+        from accel.parallel.axes.pipeline._schedule import StageSchedule  # torch's package takes long to import
+
+        found = self._schedules.pop(facts, None)
+        if found is None:
+            holds = (lambda: self.holding) if trains else None
+            found = StageSchedule(self.layout, stages, main, passed, group=self.group, device=ctx.device, holds=holds)
+        self._schedules[facts] = found
+        while len(self._schedules) > _MOST_SCHEDULES:
+            _ = self._schedules.pop(next(iter(self._schedules)))
+        return found
+
+
+class Pipelined(Mixin):
+    """Stands before the class of a model that is cut into stages."""
+
+    def forward(self, *_inputs: Any, **_kwargs: Any) -> Any:
+        """Refuse: one rank has some of the modules only."""
+        raise StageError(
+            "a pipelined model cannot be called, as this rank has some of its stages only",
+            expected="loss, state = accel.forward_backward(ctx, model, state, inputs, loss_fn=...)",
+            got="model(inputs)",
+            fix="To evaluate, call accel.forward(ctx, model, inputs); to add tokens, accel.generate(ctx, model, ids).",
+        )
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode of the model and of its stages."""
+        for each in stage_modules(cast(nn.Module, self)):
+            _ = each.train(mode)
+        return cast(Any, super()).train(mode)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, **_options: Any) -> None:
+        """Set whether the next backward exchanges gradients along data parallelism."""
+        pipeline = pipeline_of(cast(nn.Module, self))
+        assert pipeline is not None
+        pipeline.holding = not requires_gradient_sync
+
+    def reshard(self) -> None:
+        """Shard the parameters of the stages again, where `fully_shard` has them whole."""
+        for stage in stage_modules(cast(nn.Module, self)):
+            for each in stage.modules():
+                if hasattr(type(each), "set_is_last_backward"):
+                    cast(Any, each).reshard()
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """Return the pipeline of a model; None of a model that is whole."""
+    return cast("Pipeline | None", vars(model).get(_PIPELINE))
+
+
+def attach(model: nn.Module, pipeline: Pipeline, stages: Sequence[StageModule]) -> None:
+    """Let a model know its pipeline. Mutates it; the stages are no modules below it, so names stay as they are."""
+    vars(model)[_PIPELINE] = pipeline
+    vars(model)[STAGES] = tuple(stages)
+
+
+def _facts(ctx: DistContext, model: nn.Module, work: Work, trains: bool) -> object:
+    """Return the facts that shapes between stages depend on; micro-batches of one batch are alike."""
+    first = work.micro_batches[0]
+    listed = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
+    shapes = tuple((path, each.dtype, tuple(each.shape)) for path, each in tensors(listed, work.containers))
+    device = ctx.device.type
+    cast_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return shapes, model.training, trains, cast_to
+
+
+def _listed(batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    return {f"micro-batch {at + 1}": (each.args, dict(each.kwargs), each.targets) for at, each in enumerate(batches)}
+
+
+def _missing_somewhere(ctx: DistContext, along: Comm, missing: bool) -> bool:
+    """Whether shapes are unknown on some rank: stages that exchange along other axes run the same forwards."""
+    if ctx.world_size == along.size:
+        return missing
+    flag = torch.tensor([int(missing)], device=ctx.comm.control)
+    return bool(all_reduce_flat(ctx.comm, flag, "max").item())

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's schedules over this rank's stages: made once for each shape of a micro-batch, and run.
+
+Huang et al. 2019, GPipe, arXiv:1811.06965; Narayanan et al. 2021, 1F1B and interleaved stages, arXiv:2104.04473;
+Qi et al. 2023, zero bubble, arXiv:2401.10241; torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from accel.comm import peer_error
+from accel.errors import AccelError, PeerError, StageError
+from accel.parallel.axes.pipeline._boundaries import Boundary
+from accel.parallel.axes.pipeline._stage_module import StageModule
+from accel.parallel.axes.pipeline._stage_plan import Layout
+
+
+class _Stage(PipelineStage):
+    """A stage that reduces gradients at the end of the window only, and keeps those of earlier batches."""
+
+    holds: Callable[[], bool]
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Exchange gradients along data parallelism, unless they are held back."""
+        if not self.holds():
+            cast(Any, super()).perform_reduce_grad(grad_scale_factor)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradients for a stage on this rank; none in a run without backward, which V schedules ask too."""
+        return cast(Any, super()).get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients of a stage on this rank; nothing in a run without backward."""
+        if self.has_backward:
+            cast(Any, super()).set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Do nothing: shapes are known, so nothing was run, and torch would drop gradients of earlier batches."""
+
+
+class StageSchedule:
+    """One of torch's schedules for micro-batches of one shape.
+
+    Args:
+        layout: of the pipeline.
+        stages: of this rank.
+        main: dtype and shape of the first input of a micro-batch.
+        passed: dtype and shape of the output of each stage.
+        group: ranks along the pipeline.
+        device: of the stages.
+        holds: whether gradients are held back now; None for a forward without backward.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stages: Sequence[StageModule],
+        main: Boundary,
+        passed: Sequence[Boundary],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        holds: Callable[[], bool] | None,
+    ) -> None:
+        trains = holds is not None
+        self._trains = trains
+        self._layout = layout
+        self._rank = stages[0].rank
+        ranks = dist.get_process_group_ranks(group)
+        owners = layout.owners
+        around = {at for each in stages for at in (each.index - 1, each.index + 1)}
+        self._neighbours = sorted({ranks[owners[at]] for at in around if at in owners} - {self._rank})
+        self._first = any(each.index == 0 for each in stages)
+        self._last = any(each.is_last for each in stages)
+        self._indices = torch.arange(layout.micro_batches)
+        made: list[_Stage] = []
+        for each in stages:
+            given = main if each.index == 0 else passed[each.index - 1]
+            stage = _Stage(
+                each,
+                each.index,
+                layout.stages,
+                device,
+                input_args=given.tensor(requires_grad=trains and each.index > 0),
+                output_args=passed[each.index].tensor(requires_grad=trains),
+                group=group,
+            )
+            stage.holds = holds or (lambda: True)
+            made.append(stage)
+        kind = get_schedule_class(layout.schedule)
+        stage_or_stages = made[0] if issubclass(kind, PipelineScheduleSingle) else made
+        loss = _returned_loss if trains else None
+        self._schedule = cast(Any, kind)(
+            stage_or_stages, n_microbatches=layout.micro_batches, loss_fn=loss, scale_grads=False
+        )
+
+    def run(self, main: torch.Tensor) -> list[torch.Tensor]:
+        """Run all micro-batches, and return their losses where the last stage is. A collective along the pipeline.
+
+        Args:
+            main: first inputs of the micro-batches, one behind the other; looked at in the first stage.
+
+        Raises:
+            StageError: a stage failed; with its number, micro-batch and rank.
+            PeerError: another rank was lost.
+        """
+        losses: list[torch.Tensor] = []
+        inputs = (main,) if self._first else ()
+        target = {"target": self._indices, "losses": losses} if self._last and self._trains else {}
+        try:
+            self._schedule.step(*inputs, return_outputs=False, micro=self._indices, **target)
+        except Exception as error:
+            raise self._told(error) from error
+        return losses
+
+    def _told(self, error: Exception) -> Exception:
+        """The error of a stage inside what torch puts around it."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, AccelError | torch.OutOfMemoryError):
+                return cause
+            if (lost := peer_error(cause, "the pipeline's schedule")) is not None:
+                where = f"rank {self._rank}, which exchanges with rank {', '.join(map(str, self._neighbours))}"
+                return PeerError(lost.problem, expected=lost.expected, where=where, fix=lost.fix)
+            cause = cause.__cause__
+        return StageError(
+            f"the pipeline's schedule failed: {type(error).__name__}: {str(error).strip()}",
+            where=f"{self._layout.schedule}, rank {self._rank}",
+        )
+
+
+def _returned_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    """The last stage returns the loss itself."""
+    return output

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage as torch's schedules call it, and a batch split into micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from accel.comm import peer_error
+from accel.errors import AccelError, DataError, StageError
+from accel.parallel._private import is_view
+from accel.parallel.axes.pipeline._skipped import EMBEDDINGS, reads_of, stage_failure
+from accel.tree import Containers, leaves, map_tensors, tensors
+
+
+class Rows(NamedTuple):
+    """Rows of one micro-batch.
+
+    Attributes:
+        begin: first row.
+        real: number of rows of the batch.
+        size: number of rows, with copies of the batch's last row behind the real ones.
+    """
+
+    begin: int
+    real: int
+    size: int
+
+
+class MicroBatch(NamedTuple):
+    """Inputs and targets of one micro-batch.
+
+    Attributes:
+        args, kwargs: of the model.
+        targets: of the loss function; None without.
+        rows: its rows in the batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: Any
+    rows: Rows
+
+
+def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:
+    """Return the rows of each micro-batch of a batch.
+
+    Args:
+        rows: of the batch, at least 1.
+        count: number of micro-batches.
+        equal: whether all have the same size, so that the last ones are filled up; else sizes differ by at most one,
+            and only a micro-batch without any row is filled up to one.
+    """
+    if equal:
+        size = -(-rows // count)
+        return [Rows(at * size, max(0, min(size, rows - at * size)), size) for at in range(count)]
+    found: list[Rows] = []
+    begin = 0
+    for at in range(count):
+        real = rows // count + (at < rows % count)
+        found.append(Rows(begin, real, max(real, 1)))
+        begin += real
+    return found
+
+
+def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, containers: Containers = ()) -> list[MicroBatch]:
+    """Split a batch into micro-batches along dimension 0.
+
+    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are.
+
+    Args:
+        inputs: a tensor; a tuple or list of positional arguments of the model; or a mapping of keyword arguments.
+        targets: tree of tensors, or None.
+        count: number of micro-batches.
+        equal: as for `plan_rows`.
+        containers: kinds of containers besides those that `accel.tree` knows.
+
+    Raises:
+        DataError: no tensor, one without rows, or tensors with different numbers of rows.
+    """
+    args, kwargs = arguments(inputs)
+    listed = [*tensors((args, dict(kwargs)), containers), *tensors(targets, containers)]
+    rows = _count(listed)
+    found: list[MicroBatch] = []
+    for each in plan_rows(rows, count, equal=equal):
+
+        def take(tensor: torch.Tensor, own: Rows = each) -> torch.Tensor:
+            return _slice(tensor, rows, own)
+
+        found.append(
+            MicroBatch(
+                args=map_tensors(take, args, containers),
+                kwargs={key: map_tensors(take, value, containers) for key, value in kwargs.items()},
+                targets=map_tensors(take, targets, containers),
+                rows=each,
+            )
+        )
+    return found
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the positional and keyword arguments that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), cast("Mapping[str, Any]", inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(cast("Sequence[Any]", inputs)), {}
+    return (inputs,), {}
+
+
+def first_rows(tree: Any, own: Rows, containers: Containers = ()) -> Any:
+    """Return an output or target of a micro-batch without the rows that fill it up."""
+    if own.real == own.size:
+        return tree
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: own.real] if tensor.ndim and tensor.shape[0] == own.size else tensor
+
+    return map_tensors(take, tree, containers)
+
+
+def _slice(tensor: torch.Tensor, rows: int, own: Rows) -> torch.Tensor:
+    if tensor.ndim == 0 or tensor.shape[0] != rows or (rows == 1 and own.size == 1):
+        return tensor
+    part = tensor[own.begin : own.begin + own.real]
+    missing = own.size - own.real
+    if not missing:
+        return part
+    last = tensor[rows - 1 :].expand(missing, *tensor.shape[1:])
+    return torch.cat([part, last])
+
+
+def _count(listed: Sequence[tuple[str, torch.Tensor]]) -> int:
+    """Number of rows of the tensors that are split."""
+    sizes = {path: tensor.shape[0] for path, tensor in listed if tensor.ndim}
+    several = {path: size for path, size in sizes.items() if size != 1}
+    if not sizes or 0 in sizes.values():
+        raise DataError(
+            "a batch without rows cannot be split",
+            expected="tensors with the batch in dimension 0",
+            got=", ".join(f"{path}: {list(tensor.shape)}" for path, tensor in listed) or "no tensor",
+            where="inputs=",
+        )
+    if len(set(several.values())) > 1:
+        raise DataError(
+            "tensors of a batch have different numbers of rows",
+            expected="one number in dimension 0, or one row for all",
+            got=", ".join(f"{path}: {size}" for path, size in several.items()),
+            where="inputs=, targets=",
+            fix="Pass what is no part of the batch by a closure, or with one row.",
+        )
+    return next(iter(several.values()), 1)
+
+
+class ByStage:
+    """An argument of a model that each stage has one of, such as a cache of its layers.
+
+    Attributes:
+        made: the arguments of this rank's stages, by stage.
+    """
+
+    __slots__ = ("_make", "made")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.made: dict[int, Any] = {}
+
+    def of(self, stage: int) -> Any:
+        """Return the argument of a stage; made when it is asked for first."""
+        if stage not in self.made:
+            self.made[stage] = self._make()
+        return self.made[stage]
+
+
+class Work(NamedTuple):
+    """The computation of a rank's stages in one call.
+
+    Attributes:
+        micro_batches: inputs and targets, the same on all ranks along the pipeline.
+        finish: maps the last stage's output and the micro-batch to the tensor to run backward from, or to return.
+        around: context of each forward, such as autocast.
+        containers: kinds of containers besides those that `accel.tree` knows.
+        probe: micro-batches for the forward that finds shapes, where another run of one would have an effect; None for
+            `micro_batches`.
+        shapes: tree of the tensors on which shapes between stages depend; None for all inputs.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    finish: Callable[[Any, MicroBatch], torch.Tensor]
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    containers: Containers = ()
+    probe: Sequence[MicroBatch] | None = None
+    shapes: Any = None
+
+
+class StageModule(nn.Module):
+    """One stage of a model.
+
+    Attributes:
+        module: the model with the modules of this stage.
+        index, count: place among all stages.
+        rank: of the context, for errors.
+        stages: paths of the modules of all stages.
+        own: those of this one.
+        work: the current computation; None between calls.
+        before_batch: run once before the micro-batches of a batch; None for nothing.
+    """
+
+    work: Work | None = None
+    before_batch: Callable[[], None] | None = None
+
+    def __init__(self, module: nn.Module, index: int, rank: int, stages: Sequence[Sequence[str]]) -> None:
+        super().__init__()
+        self.module = module
+        self.index = index
+        self.count = len(stages)
+        self.rank = rank
+        self.stages = stages
+        self.own = tuple(stages[index])
+        self._reads = reads_of(module)
+        self._names = tuple(inspect.signature(module.forward).parameters)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.index == self.count - 1
+
+    def forward(self, hidden: torch.Tensor, *, micro: torch.Tensor) -> torch.Tensor:
+        """Run the stage on a micro-batch.
+
+        Args:
+            hidden: output of the stage before; not looked at in the first stage.
+            micro: number of the micro-batch, on the CPU.
+        """
+        work = self.work
+        assert work is not None
+        at = int(micro.item())
+        batch = self._own(work.micro_batches[at])
+        self._reads.latest = None
+        with self._named(f"micro-batch {at + 1} of {len(work.micro_batches)}", hidden, batch):
+            with work.around():
+                output = self.call(hidden, batch)
+                if self.is_last:
+                    return work.finish(output, batch)
+            found = first_tensor(output, work.containers)
+            return found.clone() if is_view(found) else found  # schedules detach outputs in place
+        raise AssertionError
+
+    def _own(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with this stage's arguments."""
+        if not has_own(batch):
+            return batch
+        kwargs = {key: each.of(self.index) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
+        return batch._replace(kwargs=kwargs)
+
+    def call(self, hidden: torch.Tensor, batch: MicroBatch) -> Any:
+        """Run the stage's modules, with `hidden` in the place of the model's first input behind the first stage."""
+        if self.index == 0:
+            return self.module(*batch.args, **batch.kwargs)
+        args = list(batch.args)
+        kwargs = dict(batch.kwargs)
+        if EMBEDDINGS not in self._names:
+            if args:
+                args[0] = hidden
+            else:
+                kwargs[next(iter(kwargs))] = hidden
+            return self.module(*args, **kwargs)
+        if args:
+            kwargs |= zip(self._names[1:], args[1:], strict=False)
+        else:
+            _ = kwargs.pop(next(iter(kwargs)))
+        return self.module(**{**kwargs, EMBEDDINGS: hidden})
+
+    @contextlib.contextmanager
+    def _named(self, micro: str, hidden: torch.Tensor, batch: MicroBatch) -> Any:
+        """Name stage, micro-batch and rank in errors of the block."""
+        try:
+            yield
+        except (AccelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            lost = peer_error(error, f"the forward of stage {self.index}")
+            where = f"stage {self.index} of {self.count}, {micro}, rank {self.rank}"
+            raise lost or stage_failure(
+                error, self.module, self.stages, self.index, hidden, batch.kwargs, where=where
+            ) from error
+
+
+def has_own(batch: MicroBatch) -> bool:
+    """Return whether a micro-batch has arguments of which each stage has its own."""
+    return any(isinstance(each, ByStage) for each in batch.kwargs.values())
+
+
+def main_input(batch: MicroBatch) -> torch.Tensor:
+    """Return the input whose place hidden states take behind the first stage.
+
+    Raises:
+        StageError: it is no tensor.
+    """
+    values = (*batch.args, *batch.kwargs.values())
+    if not values or not isinstance(values[0], torch.Tensor):
+        raise StageError(
+            "the first input of a pipelined model is no tensor",
+            expected="the tensor that hidden states replace behind the first stage",
+            got=type(values[0]).__name__ if values else "no input",
+            where="inputs=",
+        )
+    return values[0]
+
+
+def first_tensor(output: Any, containers: Containers = ()) -> torch.Tensor:
+    """Return the first tensor of a model's output, which is what the next stage goes on with.
+
+    Args:
+        output: a tensor, or a container of some; a tensor in it comes before those in containers of its own.
+        containers: kinds of containers besides those that `accel.tree` knows.
+
+    Raises:
+        StageError: there is none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    items = _items(output, containers)
+    for each in items:
+        if isinstance(each, torch.Tensor):
+            return each
+    for each in items:
+        if found := tensors(each, containers):
+            return found[0][1]
+    raise StageError(
+        "a stage returned no tensor", expected="a tensor, or some with one", got=type(cast(object, output)).__name__
+    )
+
+
+def _items(output: object, containers: Containers) -> list[Any]:
+    """The values right below an output of any kind; itself where it is no container."""
+    if isinstance(output, Mapping):
+        return list(cast("Mapping[Any, Any]", output).values())
+    if isinstance(output, tuple | list):
+        return list(cast("Sequence[Any]", output))
+    return [each for _, each in leaves(output, containers, is_leaf=lambda node: node is not output)]

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of a model's blocks, the modules of each stage, and the ranks of stages. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
+
+from torch import nn
+
+from accel.errors import ConfigError, PrepareError, did_you_mean
+from accel.parallel._modules import named_modules, repeated
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+_FIX = "Name the modules of each stage: Plan(stages=[[...], [...]])."
+
+
+class Chain(NamedTuple):
+    """Paths of modules in the order in which a model calls them.
+
+    Attributes:
+        before: modules in front of the blocks, such as an embedding.
+        blocks: modules that follow one another.
+        behind: modules behind the blocks, such as a norm and a head.
+    """
+
+    before: tuple[str, ...]
+    blocks: tuple[str, ...]
+    behind: tuple[str, ...]
+
+
+def find_chain(model: nn.Module) -> Chain:
+    """Return the chain of a model: its repeated blocks, or the modules of its outermost Sequential or ModuleList.
+
+    Modules without parameters stand in the chain where torch has their class, as that of Dropout. Others, such as
+    rotary embeddings, stand nowhere in it and run on every rank.
+
+    Args:
+        model: on any device, the meta device too.
+
+    Raises:
+        PrepareError: the model has no list of blocks, or several.
+    """
+    holder = _holder(model)
+    listed = cast("nn.Sequential | nn.ModuleList", model.get_submodule(holder))
+    blocks = tuple(_joined(holder, key) for key, _ in listed.named_children())
+    if not holder:
+        return Chain((), blocks, ())
+    around = tuple(_walk(model, "", holder))
+    at = around.index(holder)
+    return Chain(around[:at], blocks, around[at + 1 :])
+
+
+def _holder(model: nn.Module) -> str:
+    """The path of the list that holds the blocks."""
+    wanted = repeated(model)
+    holders = dict.fromkeys(path.rpartition(".")[0] for path in _outermost(model, wanted, ""))
+    if len(holders) > 1:
+        raise PrepareError(
+            "the model has several lists of blocks, so their order is unknown",
+            expected="one list of repeated blocks, each called with what the one before returned",
+            got=", ".join(holders),
+            where="stage_plan",
+            fix=_FIX,
+        )
+    if holders:
+        return next(iter(holders))
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    for path, module in waiting:
+        if isinstance(module, _LISTS) and len(module) > 1:
+            return path
+        waiting.extend((_joined(path, key), child) for key, child in module.named_children())
+    raise PrepareError(
+        "the model has no list of blocks to make stages of",
+        expected="a ModuleList or Sequential of several modules",
+        got=f"a {type(model).__name__} without one",
+        where="stage_plan",
+        fix=_FIX,
+    )
+
+
+def _outermost(module: nn.Module, wanted: set[int], path: str) -> Iterator[str]:
+    if path and id(module) in wanted:
+        yield path
+        return
+    for key, child in module.named_children():
+        yield from _outermost(child, wanted, _joined(path, key))
+
+
+def _walk(module: nn.Module, path: str, holder: str) -> Iterator[str]:
+    """Paths in the chain's order, the holder's for its blocks; above the holder, what has a forward is one entry."""
+    for key, child in module.named_children():
+        here = _joined(path, key)
+        if here == holder:
+            yield holder
+        elif holder.startswith(f"{here}.") or isinstance(child, _WITHOUT_FORWARD):
+            yield from _walk(child, here, holder)
+        elif _is_link(module, child):
+            yield here
+
+
+def _is_link(parent: nn.Module, child: nn.Module) -> bool:
+    """Whether a module outside of the blocks belongs to one place of the chain."""
+    has_parameters = any(True for _ in child.parameters())
+    is_torchs = type(child).__module__.startswith("torch.nn.")
+    return has_parameters or is_torchs or isinstance(parent, nn.Sequential)
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+Stages = tuple[tuple[str, ...], ...]
+
+
+def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | None = None) -> Stages:
+    """Return the paths of the modules of each pipeline stage. No communication; the model may be on the meta device.
+
+    The repeated blocks of the model are divided so that the costliest stage costs least. What stands before them goes
+    to the first stage, what stands behind them to the last. Change the result as you like, and pass it as
+    `Plan(stages=...)`.
+
+    Args:
+        model: calls its blocks one after another, each with what the one before returned.
+        stages: number of stages.
+        costs: relative time of modules by path; 1 for a block and 0 for another module that it does not name.
+
+    Returns:
+        Paths by stage.
+
+    Raises:
+        PrepareError: the model has no list of blocks or several, fewer blocks than stages, or parameters that belong to
+            no module of the chain; all of them are listed.
+        ConfigError: not a number of stages, or costs that are no numbers from 0, or of other modules.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> accel.stage_plan(model, 2)
+        (('0', '1'), ('2',))
+    """
+    if type(stages) is not int or stages < 1:
+        raise ConfigError("not a number of stages", expected="an integer from 1", got=repr(stages), where="stages=")
+    chain = find_chain(model)
+    weights = _costs(chain, costs or {})
+    if len(chain.blocks) < stages:
+        raise PrepareError(
+            "fewer blocks than stages",
+            expected=f"at least {stages}",
+            got=f"{len(chain.blocks)}, in {chain.blocks[0].rpartition('.')[0] or 'the model'}",
+            where="stage_plan",
+            fix="Take fewer ranks along pp or fewer stages_per_rank.",
+        )
+    block_costs = [weights[path] for path in chain.blocks]
+    block_costs[0] += sum(weights[path] for path in chain.before)
+    block_costs[-1] += sum(weights[path] for path in chain.behind)
+    ends = divide(block_costs, stages)
+    begins = (0, *ends[:-1])
+    found = [list(chain.blocks[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    found[0] = [*chain.before, *found[0]]
+    found[-1] += chain.behind
+    plan = tuple(map(tuple, found))
+    check_stages(model, plan, "stage_plan")
+    return plan
+
+
+def divide(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Return the ends of contiguous parts of a list so that the costliest part costs least; no part is empty.
+
+    Of equally good divisions, earlier parts are the longer ones.
+
+    Args:
+        costs: from 0.
+        parts: at most as many as there are costs.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: highest cost of a part, and sum of squares, of the first n costs in the parts so far
+    best: list[tuple[float, float]] = [(sums[n], sums[n] ** 2) if n else (math.inf, math.inf) for n in range(len(sums))]
+    ends: list[list[int]] = []
+    for part in range(1, parts):
+        chosen = [0] * len(sums)
+        following = [(math.inf, math.inf)] * len(sums)
+        for n in range(part + 1, len(sums)):
+            for begin in range(part, n):
+                own = sums[n] - sums[begin]
+                found = (max(best[begin][0], own), best[begin][1] + own**2)
+                if found <= following[n]:
+                    following[n] = found
+                    chosen[n] = begin
+        best = following
+        ends.append(chosen)
+    cuts = [len(costs)]
+    for chosen in reversed(ends):
+        cuts.append(chosen[cuts[-1]])
+    return tuple(reversed(cuts))
+
+
+def check_stages(model: nn.Module, stages: Sequence[Sequence[str]], where: str) -> None:
+    """Raise unless stages divide a model: each parameter is in a module of one stage.
+
+    Args:
+        model: the whole one.
+        stages: paths by stage.
+        where: source of the stages, for errors.
+
+    Raises:
+        PrepareError: paths that are no modules, in two stages or within another; a stage without modules; parameters
+            in no stage. All of them are listed.
+    """
+    problems: list[str] = []
+    known = [name for name, _ in named_modules(model, every_path=True) if name]
+    owner: dict[str, int] = {}
+    for at, stage in enumerate(stages):
+        if not stage:
+            problems.append(f"stage {at} has no module")
+        for path in stage:
+            if path not in known:
+                problems.append(f"{path!r} is no module of the model. {did_you_mean(path, known)}".rstrip())
+            elif path in owner:
+                problems.append(f"{path} is in stage {owner[path]} and in stage {at}")
+            owner.setdefault(path, at)
+    for path in owner:
+        around = (outer for outer in owner if path.startswith(f"{outer}."))
+        problems += [f"{path} is within {outer}, which stage {owner[outer]} has" for outer in around]
+    inside = tuple(f"{path}." for path in owner)
+    left = [name for name, _ in model.named_parameters(remove_duplicate=False) if not name.startswith(inside)]
+    twice = _second_places(model)
+    within = {name: next((place for place in twice if name.startswith(f"{place}.")), None) for name in left}
+    aliases = dict.fromkeys(place for place in within.values() if place is not None)
+    problems += [f"{place} is {twice[place]} again, and a stage has a module in one place" for place in aliases]
+    problems += [f"{name} is in no stage" for name in left if within[name] is None]
+    if problems:
+        raise PrepareError(
+            "the stages do not divide the model:" + "".join(f"\n  {each}" for each in problems) + "\n",
+            where=where,
+            fix="Give each module with parameters to one stage. A parameter of a module around the blocks needs a"
+            " module of its own."
+            + (" So does each place of a module that stands in two; tie their parameters." if aliases else ""),
+        )
+
+
+def _second_places(model: nn.Module) -> dict[str, str]:
+    """Return the first path of each module that stands in a further place, by that place."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for path, module in named_modules(model, every_path=True):
+        if first.setdefault(id(module), path) != path:
+            found[path] = first[id(module)]
+    return found
+
+
+def _costs(chain: Chain, given: Mapping[str, float]) -> dict[str, float]:
+    """Cost of each module of the chain."""
+    defaults = dict.fromkeys((*chain.before, *chain.behind), 0.0) | dict.fromkeys(chain.blocks, 1.0)
+    for path, cost in given.items():
+        if path not in defaults:
+            raise ConfigError(
+                "a cost of something else than a module of the chain",
+                expected="a path such as " + chain.blocks[0],
+                got=repr(path),
+                where="costs=",
+                fix=did_you_mean(path, tuple(defaults)),
+            )
+        if not isinstance(cost, int | float) or not 0 <= cost < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError("not a cost", expected="a number from 0", got=repr(cost), where=f"costs=, {path}")
+    return defaults | dict(given)
+
+
+_ONE_STAGE = ("GPipe", "1F1B")
+_IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
+_AT_LEAST_STAGES = ("1F1B", "DualPipeV")
+SPLIT_BACKWARDS: frozenset[str] = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
+
+
+class Layout(NamedTuple):
+    """Numbers of a pipeline.
+
+    Attributes:
+        schedule: name of torch's schedule.
+        ranks: number of ranks along the pipeline.
+        stages: number of stages, of all ranks.
+        micro_batches: number of micro-batches of a batch.
+    """
+
+    schedule: str
+    ranks: int
+    stages: int
+    micro_batches: int
+
+    @property
+    def owners(self) -> Mapping[int, int]:
+        """Rank along the pipeline of each stage."""
+        return {stage: rank for rank in range(self.ranks) for stage in own_stages(self, rank)}
+
+
+def own_stages(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Return the stages of a rank along the pipeline: in a V for schedules that need one, else round and round."""
+    if layout.schedule in _IN_A_V:
+        return rank, layout.stages - 1 - rank
+    return tuple(range(rank, layout.stages, layout.ranks))
+
+
+def make_layout(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int | None) -> Layout:
+    """Return the numbers of a pipeline.
+
+    Args:
+        schedule: a name of `Plan.schedule`.
+        ranks: number of ranks along the pipeline, 2 or more.
+        stages_per_rank: as in `Plan`.
+        micro_batches: as in `Plan`; None for the number of stages.
+
+    Raises:
+        ConfigError: the schedule does not run so many stages on a rank, or so many micro-batches.
+    """
+    stages = ranks * stages_per_rank
+    micro = stages if micro_batches is None else micro_batches
+    if schedule in _ONE_STAGE and stages_per_rank != 1:
+        raise _refused(schedule, "1", stages_per_rank, "Take Interleaved1F1B, or leave stages_per_rank out.")
+    if schedule in _IN_A_V and stages_per_rank != 2:
+        raise _refused(schedule, "2, one on each side of its V", stages_per_rank, "Pass Plan(stages_per_rank=2).")
+    if schedule not in (*_ONE_STAGE, *_IN_A_V) and stages_per_rank < 2:
+        raise _refused(schedule, "2 or more", stages_per_rank, "Pass Plan(stages_per_rank=2), or take 1F1B.")
+    if schedule in _AT_LEAST_STAGES and micro < stages:
+        raise ConfigError(
+            f"{schedule} needs as many micro-batches as stages",
+            expected=f"{stages} or more",
+            got=str(micro),
+            where="plan=, micro_batches",
+            fix="Make more micro-batches, or take GPipe.",
+        )
+    rounds = max(1, micro // ranks)
+    if schedule in _ROUNDS and micro % rounds:
+        raise ConfigError(
+            f"{schedule} runs micro-batches in rounds of equal length",
+            expected=f"a multiple of {rounds}, the number of rounds",
+            got=str(micro),
+            where="plan=, micro_batches",
+            fix=f"Make {micro // ranks * ranks} or {(micro // ranks + 1) * ranks}.",
+        )
+    return Layout(schedule, ranks, stages, micro)
+
+
+def _refused(schedule: str, expected: str, got: int, fix: str) -> ConfigError:
+    return ConfigError(
+        f"{schedule} does not run so many stages on a rank",
+        expected=expected,
+        got=str(got),
+        where="plan=, stages_per_rank",
+        fix=fix,
+    )

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallel: a replica on every rank, gradients averaged by DistributedDataParallel; uneven inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Generator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.context import DistContext, context_first
+from accel.errors import ConfigError, PrepareError
+from accel.parallel._empty import allocate_empty, make_room, move_model
+from accel.parallel._labels import label_parameters, let_step_alone_
+from accel.parallel._modules import wrapped_name
+from accel.parallel._private import exchange_in, rebuild_buckets
+from accel.parallel._sharded import is_sharded
+from accel.parallel._spread import Spread, begin_with_rank_0_, check_buckets, compare_models, replicated_tensors
+from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions, register_hook
+from accel.tensors import has_wide_gradient, packed_weights
+
+_ddp = cast(Any, DistributedDataParallel)
+
+
+class _Running:
+    """Marks the replica whose forward runs: torch.compile cuts graphs at the ends of its buckets."""
+
+    __slots__ = ("_before", "_replica")
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self._replica = replica
+
+    def __enter__(self) -> None:
+        self._before = _ddp._active_ddp_module
+        _ddp._active_ddp_module = self._replica
+
+    def __exit__(self, *_: object) -> None:
+        _ddp._active_ddp_module = self._before
+
+
+class Replica(DistributedDataParallel):
+    """DDP that knows which parameters it exchanges, and whether all of them must take part in every backward.
+
+    Attributes:
+        exchanged, frozen: the parameters that were trainable when it was made and the others, by name.
+        uses_all: whether every one of them must take part in every backward.
+        bare: whether DDP has nothing to do in a forward whose gradients are held back, unless buffers are due; never
+            where it moves inputs to a device, nor after `join_hook`.
+    """
+
+    def __init__(self, module: nn.Module, *, find_unused_parameters: bool, static_graph: bool, **options: Any) -> None:
+        cast(Any, super()).__init__(
+            module, find_unused_parameters=find_unused_parameters, static_graph=static_graph, **options
+        )
+        named = tuple(module.named_parameters())
+        self.exchanged = tuple((name, parameter) for name, parameter in named if parameter.requires_grad)
+        self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
+        self.uses_all = not find_unused_parameters and not static_graph
+        self.bare = self.uses_all and not options.get("device_ids")
+        if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):
+            exchange_in(self, torch.float32)
+        self._has_buffers = any(True for _ in module.buffers())
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""
+        buffers_due = self._has_buffers and self.require_forward_param_sync
+        if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
+            return cast(Any, super()).forward(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            rebuild_buckets(self)  # raises if the exchange before did not end
+        with _Running(self):
+            return cast(Any, self).module(*inputs, **kwargs)
+
+    def _inside_ddp_forward(self) -> Any:
+        """Mark the forward for torch.compile, without torch's own generator, which takes twice as long."""
+        return cast(Any, super())._inside_ddp_forward() if torch.compiler.is_compiling() else _Running(self)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Announce every forward from now on, so that ranks without inputs can answer it; they take fewer steps."""
+        self.bare = False
+        let_step_alone_(parameter for _, parameter in self.exchanged)
+        return cast(Any, super()).join_hook(**kwargs)
+
+
+class _Touch(nn.Module):
+    """A forward that uses every trainable parameter of a model, and whose gradients are zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model  # a submodule, because DDP looks for the buffers to synchronise
+
+    def forward(self) -> torch.Tensor:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        real = [torch.view_as_real(each) if each.is_complex() else each for each in trained]
+        return torch.stack([each.flatten()[:1].sum().double() * 0 for each in real]).sum()
+
+
+def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
+    return replica_of(model) is not None or is_sharded(model)
+
+
+def _check(ctx: DistContext, _model: nn.Module, options: ReplicateOptions) -> None:
+    if ctx.precision.master_weights is not None:
+        check_buckets(find_unused_parameters=options.find_unused_parameters, static_graph=options.static_graph)
+
+
+def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is_empty: bool) -> nn.Module:
+    if is_empty:  # DDP looks at values when it is made
+        allocate_empty(model, ctx.device)
+    make_room([*model.parameters(), *model.buffers()], ctx.device)
+    move_model(model, ctx.device)
+    uses_all = not options.find_unused_parameters and not options.static_graph
+    label_parameters(model, needed=uses_all, viewed=options.gradient_as_bucket_view)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        begin_with_rank_0_(ctx, replicated_tensors(model))
+        return model
+    return _replicate(ctx, model, options)
+
+
+def _replicate(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> Replica:
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    compare_models(ctx, options, trained)
+    replica = Replica(
+        model,
+        device_ids=None if ctx.device.type in ("cpu", "xla") else [ctx.device],
+        process_group=ctx.comm.group,
+        find_unused_parameters=options.find_unused_parameters,
+        bucket_cap_mb=options.bucket_cap_mb,
+        static_graph=options.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        **_buffer_options(ctx, model, options),
+        **_initial_options(ctx, model),
+    )
+    if not options.find_unused_parameters and not options.static_graph:
+        _fix_buckets(replica)
+    register_hook(replica, ctx.comm.group, options.comm_hook)
+    return replica
+
+
+def _buffer_options(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> dict[str, bool]:
+    """Return this torch's option to leave buffers out of forward. At the start they are rank 0's in any case."""
+    if options.broadcast_buffers:
+        return {}
+    begin_with_rank_0_(ctx, model.buffers())
+    new = "forward_sync_buffers"  # of torch 2.13, which warns about the old name
+    known = inspect.signature(cast(Any, DistributedDataParallel)).parameters
+    return {new if new in known else "broadcast_buffers": False}
+
+
+def _initial_options(ctx: DistContext, model: nn.Module) -> dict[str, bool]:
+    """Begin with rank 0's tensors without DDP where it cannot send them.
+
+    On XLA it sends integers of 64 bits, which TPUs do not combine. Of quantizers' weights it sends no parts.
+    """
+    if ctx.device.type != "xla" and not packed_weights(model):
+        return {}
+    begin_with_rank_0_(ctx, replicated_tensors(model))
+    return {"init_sync": False}
+
+
+def _fix_buckets(replica: DistributedDataParallel) -> None:
+    """Let DDP lay out its buckets now, in an order that is the same in every run.
+
+    DDP lays its buckets out anew after the first backward, in the order in which gradients came. A gradient's place in
+    its bucket decides the order in which ranks are summed, so a resumed run would differ in the last bits.
+    """
+    model = cast(nn.Module, cast(Any, replica).module)
+    replica.module = _Touch(model)
+    try:
+        with torch.enable_grad():
+            for _ in range(2):  # the first backward tells the order, the next forward lays the buckets out
+                replica().backward()
+    finally:
+        replica.module = model
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def replica_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP around a model, torch.compile outside or inside of it; None if there is none."""
+    while not isinstance(model, DistributedDataParallel):
+        name = wrapped_name(model)
+        if name is None:
+            return None
+        model = getattr(model, name)
+    return model
+
+
+REPLICATE = Spread(
+    dimension="replicate", options=ReplicateOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+)
+
+
+@context_first
+@contextlib.contextmanager
+def join_uneven_inputs(
+    ctx: DistContext, *models: nn.Module | Joinable, divide_by_initial_world_size: bool = True
+) -> Generator[None]:
+    """Let ranks take different numbers of steps in this block, on any device. A collective at its end.
+
+    A rank that reaches the end answers the exchanges of the others' backward passes by zeros, and takes over the
+    parameters of a rank that went on longest; its optimizer has then seen fewer steps. In the block make no other call
+    that ranks make together: leave `weight=` out of `backward`, and gather nothing. `accel.batches` needs none of this:
+    it gives every rank equally many batches, and stand-ins count as nothing.
+
+    Args:
+        ctx: the context.
+        models: from `prepare_model`; all that the block trains. Further objects of torch's `Joinable` join beside them,
+            such as a `ZeroRedundancyOptimizer`: a rank without inputs answers their exchanges by their own hooks.
+        divide_by_initial_world_size: whether gradients are divided by all ranks, so that every sample counts the same,
+            or by those that still have inputs, so that every step has the same size.
+
+    Raises:
+        ConfigError: no models.
+        PrepareError: a model that DDP does not wrap, or something else that does not join, on more ranks than one.
+
+    Reference: torch.distributed.algorithms.Join.
+    """
+    ctx.comm.check_open()
+    if not models:
+        raise ConfigError("nothing to join", expected="the models that the block trains", got="none")
+    if ctx.world_size == 1:
+        yield
+        return
+    replicas = cast("list[Any]", [_joinable(each) for each in models])
+    options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+    join = Join(replicas, **options)
+    try:
+        yield
+        with warnings.catch_warnings():  # whose filters torch would leave changed
+            join.__exit__(None, None, None)
+    finally:
+        _ = Join(replicas, enable=False, **options)  # or every later forward would go on telling the other ranks
+        for each in models:
+            if isinstance(each, nn.Module):
+                let_step_alone_(each.parameters(), alone=False)
+
+
+def _joinable(model: nn.Module | Joinable) -> Joinable:
+    if isinstance(model, Joinable) and not isinstance(model, nn.Module):
+        return model
+    replica = replica_of(model) if isinstance(model, nn.Module) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if replica is None:
+        raise PrepareError(
+            "only DDP answers for ranks that have no inputs left",
+            expected="a model from accel.prepare_model, or another of torch's Joinable",
+            got=f"a {type(model).__name__} that DDP does not wrap",
+            where="join_uneven_inputs",
+        )
+    return replica

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fully sharded: each rank keeps its part of every parameter, and torch's `fully_shard` gathers a block at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import filterfalse
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from accel.comm import Comm, adopt, broadcast_flat
+from accel.context import DistContext
+from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.parallel._empty import allocate_empty, make_room, move_model
+from accel.parallel._labels import label_parameters, replace_parameter
+from accel.parallel._leftovers import watch_used
+from accel.parallel._modules import is_pipelined, stage_modules, unwrap_model
+from accel.parallel._refused import check_all, check_quantized
+from accel.parallel._sharded import is_sharded, sharded_roots, spans_all
+from accel.parallel._spread import Spread, compare_models, follow_first_, stage_comm
+from accel.parallel.axes.experts import exchange_mesh, expert_modules, shard_experts
+from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
+from accel.parallel.axes.replicate._ddp import replica_of
+from accel.parallel.axes.shard._options import (
+    ShardOptions,
+    check_formats,
+    check_mesh,
+    compute_in,
+    open_shard_mesh,
+    reshard_setting,
+    wide_parameters,
+    wire_format,
+)
+from accel.parallel.axes.shard._units import ignored_ids, ignored_parameters, plan_units, units_in
+from accel.parallel.axes.shard._whole import keep_whole, see_plain, undivided
+from accel.tensors import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def prefetch(units: Sequence[nn.Module], ahead: int) -> None:
+    """Gather the parameters of the next units in forward, and of those before in backward, while one computes.
+
+    Args:
+        units: sharded modules, the model itself last; taken to run in the order in which it lists them.
+        ahead: number of units to gather ahead.
+    """
+    model = units[-1]
+    known = {id(each) for each in units}
+    order = [cast(Any, each) for each in model.modules() if id(each) in known]
+    for at, unit in enumerate(order):
+        unit.set_modules_to_forward_prefetch(order[at + 1 : at + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(order[max(at - ahead, 0) : at][::-1])
+
+
+def gather_outside_of_inference(unit: nn.Module) -> None:
+    """Make whole parameters ordinary tensors, also where the first forward is in torch.inference_mode.
+
+    `fully_shard` makes them once, and training cannot use tensors made in that mode.
+    """
+
+    def gather(module: nn.Module, _inputs: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                cast(Any, module).unshard()
+
+    _ = unit.register_forward_pre_hook(cast(Any, torch.compiler).disable(gather), prepend=True)
+
+
+def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
+    """Shard all units again after a forward of the model without backward.
+
+    `fully_shard` would leave those whole that are not resharded after forward, and changes of those are lost.
+
+    Args:
+        units: sharded modules, the model itself last.
+    """
+
+    def reshard(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            for unit in units:
+                cast(Any, unit).reshard()
+
+    _ = units[-1].register_forward_hook(cast(Any, torch.compiler).disable(reshard))
+
+
+def follow_first(stage: Comm, model: nn.Module) -> None:
+    """Replace buffers by those of the stage's first rank before each forward, as DDP does.
+
+    For a stage of a pipeline, before each batch: the backward of one micro-batch may need what the forward of the next
+    would replace.
+    """
+
+    def follow(module: nn.Module, _inputs: Any = None) -> None:
+        follow_first_(stage, filterfalse(is_dtensor, module.buffers()))
+
+    if hasattr(model, "before_batch"):
+        cast(Any, model).before_batch = functools.partial(follow, model)
+        return
+    _ = model.register_forward_pre_hook(cast(Any, torch.compiler).disable(follow))
+
+
+def begin_alike(ctx: DistContext, stage: Comm, mesh: DeviceMesh, tensors: Iterable[torch.Tensor]) -> None:
+    """Give the ranks of a stage its first rank's values; of a DTensor, those of the first with the same local part.
+
+    A collective of one message for each tensor, which needs no memory for a second copy.
+
+    Args:
+        ctx: the context.
+        stage: handle of the ranks of this rank's pipeline stage.
+        mesh: of the ranks with the same parameters.
+        tensors: of a model, in the same order on every rank of the stage; changed in place.
+    """
+    along = [adopt(mesh.get_group(dim), ctx.device) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            part = local_part(tensor)
+            for comm in along:
+                broadcast_flat(comm, part, source=0)
+        else:
+            broadcast_flat(stage, tensor.detach(), source=0)
+
+
+_WHERE = "prepare_model, strategy fsdp"
+
+
+def _is_done(ctx: DistContext, model: nn.Module) -> bool:
+    """Tensor parallelism over some of the ranks leaves the others to shard over, experts the dense parameters."""
+    if replica_of(model) is not None or sharded_roots(model):
+        return True
+    return is_sharded(model) and not expert_modules(model) and spans_all(ctx, model)
+
+
+def _check(ctx: DistContext, model: nn.Module, options: ShardOptions) -> None:
+    inner = unwrap_model(model)
+    checks = (
+        lambda: _check_device(ctx),
+        lambda: check_quantized(inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
+        lambda: check_formats(options.gather_dtype, ctx.precision),
+        lambda: ignored_parameters(inner, options.ignored),
+        lambda: plan_units(
+            inner, units=options.units, wide=wide_parameters(inner), ignored=ignored_ids(inner, options.ignored)
+        ),
+        lambda: check_mesh(ctx, inner, options.reshard_after_forward),
+    )
+    check_all(checks, "the plan does not fit the model or the mesh", _WHERE)
+
+
+def _check_device(ctx: DistContext) -> None:
+    if ctx.device.type == "xla":
+        raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Take the strategy ddp.")
+    if ctx.device.type == "cpu":
+        return
+    current = torch.get_device_module(ctx.device).current_device()
+    if current != ctx.device.index:
+        raise DeviceError(
+            "fully_shard computes on the current device",
+            expected=str(ctx.device),
+            got=f"{ctx.device.type}:{current}",
+            where=_WHERE,
+            fix="Call torch.cuda.set_device(ctx.device) first.",
+        )
+
+
+def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_empty: bool) -> nn.Module:
+    inner = unwrap_model(model)
+    before = dict(inner.named_parameters())
+    compare_models(ctx, options, before)
+    stage = stage_comm(ctx)
+    mesh = open_shard_mesh(ctx, inner)
+    if mesh is None:
+        move_model(inner, ctx.device)
+        label_parameters(inner)
+        return model
+    below = ignored_ids(inner, options.ignored)
+    ignored = [each for each in inner.parameters() if id(each) in below]
+    units = [_shard(ctx, inner, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
+    if is_empty:
+        allocate_empty(inner, torch.device("cpu") if options.offload else ctx.device)
+    else:
+        make_room(ignored, ctx.device)
+        _move(ignored, ctx.device)
+        begin_alike(ctx, stage, mesh, ignored)
+    for name, after in inner.named_parameters():
+        if after is not before[name]:
+            replace_parameter(name, before[name], after)
+    label_parameters(inner, needed=not options.find_unused_parameters)
+    if options.find_unused_parameters:
+        for each in units:
+            cast(Any, each[-1]).set_reduce_scatter_unused_params(True)
+            watch_used(each)
+    if not is_empty:
+        begin_alike(ctx, stage, mesh, inner.buffers())
+    for each in units:
+        if options.prefetch is not None:
+            prefetch(each, options.prefetch)
+        reshard_after_evaluation(each)
+        if options.broadcast_buffers and any(True for _ in each[-1].buffers()):
+            follow_first(stage, each[-1])
+    return model
+
+
+def _shard_unit(
+    ctx: DistContext, unit: nn.Module, along: DeviceMesh, name: str, how: dict[str, Any], *, holds_experts: bool
+) -> None:
+    """Shard one unit along a mesh, with torch's options; what torch refuses is a `PrepareError`."""
+    from torch.distributed.fsdp import fully_shard
+
+    try:
+        if holds_experts:
+            shard_experts(ctx, unit, along, **how)
+        else:
+            fully_shard(unit, mesh=along, **how)
+    except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        where = f"{_WHERE}, {name or type(unit).__name__}"
+        raise PrepareError("torch cannot shard this", got=str(error), where=where) from error
+
+
+def _shard(
+    ctx: DistContext,
+    model: nn.Module,
+    root: nn.Module,
+    mesh: DeviceMesh,
+    stage: Comm,
+    options: ShardOptions,
+    *,
+    is_empty: bool,
+) -> Sequence[nn.Module]:
+    """Shard one unit after another, so that the device needs room for one whole one at a time, and return them.
+
+    Parameters of a pipeline's stages stay whole between micro-batches. Those of experts do where a schedule computes
+    gradients of weights later: it looks for the parameters that the forward has used.
+
+    Args:
+        ctx, mesh, stage, options: as of `_spread`.
+        model: the whole one, by whose names the options choose modules.
+        root: the model, or one of its stages.
+        is_empty: whether no rank has values yet.
+    """
+    from torch.distributed.fsdp import (  # its import takes most of a second
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
+
+    below = ignored_ids(model, options.ignored)
+    alone = [each for each in undivided(root) if id(each) not in below]
+    left = below | {id(each) for each in alone}
+    ignored = {each for each in root.parameters() if id(each) in left}
+    waiting = {id(each) for each in root.parameters()} - left
+    experts = expert_modules(root)
+    same_experts = exchange_mesh(ctx) if experts else mesh
+    wide = wide_parameters(root)
+    names = plan_units(root, experts, units=units_in(root, model, options.units), wide=wide, ignored=below)
+    plain = see_plain(root, names, below)
+    # memory is pinned where it is copied to a device
+    offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if options.offload else OffloadPolicy()
+    for name in names:
+        unit = root.get_submodule(name)
+        own = [each for each in unit.parameters() if id(each) in waiting]
+        along = same_experts if name in experts else mesh
+        if not is_empty:
+            make_room([*own, *unit.buffers()], ctx.device)
+            _move([*own, *unit.buffers()], ctx.device)
+            begin_alike(ctx, stage, along, own)
+        travels = wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
+        if travels.gather is not None:
+            compute_in(travels.gather, unit, ctx.device.type)
+        stays = is_pipelined(model) and (name not in experts or _splits_backward(model))
+        reshard = False if stays else reshard_setting(options.reshard_after_forward, along.size(along.ndim - 1))
+        how: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(travels.gather, travels.reduce, cast_forward_inputs=False),
+            "offload_policy": offload,
+            "reshard_after_forward": reshard,
+            "ignored_params": ignored or None,
+        }
+        _shard_unit(ctx, unit, along, name, how, holds_experts=name in experts)
+        gather_outside_of_inference(unit)
+        waiting -= {id(each) for each in own}
+        for each in own:
+            _release(each)
+    if not is_empty:
+        make_room(alone, ctx.device)
+        _move(alone, ctx.device)
+        begin_alike(ctx, stage, mesh, alone)
+    keep_whole(root, mesh, plain, below, watch=options.find_unused_parameters)
+    return [root.get_submodule(name) for name in names]
+
+
+def _splits_backward(model: nn.Module) -> bool:
+    pipeline = pipeline_of(model)
+    return pipeline is not None and pipeline.layout.schedule in SPLIT_BACKWARDS
+
+
+def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move tensors in place; not those that inner units have sharded, which may have been offloaded."""
+    for each in tensors:
+        if each.device != device:
+            each.data = each.data.to(device)
+
+
+def _release(parameter: nn.Parameter) -> None:
+    """Free the memory of a parameter that was sharded, though an optimizer may hold it still."""
+    if not is_dtensor(parameter):
+        parameter.data = parameter.data.new_empty(0)
+
+
+SHARD = Spread(dimension="shard", options=ShardOptions, is_done=_is_done, check=_check, spread=_spread, replaces=True)

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of sharding, the mesh that a model is sharded over, and the formats in which its parameters travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] - torch has no other name
+
+from accel.comm import merged_mesh, merged_order, mesh_of_group
+from accel.context import DistContext
+from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.formats import Precision
+from accel.mixins import KeepsFormat, Mixin, add_mixin
+from accel.parallel._labels import APART, is_local
+from accel.parallel._sharded import MODEL_DIMENSIONS
+from accel.parallel._spread import SpreadOptions
+from accel.parallel.axes.experts import is_expert_parameter
+from accel.tensors import is_dtensor
+from accel.topology import AXIS_NAMES, Dimension, WireDtype, dimension_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+_WHERE = "prepare_model, strategy fsdp"
+
+
+class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
+    """Options of sharding."""
+
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    gather_dtype: WireDtype = "auto"
+    reduce_dtype: WireDtype = "auto"
+    units: Literal["auto"] | tuple[str, ...] | int = "auto"
+    ignored: tuple[str, ...] = ()
+    reshard_after_forward: bool | int | None = None
+    prefetch: int | None = None
+    offload: bool = False
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what this torch does not have."""
+        if not self.find_unused_parameters:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                "fully_shard of this torch cannot leave out parameters",
+                got=f"torch {torch.__version__}",
+                where=f"{_WHERE}, find_unused_parameters=",
+                fix="Update torch, or use the strategy ddp.",
+            )
+
+
+def check_reshard(option: bool | int | None, shards: int, ranks: int, world_size: int) -> None:
+    """Raise for a number of ranks that shards cannot be divided among after a forward.
+
+    Args:
+        option: `Plan.reshard_after_forward`.
+        shards: number of ranks with shards of their own; 1 where nothing is sharded.
+        ranks: number of ranks with the same parameters.
+        world_size: number of all ranks.
+
+    Raises:
+        ConfigError: a number that does not divide `shards`, or a mesh of which torch cannot take a part.
+    """
+    if isinstance(option, bool) or option is None or shards == 1:
+        return
+    if shards % option:
+        raise ConfigError(
+            "shards cannot be divided among so many ranks after a forward",
+            expected=f"a bool, or a number that divides {shards}",
+            got=str(option),
+            where="Plan.reshard_after_forward",
+        )
+    if 1 < option < shards and ranks != world_size:
+        raise ConfigError(
+            "torch opens groups for resharding on meshes of all ranks alone",
+            expected="a bool, or a mesh without axes for parts of the model",
+            got=f"{option}, on a mesh of {ranks} of {world_size} ranks",
+            where="Plan.reshard_after_forward",
+        )
+
+
+def reshard_setting(option: bool | int | None, shards: int) -> bool | int | None:
+    """Return the argument of `fully_shard`: a bool for a number that means one, its default where nothing is sharded.
+
+    Args:
+        option: `Plan.reshard_after_forward`, checked.
+        shards: number of ranks with shards of their own.
+    """
+    if isinstance(option, bool) or option is None:
+        return option
+    if shards == 1:
+        return None
+    return False if option == 1 else True if option == shards or shards % option else option
+
+
+_SEQUENCE: tuple[Dimension, ...] = ("context", "sequence")
+
+
+class ShardAxes(NamedTuple):
+    """Axes of a mesh by number, in the mesh's order.
+
+    Attributes:
+        replicas: along these, ranks hold the same shards.
+        shards: along these, each rank holds shards of its own.
+    """
+
+    replicas: tuple[int, ...]
+    shards: tuple[int, ...]
+
+
+def shard_axes(
+    names: Sequence[str] | None, sizes: Sequence[int], taken: Sequence[str] = (), *, whole: bool = False
+) -> ShardAxes:
+    """Return the axes to shard a model along, so that its gradients cross every axis of more than one rank.
+
+    Axes with a name for shards, such as `dp_shard`; elsewhere those that are neither for replicas nor for ranks that
+    share samples. In either case also axes along which ranks share a sequence, as they need the same parameters. Ranks
+    of another pipeline stage have no part in it.
+
+    Args:
+        names: of the axes; None for a mesh of one.
+        sizes: of the axes.
+        taken: names of axes over which tensor parallelism has spread the model.
+        whole: whether every rank is to hold whole parameters: all axes are for replicas then.
+
+    Raises:
+        PrepareError: no axis is left to shard along, and the mesh has none for parts of the model either.
+    """
+    listed = list(names) if names is not None else [""] * len(sizes)
+    large = [at for at in range(len(listed)) if sizes[at] > 1]
+    free = [at for at in large if listed[at] not in taken and dimension_of(listed[at]) != "pipeline"]
+    if whole:
+        return ShardAxes(tuple(free), ())
+    data = [at for at in free if dimension_of(listed[at]) == "shard"]
+    data = data or [at for at in free if dimension_of(listed[at]) in ("data", "expert", None)]
+    shards = sorted({*data, *(at for at in free if dimension_of(listed[at]) in _SEQUENCE)})
+    if not shards and not any(dimension_of(listed[at]) in MODEL_DIMENSIONS for at in large):
+        raise PrepareError(
+            "the mesh has no dimension to shard the model along",
+            expected=f"one of more than one rank, such as dp, or one of {', '.join(AXIS_NAMES['shard'])}",
+            got=", ".join(f"{name}={size}" for name, size in zip(listed, sizes, strict=True)),
+            where="prepare_model, strategy fsdp",
+            fix='Name one "dp_shard", or use the strategy ddp for replicas.',
+        )
+    return ShardAxes(tuple(at for at in free if at not in shards), tuple(shards))
+
+
+_WORLD = ((0,),)  # of a mesh of one dimension
+
+Parts = Sequence[Sequence[int]]
+
+
+def check_mesh(ctx: DistContext, model: nn.Module, reshard: bool | int | None = None) -> None:
+    """Raise for a mesh that `fully_shard` cannot take, now or after tensor parallelism. No communication.
+
+    Args:
+        ctx: the context.
+        model: as it is now.
+        reshard: `Plan.reshard_after_forward`.
+
+    Raises:
+        ConfigError: as `check_reshard`.
+        DeviceError, PrepareError: as `open_shard_mesh`.
+    """
+    parts = _parts(ctx, model, _taken(model))
+    if ctx.mesh is not None and (names := ctx.mesh.mesh_dim_names):
+        parts = _parts(ctx, model, [name for name in names if dimension_of(name) == "tensor"])
+    sizes = (ctx.world_size,) if ctx.mesh is None else ctx.mesh.shape
+    counts = [math.prod(sizes[dim] for dim in part) for part in parts]
+    check_reshard(reshard, counts[-1] if counts else 1, math.prod(counts), ctx.world_size)
+
+
+def open_shard_mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh to shard a model over; None where no rank but this one has the same parameters. A collective.
+
+    It has one dimension for shards, or two: for replicas, and for shards, which is this rank alone under the strategy
+    `ddp`.
+
+    Args:
+        ctx: the context.
+        model: as tensor parallelism has left it.
+
+    Raises:
+        DeviceError: the context's mesh is of another kind of device than the context.
+        PrepareError: a mesh without an axis to shard along, one whose axes torch cannot combine, or a model that tensor
+            parallelism has spread over an unknown mesh or only in part.
+    """
+    parts = _parts(ctx, model, _taken(model))
+    if not parts and any(map(is_expert_parameter, model.parameters())):
+        parts = ((),)  # this rank alone: experts are units of a sharded model there too
+    if ctx.mesh is None:
+        return mesh_of_group(ctx.comm, ctx.device.type, "fsdp")
+    return merged_mesh(ctx.comm, ctx.mesh, parts, ctx.timeout_s) if parts else None
+
+
+def _taken(model: nn.Module) -> set[str]:
+    """Names of the axes over which somebody has spread the model."""
+    return {name for each in _spread(model) for name in each.device_mesh.mesh_dim_names or ()}
+
+
+def _spread(model: nn.Module) -> Iterator[DTensor]:
+    """Parameters that are spread already, but for those of experts, which have a mesh of their own."""
+    return (each for each in model.parameters() if is_dtensor(each) and not is_expert_parameter(each))
+
+
+def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
+    """Return the axes of the context's mesh, by number, for each dimension of the mesh to shard over.
+
+    Of local SGD these are the axes along which ranks share samples.
+    """
+    if any(True for _ in _spread(model)):
+        _check_tensor_parallel(ctx, model)
+    if ctx.mesh is None:
+        return _WORLD
+    if ctx.mesh.device_type != ctx.device.type:
+        raise DeviceError(
+            "the mesh is of another kind of device than the context",
+            expected=ctx.device.type,
+            got=ctx.mesh.device_type,
+            where=f"{_WHERE}, mesh=",
+        )
+    names, sizes = ctx.mesh.mesh_dim_names, ctx.mesh.shape
+    apart = [name for name in names or () if is_local(model) and dimension_of(name) in APART]
+    replicas, shards = shard_axes(names, sizes, (*taken, *apart), whole=ctx.strategy == "ddp")
+    if not replicas and not shards:
+        return ()
+    parts = (replicas, shards) if replicas else (shards,)
+    order = [dim for part in merged_order(len(sizes), parts) for dim in part if sizes[dim] > 1]
+    if taken and order != sorted(order):
+        listed = [", ".join(names[dim] for dim in part) for part in parts] if names else []
+        raise PrepareError(
+            "torch cannot combine the axes of this mesh",
+            expected="those for replicas, then those for shards, then those for tensor parallelism",
+            got=f"({', '.join(names or ())}), to merge {' and '.join(filter(None, listed))}",
+            where=_WHERE,
+            fix="Make the mesh with its axes in this order, as accel does: accel.replace(ctx, mesh=...) with a text.",
+        )
+    return parts
+
+
+def _check_tensor_parallel(ctx: DistContext, model: nn.Module) -> None:
+    if ctx.mesh is None:
+        raise PrepareError(
+            "tensor parallelism has spread the model over some of the ranks, and it is not known over which",
+            expected="a context that knows its mesh",
+            got="one without",
+            where=_WHERE,
+            fix="Tell it: accel.replace(ctx, mesh=mesh), with the mesh that parallelize_module got a part of.",
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_dtensor(parameter):
+            raise PrepareError(
+                "the gradient of a parameter would not reach every rank",
+                expected="tensor parallelism of all trainable parameters, or of none",
+                got="one that it left as it was",
+                where=f"{_WHERE}, {name}",
+                fix="Name its module in the plan of parallelize_module, or freeze it.",
+            )
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NARROW = (torch.bfloat16, torch.float16)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)  # not RMSNorm, which takes any format
+
+
+class WireFormat(NamedTuple):
+    """Formats in which a unit's tensors travel; None for their own.
+
+    Attributes:
+        gather: of parameters, and so of what the unit computes with.
+        reduce: of gradients while they are summed.
+    """
+
+    gather: torch.dtype | None
+    reduce: torch.dtype | None
+
+
+def check_formats(gather: WireDtype, precision: Precision) -> None:
+    """Raise for a format of gathered parameters in which the context does not compute.
+
+    Raises:
+        ConfigError: such a format.
+    """
+    if gather in ("auto", "fp32", precision.compute):
+        return
+    raise ConfigError(
+        "parameters would be gathered in a format in which the context does not compute",
+        expected=f"'auto' or 'fp32', or precision={gather!r} of the context",
+        got=f"gather_dtype={gather!r} and a context that computes in {precision.compute}",
+        where="Plan.gather_dtype",
+        fix=f"Leave it out, or make the context with precision={gather!r}.",
+    )
+
+
+def wide_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the `id` of each parameter of modules that compute in the format in which it is stored."""
+    wide = (each for each in model.modules() if isinstance(each, KeepsFormat))
+    return frozenset(id(parameter) for module in wide for parameter in module.parameters(recurse=False))
+
+
+def wire_format(
+    parameters: Iterable[nn.Parameter], wide: frozenset[int], precision: Precision, gather: WireDtype, reduce: WireDtype
+) -> WireFormat:
+    """Return the formats for the parameters of one unit.
+
+    Args:
+        parameters: of the unit.
+        wide: as of `wide_parameters`.
+        precision: of the context.
+        gather, reduce: as `gather_dtype` and `reduce_dtype` of `Plan`.
+    """
+    listed = [each for each in parameters if each.is_floating_point()]
+    dtypes = {each.dtype for each in listed}
+    narrow = _DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") and gather != "fp32" else None
+    # autocast leaves fp64 as it is
+    if dtypes - {torch.float32, *_NARROW} or torch.float32 not in dtypes or any(id(each) in wide for each in listed):
+        narrow = None
+    if reduce != "auto":
+        return WireFormat(narrow, _DTYPES[reduce])
+    computed = narrow or next((each.dtype for each in listed if each.requires_grad), None)
+    return WireFormat(narrow, torch.float32 if computed in _NARROW else None)
+
+
+class InAutocast(Mixin, nn.Module):
+    """Mixin of modules whose parameters are gathered in the format of autocast: their forward always runs in it."""
+
+    _accel_device_type = "cpu"
+    _accel_dtype = torch.bfloat16
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, in autocast.
+
+        Raises:
+            PrepareError: in a block that turns autocast off.
+        """
+        if torch.is_autocast_enabled(self._accel_device_type):
+            return cast(Any, super()).forward(*args, **kwargs)
+        if not torch.compiler.is_compiling() and _is_turned_off():
+            raise PrepareError(
+                "a module computes without autocast, but its parameters were gathered in a narrow format",
+                expected="autocast around its forward",
+                got=f"a block that turns it off, and parameters in {self._accel_dtype}",
+                where=type(self).__name__,
+                fix="Name it in Precision.fp32_modules, or prepare the model with Plan(gather_dtype='fp32').",
+            )
+        with torch.autocast(self._accel_device_type, dtype=self._accel_dtype):
+            return cast(Any, super()).forward(*args, **kwargs)
+
+
+class NormInFp32(Mixin, nn.Module):
+    """Mixin of norms whose parameters are gathered in a narrow format: they compute with fp32 ones, as in autocast.
+
+    Autocast converts them for some norms on some devices; elsewhere torch refuses parameters in another format than the
+    inputs or the statistics.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the norm's own forward with its parameters in fp32."""
+        stored = dict(self._parameters)
+        for name, parameter in stored.items():
+            if parameter is not None and parameter.dtype in _NARROW:
+                self._parameters[name] = cast(Any, parameter.float())
+        try:
+            return cast(Any, super()).forward(*args, **kwargs)
+        finally:
+            self._parameters.update(stored)
+
+
+def compute_in(dtype: torch.dtype, unit: nn.Module, device_type: str) -> None:
+    """Let a unit compute with parameters in the format of autocast. Mutates its modules.
+
+    Args:
+        dtype: of autocast, and of the gathered parameters.
+        unit: not sharded yet.
+        device_type: of the autocast.
+    """
+    norms = [each for each in unit.modules() if isinstance(each, _NORMS) and not isinstance(each, KeepsFormat)]
+    add_mixin(norms, NormInFp32)
+    add_mixin([unit], InAutocast, _accel_device_type=device_type, _accel_dtype=dtype)
+
+
+def _is_turned_off() -> bool:
+    """Whether this is in a block of autocast, given that autocast is off."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1

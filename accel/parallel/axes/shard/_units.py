@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units of sharding: modules that are sharded one by one, by size or by a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from accel.errors import PrepareError, did_you_mean
+from accel.parallel._labels import heir_of
+from accel.parallel._modules import matching, named_modules, repeated
+from accel.parallel._private import has_hooks
+
+Fits = Callable[[nn.Module], str]  # the reason that keeps a module from being a unit; empty if there is none
+
+
+def modules_named(model: nn.Module, wanted: Sequence[str], *, where: str) -> dict[str, nn.Module]:
+    """Return the modules of a model that patterns or class names mean, by name. No communication.
+
+    Args:
+        model: the model.
+        wanted: patterns of paths, in which `*` stands for one component, or names of classes.
+        where: the setting, for errors.
+
+    Raises:
+        PrepareError: entries that mean no module; all of them.
+    """
+    hits = {entry: _matches(model, entry) for entry in wanted}
+    if strangers := [entry for entry, found in hits.items() if not found]:
+        named = dict(named_modules(model))
+        kinds = sorted({type(each).__name__ for each in named.values()})
+        raise PrepareError(
+            "the plan names modules that the model does not have",
+            expected="paths of modules, with * for one component, or names of classes",
+            got=", ".join(map(repr, strangers)),
+            where=where,
+            fix=did_you_mean(strangers[0], [*filter(None, named), *kinds]),
+        )
+    return {name: module for found in hits.values() for name, module in found.items()}
+
+
+def ignored_ids(model: nn.Module, ignored: Sequence[str]) -> frozenset[int]:
+    """Return the `id` of each parameter below modules that a plan ignores; entries that mean none are passed over."""
+    modules = [module for entry in ignored for module in _matches(model, entry).values()]
+    return frozenset(id(each) for module in modules for each in module.parameters())
+
+
+def _matches(model: nn.Module, entry: str) -> dict[str, nn.Module]:
+    """Return the modules that a pattern of paths or the name of a class means, by name."""
+    named = dict(named_modules(model))
+    hits = set(matching(named, entry))
+    return {name: each for name, each in named.items() if name in hits or type(each).__name__ == entry}
+
+
+def ignored_parameters(model: nn.Module, ignored: Sequence[str]) -> list[nn.Parameter]:
+    """Return the parameters that a plan leaves alone, each once. No communication.
+
+    Args:
+        model: the model.
+        ignored: as of `Plan`.
+
+    Raises:
+        PrepareError: as `modules_named`; or one of them is trainable, named: nobody would exchange its gradient.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for name, module in modules_named(model, ignored, where="Plan.ignored").items():
+        for key, parameter in module.named_parameters():
+            found[id(parameter)] = parameter
+            if parameter.requires_grad:
+                raise PrepareError(
+                    "a parameter that is not sharded is trainable, so its gradient would stay on each rank",
+                    expected="frozen parameters in the modules that the plan ignores",
+                    got=f"{name}.{key}" if name else key,
+                    where="Plan.ignored",
+                    fix="Freeze it with requires_grad_(False), or let it be sharded.",
+                )
+    return list(found.values())
+
+
+def units_named(model: nn.Module, wanted: Sequence[str], problem_of: Fits) -> list[str]:
+    """Return the names of the modules that a plan's `units` name, apart from the model itself.
+
+    Args:
+        model, wanted: as for `modules_named`.
+        problem_of: gives the reason that keeps a module from being a unit.
+
+    Raises:
+        PrepareError: as `modules_named`; or modules that cannot be units, all of them.
+    """
+    found = modules_named(model, wanted, where="Plan.units")
+    problems = {name: problem for name, module in found.items() if name and (problem := problem_of(module))}
+    if problems:
+        raise PrepareError(
+            "modules that the plan names cannot be units",
+            got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
+            where="Plan.units",
+            fix="Name modules that are called and whose parameters no other uses.",
+        )
+    return [name for name in found if name]
+
+
+def units_in(
+    root: nn.Module, model: nn.Module, units: Literal["auto"] | Sequence[str] | int
+) -> Literal["auto"] | Sequence[str] | int:
+    """Return a plan's `units` for a stage of a model: the names in the stage of the modules that it names in the model.
+
+    Args:
+        root: the stage, or the model itself.
+        model: the model.
+        units: as of `Plan`.
+    """
+    if isinstance(units, int) or units == "auto":
+        return units
+    chosen = {id(module) for entry in units for module in _matches(model, entry).values()}
+    named = named_modules(root)
+    return [name for name, module in named if name and id(module) in chosen]
+
+
+def units_of_size(model: nn.Module, least: int, fits: Callable[[nn.Module], bool]) -> list[str]:
+    """Return the names of the innermost modules with so many parameters, and of those around them with as many more.
+
+    Args:
+        model: the model.
+        least: number of elements of the parameters that are in no inner unit.
+        fits: whether a module can be a unit.
+    """
+    found: list[str] = []
+    taken: set[int] = set()
+    named = list(named_modules(model))
+    for name, module in reversed(named):  # what is inside of a module comes after it in the list
+        own = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
+        if name and sum(own.values()) >= least and fits(module):
+            found.append(name)
+            taken |= own.keys()
+    return found
+
+
+_WHERE = "prepare_model, strategy fsdp"
+
+
+def plan_units(
+    model: nn.Module,
+    apart: Sequence[str] = (),
+    *,
+    units: Literal["auto"] | Sequence[str] | int = "auto",
+    wide: frozenset[int] = frozenset(),
+    ignored: frozenset[int] = frozenset(),
+) -> tuple[str, ...]:
+    """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
+
+    By themselves they are the blocks that the model, or one of its modules, names in `_no_split_modules`, as those of
+    Hugging Face do; elsewhere the outermost blocks that a ModuleList or Sequential holds at least two of, of one class.
+    A block whose parameters are used outside of it too stays with the model. Gradients of one unit travel together, so
+    modules whose parameters have another dtype than most around them are units of their own.
+
+    Args:
+        model: without wrappers, not sharded.
+        apart: names of modules that are units of their own in any case, such as experts.
+        units: as of `Plan`.
+        wide: the `id` of each parameter that travels in its own format, beside others in a narrower one. Their modules
+            are units of their own too, where they can be.
+        ignored: the `id` of each parameter that is not sharded.
+
+    Raises:
+        PrepareError: a parameter, or the model, that cannot be sharded, or modules that cannot be units; named.
+    """
+    _check_model(model, ignored)
+    paths = _paths(model, wide)
+    apart_ids = ignored | {id(each) for each in model.parameters() if each.ndim == 0}
+    blocks = [name for name in _chosen(model, units, paths) if _parameter_ids(model, name) - apart_ids]
+    inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *apart), paths)]
+    chosen = {*inner, *blocks, *apart} - {""}
+    return (*sorted(chosen, key=lambda name: (-name.count("."), name)), "")
+
+
+def _parameter_ids(model: nn.Module, name: str) -> set[int]:
+    return {id(each) for each in model.get_submodule(name).parameters()}
+
+
+def _chosen(model: nn.Module, units: Literal["auto"] | Sequence[str] | int, paths: _Paths) -> list[str]:
+    """Return the names of the blocks to shard one by one."""
+    if isinstance(units, int):
+        return units_of_size(model, units, lambda module: _is_called(module) and _is_closed(module, paths))
+    if units != "auto":
+        return units_named(model, units, lambda module: _unit_problem(module, paths))
+    declared = {name for module in model.modules() for name in _declared(module)}
+    found = _blocks(model, declared, repeated(model))
+    return [name for name, module in found if _is_closed(module, paths)]
+
+
+def _unit_problem(module: nn.Module, paths: _Paths) -> str:
+    """Return the reason that keeps a module from being a unit; empty if there is none."""
+    if not _is_called(module):
+        return f"a {type(module).__name__} has no forward"
+    if not any(True for _ in module.parameters()):
+        return "without parameters"
+    return "" if _is_closed(module, paths) else "its parameters are used outside of it too"
+
+
+class _Paths(NamedTuple):
+    """Every name of each parameter and of each module, by `id`: what is tied or used twice has several.
+
+    `wide` is as for `plan_units`.
+    """
+
+    parameters: Mapping[int, Sequence[str]]
+    modules: Mapping[int, Sequence[str]]
+    wide: frozenset[int]
+
+    def format_of(self, parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
+        """Return the format of a parameter: what travels together has the same."""
+        return parameter.dtype, id(parameter) in self.wide
+
+
+def _paths(model: nn.Module, wide: frozenset[int]) -> _Paths:
+    parameters: dict[int, list[str]] = {}
+    modules: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters.setdefault(id(parameter), []).append(name)
+    for name, module in named_modules(model, every_path=True):
+        modules.setdefault(id(module), []).append(name)
+    return _Paths(parameters, modules, wide)
+
+
+def _declared(module: nn.Module) -> Iterable[str]:
+    listed = cast(Any, getattr(module, "_no_split_modules", None)) or ()
+    return (listed,) if isinstance(listed, str) else listed
+
+
+def _blocks(
+    module: nn.Module, declared: set[str], candidates: set[int], above: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost blocks below a module; one that holds declared ones leaves it to them."""
+    for key, child in module.named_children():
+        name = f"{above}.{key}" if above else key
+        inside = {type(each).__name__ for each in child.modules()}
+        chosen = type(child).__name__ in declared or (id(child) in candidates and declared.isdisjoint(inside))
+        if chosen and _is_called(child) and any(True for _ in child.parameters()):
+            yield name, child
+        else:
+            yield from _blocks(child, declared, candidates, name)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward, before which its parameters can be made whole."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    if isinstance(module, lists):  # of which a class of accel's, put before theirs, makes none that is called
+        return any("forward" in vars(cls) for cls in type(module).__mro__ if issubclass(cls, lists))
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _is_closed(module: nn.Module, paths: _Paths) -> bool:
+    """Whether every way to the module's parameters leads through it."""
+    own = tuple(f"{name}." for name in paths.modules[id(module)])
+    return all(name.startswith(own) for each in module.parameters() for name in paths.parameters[id(each)])
+
+
+def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _Paths) -> list[str]:
+    """Modules of a unit that need to be units of their own, because their parameters have another dtype than most."""
+    top = model.get_submodule(unit)
+    others = [name for name in units if name != unit and f"{name}.".startswith(f"{unit}." if unit else "")]
+    taken = {id(each) for name in others for each in model.get_submodule(name).parameters()}
+    sizes = Counter[tuple[torch.dtype, bool]]()
+    for parameter in _trained(top, taken):
+        sizes[paths.format_of(parameter)] += parameter.numel()
+    if len(sizes) < 2:
+        return []
+    main = sizes.most_common(1)[0][0]
+    found = list(_uniform(top, unit, main, taken, paths))
+    taken |= {id(each) for name in found for each in model.get_submodule(name).parameters()}
+    for parameter in _trained(top, taken):
+        if parameter.dtype != main[0]:
+            raise PrepareError(
+                "parameters whose gradients travel together have two dtypes",
+                expected=f"{main[0]}, as most of {unit or type(model).__name__}",
+                got=str(parameter.dtype),
+                where=f"{_WHERE}, {paths.parameters[id(parameter)][0]}",
+                fix="Convert it, or give it a module of its own.",
+            )
+    return found
+
+
+def _uniform(
+    module: nn.Module, above: str, main: tuple[torch.dtype, bool], taken: set[int], paths: _Paths
+) -> Iterator[str]:
+    """The outermost modules below whose parameters share a format that is not the main one."""
+    for key, child in module.named_children():
+        name = f"{above}.{key}" if above else key
+        formats = {paths.format_of(parameter) for parameter in _trained(child, taken)}
+        if len(formats) == 1 and main not in formats and _is_called(child) and _is_closed(child, paths):
+            yield name
+        elif formats - {main}:
+            yield from _uniform(child, name, main, taken, paths)
+
+
+def _trained(module: nn.Module, taken: set[int]) -> Iterator[nn.Parameter]:
+    """The parameters whose gradients travel together; those without a dimension travel by themselves."""
+    return (each for each in module.parameters() if each.requires_grad and each.ndim and id(each) not in taken)
+
+
+def _check_model(model: nn.Module, ignored: frozenset[int]) -> None:
+    if not _is_called(model):
+        raise PrepareError(
+            "a container without a forward cannot be sharded as a whole",
+            expected="a module with a forward",
+            got=type(model).__name__,
+            where=_WHERE,
+            fix="Prepare the modules in it one by one.",
+        )
+    for name, parameter in model.named_parameters():
+        problem, fix = ("", "") if id(parameter) in ignored else _problem(parameter)
+        if problem:
+            raise PrepareError("a parameter cannot be sharded", got=problem, where=f"{_WHERE}, {name}", fix=fix)
+
+
+def _problem(parameter: nn.Parameter) -> tuple[str, str]:
+    """Return the reason that keeps a parameter from being sharded, and the way out; empty if there is none."""
+    if heir_of(parameter) is not None:
+        return "one that another model shares, and that was sharded with it", "Prepare both as one module."
+    if is_lazy(parameter):
+        return "one without a shape yet", "Run the model once on the CPU, before it is prepared."
+    if parameter.numel() == 0:
+        return "one without elements", "Take it out of the model."
+    if not parameter.is_contiguous():
+        return f"strides {parameter.stride()}", "Make it contiguous: parameter.data = parameter.data.contiguous()."
+    if has_hooks(parameter):
+        return "one with hooks, which its shards would not have", "Register them after prepare_model."
+    return "", ""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters without a dimension, which cannot be divided: whole on each rank, and trained as the sharded ones beside.
+
+They are stored as replicated DTensors, so that optimizers, norms and checkpoints see parameters of one kind. While the
+forward of their unit or module runs, plain tensors stand in their place, as those of `fully_shard` do. Their gradients
+await the mean over the ranks that share them, which a step takes before it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from accel.errors import PrepareError
+from accel.mixins import Mixin
+from accel.parallel._compile import add_within
+from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
+from accel.parallel._modules import named_modules
+from accel.parallel._private import untraced
+from accel.tensors import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+
+_GROUP = "accel_whole"
+
+
+class _Place(NamedTuple):
+    """A module with such a parameter, and its name there."""
+
+    module: nn.Module
+    name: str
+
+
+class _Group:
+    """The places that a module's forward reads.
+
+    Attributes:
+        places: of the module, or of all modules of its unit; each with the placements of its gradient.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[tuple[_Place, Sequence[Placement]]] = []
+
+
+@untraced
+def _enter(group: _Group) -> list[tuple[_Place, nn.Parameter]]:
+    """Put plain tensors in the place of replicated ones, and return these."""
+    plain: dict[int, torch.Tensor] = {}
+    stored: list[tuple[_Place, nn.Parameter]] = []
+    for place, placements in group.places:
+        own = cast(Any, place.module)._parameters
+        parameter = own[place.name]
+        if not is_dtensor(parameter):
+            continue  # the forward around this one has put it there
+        if id(parameter) not in plain:
+            plain[id(parameter)] = _plain(cast(nn.Parameter, parameter), placements)
+        stored.append((place, cast(nn.Parameter, parameter)))
+        own[place.name] = plain[id(parameter)]
+    return stored
+
+
+@untraced
+def _leave(stored: list[tuple[_Place, nn.Parameter]]) -> None:
+    for (module, name), parameter in stored:
+        cast(Any, module)._parameters[name] = parameter
+
+
+class SeesPlain(Mixin):
+    """Computes with plain tensors in the place of replicated parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        group = vars(self).get(_GROUP)
+        if group is None:
+            return cast(Any, super()).forward(*args, **kwargs)
+        stored = _enter(group)
+        try:
+            return cast(Any, super()).forward(*args, **kwargs)
+        finally:
+            _leave(stored)
+
+
+def undivided(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that have no dimension, each once."""
+    return [each for each in model.parameters() if each.ndim == 0]
+
+
+def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
+    """Let the modules with parameters without a dimension, and the units around them, compute with plain tensors.
+
+    Called before `fully_shard` gives the modules classes of its own.
+
+    Args:
+        root: the model, or a stage of it.
+        units: names of the units, inner ones first.
+        kept: the `id` of each parameter that stays as it is.
+
+    Returns:
+        Groups by the parameter's `id`, to be filled by `keep_whole`.
+    """
+    groups: dict[str, _Group] = {}
+    by_parameter: dict[int, list[_Group]] = {}
+    for key, found in _places(root, kept).items():
+        unit = next(each for each in units if all(_is_below(path, each) for path, _ in found))
+        paths = dict.fromkeys([unit, *(path for path, _ in found)])
+        by_parameter[key] = [groups.setdefault(path, _Group()) for path in paths]
+    modules = {path: root.get_submodule(path) for path in groups}
+    for path, module in modules.items():
+        vars(module)[_GROUP] = groups[path]
+    add_within(list(modules.values()), SeesPlain)
+    return by_parameter
+
+
+def keep_whole(
+    root: nn.Module,
+    mesh: DeviceMesh,
+    groups: Mapping[int, Sequence[_Group]],
+    kept: frozenset[int],
+    *,
+    watch: bool,
+) -> None:
+    """Replace parameters without a dimension by replicated ones. Mutates the model, whose units are sharded already.
+
+    Args:
+        root: the model, or a stage of it.
+        mesh: that it is sharded over.
+        groups: from `see_plain`.
+        kept: the `id` of each parameter that stays as it is.
+        watch: whether to note if a backward reaches them.
+    """
+    for key, found in _places(root, kept).items():
+        places = [place for _, place in found]
+        old = places[0].module.get_parameter(places[0].name)
+        new, placements = _replicated(root, mesh, old, places[0])
+        for module, name in places:
+            setattr(module, name, new)
+        if watch and new.requires_grad:
+            watch_whole(new)
+        for group in groups[key]:
+            group.places += [(place, placements) for place in places]
+
+
+def _places(root: nn.Module, kept: frozenset[int]) -> Mapping[int, Sequence[tuple[str, _Place]]]:
+    """Return the modules of each parameter without a dimension, with their paths, by the parameter's `id`."""
+    found: dict[int, list[tuple[str, _Place]]] = {}
+    for path, module in named_modules(root):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.ndim == 0 and id(parameter) not in kept:
+                found.setdefault(id(parameter), []).append((path, _Place(module, name)))
+    return found
+
+
+def _is_below(path: str, unit: str) -> bool:
+    return not unit or f"{path}.".startswith(f"{unit}.")
+
+
+def _replicated(
+    root: nn.Module, mesh: DeviceMesh, old: nn.Parameter, place: _Place
+) -> tuple[nn.Parameter, Sequence[Placement]]:
+    """Return the parameter to store, and the placements of its gradients."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    along: list[Placement] = [Partial("avg")] * mesh.ndim
+    if is_dtensor(old):  # which tensor parallelism has put on every rank along tp
+        wanted = mesh.ndim + old.device_mesh.ndim
+        mesh = _wider(root, wanted, place.name)
+        layer = getattr(place.module, "accel_layer", None)
+        summands = layer is not None and layer.rule.summands
+        along += [Partial() if summands else Replicate()] * (wanted - len(along))
+    stored = DTensor.from_local(local_part(old), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    new = nn.Parameter(stored, old.requires_grad)
+    await_mean(new, along)
+    return new, along
+
+
+def _wider(root: nn.Module, ndim: int, name: str) -> DeviceMesh:
+    """Return the mesh of the parameters that `fully_shard` took after tensor parallelism."""
+    for each in root.parameters():
+        if is_dtensor(each) and each.device_mesh.ndim == ndim:
+            return each.device_mesh
+    raise PrepareError(
+        "a parameter without a dimension has no sharded one beside it",
+        expected="one that fully_shard has taken, of the same model",
+        got="none",
+        where=f"prepare_model, strategy fsdp, {name}",
+        fix="Give it the shape [1], or leave fewer modules out of the plan.",
+    )
+
+
+def _plain(stored: nn.Parameter, placements: Sequence[Placement]) -> torch.Tensor:
+    if not (stored.requires_grad and torch.is_grad_enabled()):
+        return local_part(stored)
+    if not awaited_of(stored):  # a new parameter, as model.to(dtype) makes
+        await_mean(stored, placements)
+    watch_whole(stored, again=True)
+    return cast(Any, stored).to_local(grad_placements=placements)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose forward is known, and pairs of linear layers in a Sequential that their forward alone may call."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from accel.errors import PrepareError
+from accel.mixins import Mixin, add_mixin
+from accel.parallel._modules import named_modules
+from accel.parallel._private import forward_hooks, forward_pre_hooks, runs_in_backward
+from accel.parallel.axes.tensor._styles import is_linear, is_transposed
+from accel.topology import TensorStyle
+
+_OWN = ("accel.", "torch.distributed.")  # modules whose hooks know of parts: those of this package, and `fully_shard`'s
+
+
+class LinearPair(NamedTuple):
+    """Two linear layers of a Sequential, of which the second takes the first's outputs element by element.
+
+    Attributes:
+        sequence: path of the Sequential, "" for the model itself.
+        layers: names in it of the first layer, the modules between, and the last layer.
+    """
+
+    sequence: str
+    layers: tuple[str, ...]
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Paths of the first and the last layer."""
+        first, last = (f"{self.sequence}.{name}".strip(".") for name in (self.layers[0], self.layers[-1]))
+        return first, last
+
+
+class _Guard:
+    """State that the parts of one Sequential share with it; views of the model too. Copies and pickles have their own.
+
+    Attributes:
+        path: of the Sequential.
+        pairs: names of the layers of each pair, and of those between.
+        way_out: the line to write instead.
+        runs: whether the Sequential's forward runs now.
+    """
+
+    __slots__ = ("pairs", "path", "runs", "way_out")
+
+    def __init__(self, path: str, pairs: Sequence[tuple[str, ...]], way_out: str) -> None:
+        self.path = path
+        self.pairs = tuple(pairs)
+        self.way_out = way_out
+        self.runs = False
+
+    def refused(self, problem: str, got: str) -> PrepareError:
+        """Return the error of a call that would compute with a part of the features as if it were all of them."""
+        named = repr(self.path) if self.path else "the model"
+        return PrepareError(
+            problem,
+            expected=f"layers that run in the forward of {named} alone, and nothing that reads between them, where each"
+            " rank has a part of the features",
+            got=got,
+            where="forward, plan.tensor",
+            fix=self.way_out,
+        )
+
+
+class _Whole(Mixin):
+    """A Sequential with pairs in it."""
+
+    accel_pairs: _Guard | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        guard = self.accel_pairs
+        if guard is None:  # a slice, which torch makes of the same class
+            return cast(Any, nn.Sequential).forward(self, *args, **kwargs)
+        _check_hooks(guard, cast(nn.Module, self))
+        outer, guard.runs = guard.runs, True
+        try:
+            return cast(Any, super()).forward(*args, **kwargs)
+        finally:
+            guard.runs = outer
+
+
+class _PairPart(Mixin):
+    """A linear layer of a pair."""
+
+    accel_pairs: _Guard
+    accel_path: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        guard = self.accel_pairs
+        if not guard.runs and not runs_in_backward():  # there a layer that is checkpointed alone is computed again
+            raise guard.refused(
+                "a linear layer that tensor parallelism divides with another of its Sequential is called by itself",
+                f"a call of {self.accel_path}",
+            )
+        return cast(Any, super()).forward(*args, **kwargs)
+
+
+def guard_pairs(model: nn.Module, pairs: Sequence[LinearPair], keys: Mapping[str, str]) -> None:
+    """Let the layers of pairs refuse to run outside of their Sequential, or beside a hook. Mutates the model.
+
+    Args:
+        model: without wrappers, divided.
+        pairs: found in it before.
+        keys: pattern of the plan for each layer's path, for the error.
+    """
+    way_out = _way_out(keys[path] for pair in pairs for path in pair.ends)
+    for sequence in dict.fromkeys(pair.sequence for pair in pairs):
+        own = [pair for pair in pairs if pair.sequence == sequence]
+        whole: Any = model.get_submodule(sequence)
+        whole.accel_pairs = guard = _Guard(sequence, [pair.layers for pair in own], way_out)
+        add_mixin([whole], _Whole)
+        for path in (path for pair in own for path in pair.ends):
+            part: Any = model.get_submodule(path)
+            part.accel_pairs, part.accel_path = guard, path
+            add_mixin([part], _PairPart)
+
+
+def _way_out(patterns: Iterable[str]) -> str:
+    styles = ", ".join(f'"{pattern}": "replicated"' for pattern in dict.fromkeys(patterns))
+    return (
+        f"Keep these pairs whole on each rank: plan=accel.Plan(tensor={{**accel.tensor_plan(model), {styles}}})."
+        " A pair whose Sequential is always called as a whole may be left out of it. Where only element-wise functions"
+        " stand between the layers, say that you know: plan=accel.Plan(tensor=accel.tensor_plan(model))."
+    )
+
+
+def _check_hooks(guard: _Guard, sequence: nn.Module) -> None:
+    """Raise for a hook of somebody else that sees what stands between the first and the last layer of a pair."""
+    children: Mapping[str, nn.Module] = cast(Any, sequence)._modules
+    for layers in guard.pairs:
+        for at, name in enumerate(layers):
+            inputs = forward_pre_hooks(children[name]) if at else None
+            outputs = forward_hooks(children[name]) if at < len(layers) - 1 else None
+            if inputs or outputs:
+                _check_owners(guard, name, [*(inputs or {}).values(), *(outputs or {}).values()])
+
+
+def _check_owners(guard: _Guard, name: str, hooks: Iterable[object]) -> None:
+    for hook in hooks:
+        owner = _function_of(hook)
+        if not str(getattr(owner, "__module__", "")).startswith(_OWN):
+            named = getattr(owner, "__qualname__", type(owner).__qualname__)
+            raise guard.refused(
+                "a forward hook reads a part of the features as if it were all of them",
+                f"the hook {named} on {guard.path}.{name}".replace(" on .", " on "),
+            )
+
+
+def _function_of(hook: object) -> object:
+    """A hook without what is wrapped around it."""
+    while isinstance(hook, functools.partial):
+        hook = cast("functools.partial[object]", hook).func
+    return hook
+
+
+# Layers that compute each element for itself, so that a part of the features stays a part.
+_ELEMENTWISE = (
+    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
+    nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Dropout,
+)  # fmt: skip
+
+
+def known_styles(model: nn.Module) -> dict[str, TensorStyle]:
+    """Return the styles of the layers in a model whose forward is known, by path."""
+    found: dict[str, TensorStyle] = {}
+    modules = list(named_modules(model))
+    places = _places(modules)
+    for path, module in modules:
+        for name, style in _styles_in(module, places):
+            found.setdefault(f"{path}.{name}".strip("."), style)
+    return found
+
+
+def known_pairs(model: nn.Module) -> list[LinearPair]:
+    """Return the pairs of linear layers that `known_styles` divides in each nn.Sequential of a model."""
+    modules = list(named_modules(model))
+    places = _places(modules)
+    whole = [(path, each) for path, each in modules if isinstance(each, nn.Sequential)]
+    return [
+        LinearPair(path, layers)
+        for path, each in whole
+        if _has_forward_of(each, nn.Sequential)
+        for layers in _pairs(each, places)
+    ]
+
+
+def _places(modules: Iterable[tuple[str, nn.Module]]) -> Counter[int]:
+    """The number of places where each module stands, by `id`."""
+    return Counter(id(each) for _, module in modules for each in cast(Any, module)._modules.values())
+
+
+def _styles_in(module: nn.Module, places: Counter[int]) -> Iterator[tuple[str, TensorStyle]]:
+    """Styles of a module's own parts, by their names in it.
+
+    Args:
+        module: one of a model.
+        places: number of the places where each module of the model stands, by `id`.
+    """
+    if isinstance(module, nn.MultiheadAttention) and _has_forward_of(module, nn.MultiheadAttention):
+        if module.bias_k is None and not module.add_zero_attn:
+            yield "", "multihead_attention"
+            yield "out_proj", "rowwise"
+    elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        if _feeds_forward(module):
+            yield "linear1", "colwise"
+            yield "linear2", "rowwise"
+    elif isinstance(module, nn.Sequential) and _has_forward_of(module, nn.Sequential):
+        for first, *_, last in _pairs(module, places):
+            yield first, "colwise"
+            yield last, "rowwise"
+    elif type(module).__name__ == "GPT2Attention" and _are_transposed(module, "c_attn", "c_proj"):
+        crosses = "q_attn" in dict(module.named_children())
+        yield "c_attn", "packed_colwise_2" if crosses else "packed_colwise_3"
+        yield "c_proj", "rowwise"
+        if crosses:
+            yield "q_attn", "colwise"
+    elif type(module).__name__ == "GPT2MLP" and _are_transposed(module, "c_fc", "c_proj"):
+        yield "c_fc", "colwise"
+        yield "c_proj", "rowwise"
+
+
+def _feeds_forward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> bool:
+    """Whether a layer has torch's own forward, with an activation of each element for itself."""
+    kind = nn.TransformerEncoderLayer if isinstance(layer, nn.TransformerEncoderLayer) else nn.TransformerDecoderLayer
+    own: Any = type(layer)
+    activation: Any = layer.activation
+    return own._ff_block is cast(Any, kind)._ff_block and _has_forward_of(layer, kind) and _is_elementwise(activation)
+
+
+def _is_elementwise(activation: Any) -> bool:
+    """Whether a part of the features stays a part behind an activation, which is called with a few numbers."""
+    if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
+        return False
+    probe = torch.linspace(-2, 2, 8, device="cpu")
+    try:
+        return torch.allclose(activation(probe)[:4], activation(probe[:4]))
+    except Exception:
+        return False  # one that needs another shape
+
+
+def _pairs(sequence: nn.Sequential, places: Counter[int]) -> Iterator[tuple[str, ...]]:
+    """Names of each two linear layers of which the second takes the first's outputs, and of the layers between.
+
+    Args:
+        sequence: one of a model.
+        places: as for `_styles_in`; a layer that stands in several takes whole inputs in some, and parts in others.
+    """
+    begun: list[str] = []
+    for name, module in cast(Any, sequence)._modules.items():
+        if type(module) is nn.Linear and places[id(module)] == 1 and is_linear(module):
+            if begun:
+                yield (*begun, name)
+                begun = []
+            else:
+                begun = [name]
+        elif not isinstance(module, _ELEMENTWISE):
+            begun = []
+        elif begun:
+            begun.append(name)
+
+
+def _has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return cast(object, type(module).forward) is cast(Any, kind).forward
+
+
+def _are_transposed(module: nn.Module, *names: str) -> bool:
+    return all(is_transposed(_layer(module, name)) for name in names)
+
+
+def _layer(module: nn.Module, name: str) -> nn.Module:
+    """A layer, without the adapters that are around it."""
+    child = module.get_submodule(name)
+    return child.get_submodule("base_layer") if "base_layer" in dict(child.named_children()) else child

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tensor_plan`: the tensor-parallel styles of a model, from what it declares or from layers that are known. Pure."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, cast, get_args
+
+from torch import nn
+
+from accel.errors import PrepareError, check_choice
+from accel.parallel._modules import matching, named_modules
+from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
+from accel.parallel.axes.tensor._styles import COLWISE, is_linear
+from accel.topology import TensorStyle
+
+HeadStyle = Literal["colwise", "colwise_gather_output"]
+
+
+def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadStyle) -> dict[str, TensorStyle]:
+    """Return styles in which the head has one, and an embedding that is tied to it the one that divides its rows.
+
+    Args:
+        model: the model.
+        styles: by path.
+        head: style of the head.
+
+    Raises:
+        PrepareError: no layer is the head, or several may be.
+        ConfigError: an unknown style.
+    """
+    check_choice(head, get_args(HeadStyle), "not a style of a head", where="tensor_plan(head=)")
+    modules = dict(named_modules(model))
+    paths = _declared(model, modules) or _of_as_many_outputs(modules)
+    if len(paths) != 1:
+        raise PrepareError(
+            "the head of the model is not known",
+            expected="one linear layer with as many outputs as an embedding has rows, or a model's own"
+            " get_output_embeddings",
+            got=", ".join(paths) or "none",
+            where="tensor_plan(head=)",
+            fix=f'Leave head out, and add its style to the plan: accel.Plan(tensor={{**styles, "head": {head!r}}}).',
+        )
+    path = paths[0]
+    weight = modules[path].get_parameter("weight")
+    tied = [name for name, each in modules.items() if isinstance(each, nn.Embedding) and each.weight is weight]
+    return {**styles, **dict.fromkeys(tied, "embedding_rowwise"), path: head}
+
+
+def _declared(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The path of the head that a model of transformers names."""
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    named: object = ask() if callable(ask) else None
+    return [path for path, each in modules.items() if each is named and is_linear(each)]
+
+
+def _of_as_many_outputs(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Paths of linear layers with as many outputs as an embedding has rows; tied ones alone, where there are any."""
+    weights = [each.weight for each in modules.values() if isinstance(each, nn.Embedding)]
+    rows = {len(each) for each in weights}
+    linear = {path: each.weight for path, each in modules.items() if isinstance(each, nn.Linear)}
+    tied = [path for path, own in linear.items() if any(own is each for each in weights)]
+    return tied or [path for path, own in linear.items() if len(own) in rows]
+
+
+def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """Return styles by which the blocks of a model work on parts of the tokens.
+
+    The first block divides the tokens; attention and MLP gather them, and scatter what they sum; norms between work on
+    the parts; the norm that follows the blocks gathers them, so that all others see the whole sequence.
+
+    Args:
+        model: of blocks in one ModuleList, between embeddings and a norm.
+        styles: by path, without the sequence.
+
+    Raises:
+        PrepareError: the model is of another form, or has parameters between its layers that are not a norm's.
+    """
+    blocks = _blocks(model, styles)
+    problems: list[str] = []
+    found = dict(styles)
+    for at, path in enumerate(blocks):
+        block = model.get_submodule(path)
+        for name, child in block.named_children():
+            own = _of_child(f"{path}.{name}", child, styles)
+            if own is None:
+                problems.append(f"{path}.{name}")
+            found |= own or {}
+        if at == 0:
+            found[path] = "split_sequence"
+    if not blocks:
+        problems.append("no ModuleList of blocks that the plan divides")
+    else:
+        found |= _after(model, blocks[0].rpartition(".")[0].rpartition(".")[0], problems)
+    if problems:
+        raise PrepareError(
+            "the tokens of this model cannot be shared between its layers",
+            expected="blocks in one ModuleList, of norms and of modules that the tensor-parallel plan divides, and one"
+            " norm after them",
+            got="; ".join(problems),
+            where="tensor_plan, sequence=True",
+            fix="Leave sequence out, or write the styles: accel.Plan(tensor={...}).",
+        )
+    return found
+
+
+def _blocks(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[str]:
+    """Paths of the blocks of the outermost ModuleList in which layers are divided; none where there are several."""
+    lists = [
+        path
+        for path, module in named_modules(model)
+        if isinstance(module, nn.ModuleList) and any(each.startswith(f"{path}.") for each in styles)
+    ]
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    if len(outer) != 1:
+        return []
+    return [f"{outer[0]}.{name}" for name, _ in model.get_submodule(outer[0]).named_children()]
+
+
+def _of_child(path: str, child: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle] | None:
+    """Styles of a part of a block; None for one that cannot work on a part of the tokens."""
+    if not any(True for _ in child.parameters()):
+        return {}
+    if _is_norm(child):
+        return {path: "sequence_parallel"}
+    inside = {each: style for each, style in styles.items() if each.startswith(f"{path}.")}
+    ends = [each for each, style in inside.items() if style == "rowwise"]
+    starts = [style for style in inside.values() if style in COLWISE - {"colwise_gather_output"}]
+    holders = {name.rpartition(".")[0] for name, _ in child.named_parameters()}
+    named = all(any(f"{path}.{each}.".startswith(f"{name}.") for name in inside) for each in holders)
+    if len(ends) != 1 or not starts or not named:
+        return None
+    return {path: "gather_sequence", ends[0]: "rowwise_sequence"}
+
+
+def _after(model: nn.Module, holder: str, problems: list[str]) -> dict[str, TensorStyle]:
+    """The norm beside the list of blocks."""
+    module = model.get_submodule(holder)
+    norms = [name for name, child in module.named_children() if _is_norm(child)]
+    if len(norms) != 1:
+        problems.append(f"{len(norms)} norms beside the blocks")
+        return {}
+    others = [
+        name
+        for name, child in module.named_children()
+        if name not in norms
+        and not isinstance(child, nn.Embedding | nn.ModuleList)
+        and any(True for _ in child.parameters())
+    ]
+    problems += [f"{holder}.{name}".strip(".") for name in others]
+    return {f"{holder}.{norms[0]}".strip("."): "sequence_parallel_gather_output"}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module normalizes each token for itself."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return True
+    own = [each.ndim for each in module.parameters()]
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and own in ([], [1], [1, 1])  # none in other stages
+
+
+_INSIDE = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
+# Arguments of a forward that layers inside of the module never take as their input. One that is not listed could be
+# another input, such as the states of an encoder, whose gradient nobody would sum.
+_NO_INPUTS = frozenset({
+    "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
+    "cache_position", "use_cache", "output_attentions", "head_mask", "layer_head_mask", "kwargs", "cos", "sin",
+})  # fmt: skip
+
+
+def with_copies(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """Return styles with "copy_input" for each module that is the only one to feed several column-wise layers in it.
+
+    Args:
+        model: the model.
+        styles: by path.
+    """
+    found: dict[str, TensorStyle] = {}
+    for path, style in styles.items():
+        holder = path.rpartition(".")[0]
+        if (
+            style == "colwise"
+            and holder not in styles
+            and holder not in found
+            and _feeds_several(model, holder, styles)
+        ):
+            found[holder] = "copy_input"
+        found[path] = style
+    return found
+
+
+def _feeds_several(model: nn.Module, holder: str, styles: Mapping[str, TensorStyle]) -> bool:
+    module = model.get_submodule(holder)
+    own = [styles.get(f"{holder}.{name}") for name, _ in module.named_children()]
+    return own.count("colwise") > 1 and _takes_one_input(module) and _covers(module, holder, styles)
+
+
+def _takes_one_input(module: nn.Module) -> bool:
+    first, *others = inspect.signature(module.forward).parameters or ("",)
+    return first in ("hidden_states", "hidden_state", "x") and _NO_INPUTS.issuperset(others)
+
+
+def _covers(module: nn.Module, path: str, styles: Mapping[str, TensorStyle]) -> bool:
+    """Whether all parameters inside are those of layers that work on a part of the features."""
+    return all(
+        any(styles.get(name) in _INSIDE for name in _around(f"{path}.{owner}", path))
+        for owner in {name.rpartition(".")[0] for name, _ in module.named_parameters()}
+    )
+
+
+def _around(path: str, top: str) -> Iterator[str]:
+    """A path and those of the modules around it, below a top one."""
+    while len(path) > len(top):
+        yield path
+        path = path.rpartition(".")[0]
+
+
+_EXPERTS = "moe_tp_experts"  # transformers' style of modules that are left to expert parallelism
+# Styles of transformers by the names that it gives them.
+_DECLARED: Mapping[str, TensorStyle] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather_output",
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_split_input": "rowwise_split_input",
+    "rowwise_rep": "rowwise_split_input",
+    "embedding_rowwise": "embedding_rowwise",
+    "replicated_with_grad_allreduce": "replicated_with_grad_allreduce",
+    "replicate": "replicated",
+}
+
+
+def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | None = None) -> dict[str, TensorStyle]:
+    """Return the styles by which `prepare` divides a model among the ranks along tp. Pure, no communication.
+
+    They are those that a model of transformers declares in its `tp_plan`. Of other models they are found where the
+    layers leave no doubt: torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each
+    other in an nn.Sequential with element-wise layers between, and GPT-2. Where several column-wise layers share an
+    input, the module around them sums its gradient once ("copy_input"). Experts are left out: every rank along tp holds
+    them whole, unless they are spread along ep.
+
+    Args:
+        model: without wrappers; adapters of peft may be in it.
+        sequence: whether ranks share the tokens between these layers; for models of transformers with a `tp_plan`, and
+            GPT-2.
+        head: style of the layer that gives the logits: "colwise" leaves each rank those of its part of the vocabulary,
+            for `vocab_cross_entropy`, and "colwise_gather_output" gathers them. An embedding tied to it is divided too.
+            None for the style that the model declares.
+
+    Returns:
+        Styles by pattern, in which `*` stands for one component of a path; empty where nothing is known. Change it and
+        pass it as `Plan(tensor=...)`.
+
+    Raises:
+        PrepareError: the model declares styles that are unknown here, its tokens cannot be shared, or no layer is known
+            as its head.
+        ConfigError: an unknown style of the head.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> accel.tensor_plan(net)
+        {'0': 'colwise', '2': 'rowwise'}
+    """
+    styles = with_copies(model, known_styles(model) | _declared_styles(model))
+    if sequence:
+        styles = with_sequence(model, styles)
+    if head is not None:
+        styles = with_head(model, styles, head)
+    return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
+
+
+def found_pairs(model: nn.Module) -> list[LinearPair]:
+    """Return the pairs of layers that `tensor_plan` divides because of their places in an nn.Sequential alone. Pure."""
+    declared = _declared_styles(model)
+    return [pair for pair in known_pairs(model) if declared.keys().isdisjoint(pair.ends)]
+
+
+def patterns_of(pairs: Iterable[LinearPair], plan: Iterable[str]) -> dict[str, str]:
+    """Return the pattern of a plan for each path of the two layers of pairs. Pure."""
+    paths = _paths_of(pairs)
+    return {path: pattern for pattern in plan for path in matching(paths, pattern)}
+
+
+def _paths_of(pairs: Iterable[LinearPair]) -> list[str]:
+    return [path for pair in pairs for path in pair.ends]
+
+
+def _declared_styles(model: nn.Module) -> dict[str, TensorStyle]:
+    found: dict[str, TensorStyle] = {}
+    for path, declared in _declarations(model):
+        found |= _from_declared(model, path, declared)
+    return found
+
+
+def _declarations(module: nn.Module, path: str = "") -> Iterator[tuple[str, Mapping[str, str]]]:
+    """The plans of the outermost modules that have one."""
+    declared: Any = getattr(module, "tp_plan", None) if hasattr(type(module), "tp_plan") else None
+    if isinstance(declared, Mapping) and declared:
+        yield path, cast("Mapping[str, str]", declared)
+        return
+    for key, child in module.named_children():
+        yield from _declarations(child, f"{path}.{key}" if path else key)
+
+
+def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> dict[str, TensorStyle]:
+    """Styles of a declared plan, without its patterns for modules that this model does not have."""
+    inner = model.get_submodule(path)
+    paths = [name for name, _ in named_modules(inner)]
+    unknown: list[str] = []
+    found: dict[str, TensorStyle] = {}
+    experts = [pattern for pattern, style in declared.items() if style == _EXPERTS]
+    for pattern, style in declared.items():
+        if any(f"{pattern}.".startswith(f"{each}.") for each in experts):
+            continue
+        hits = matching(paths, pattern)
+        parameters = matching((name for name, _ in inner.named_parameters()), pattern)
+        if (hits or parameters) and style not in _DECLARED:
+            unknown.append(f"{pattern}: {style}")
+            continue
+        found |= {f"{path}.{name}" if path else name: _DECLARED[style] for name in hits}
+    if unknown:
+        raise PrepareError(
+            "the model declares tensor-parallel styles that have no counterpart here",
+            expected=", ".join(_DECLARED),
+            got="; ".join(unknown),
+            where="tensor_plan, model.tp_plan",
+            fix="Pass a plan of your own that leaves these modules out: accel.Plan(tensor={...}).",
+        )
+    return found
+
+
+def _collapsed(styles: Mapping[str, TensorStyle], paired: Iterable[str], paths: list[str]) -> dict[str, TensorStyle]:
+    """Put `*` for numbers in paths, where all modules that it matches have the same style, paired or not."""
+    found: dict[str, TensorStyle] = {}
+    pairs = set(paired)
+    for path, style in styles.items():
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+        hits = matching(paths, pattern)
+        alike = all(styles.get(hit) == style and (hit in pairs) == (path in pairs) for hit in hits)
+        found[pattern if alike else path] = style
+    return found

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel styles: how each divides a module's parameters, and what is wrong with a module for it. Pure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast, get_args
+
+import msgspec
+from torch import nn
+
+from accel.topology import TensorStyle
+
+
+class RowExchange(NamedTuple):
+    """An all-to-all that turns the rows that a rank stores into those that it needs, in their order in the whole.
+
+    Attributes:
+        order: rows of this rank's part to send, by receiving rank, lowest rows first; a row may stand for several.
+        to: number of rows for each rank.
+        back: number of rows from each rank.
+    """
+
+    order: Sequence[int]
+    to: Sequence[int]
+    back: Sequence[int]
+
+
+def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
+    """Return the rows that each rank needs of equal packs, such as queries, keys and values: its part of each.
+
+    Args:
+        rows: number of all rows, a multiple of `packs * size`.
+        packs: number of packs.
+        size: number of ranks.
+    """
+    pack = rows // packs
+    part = pack // size
+    return [
+        [range(at * pack + rank * part, at * pack + (rank + 1) * part) for at in range(packs)] for rank in range(size)
+    ]
+
+
+def needed_heads(rows: int, heads: int, size: int) -> Sequence[Sequence[range]]:
+    """Return the rows that each rank needs of fewer heads than ranks: those of one head, which neighbours share.
+
+    Args:
+        rows: number of all rows, a multiple of `heads`.
+        heads: number of heads, which divides `size`.
+        size: number of ranks.
+    """
+    head = rows // heads
+    return [[range(at * head, (at + 1) * head)] for at in (rank * heads // size for rank in range(size))]
+
+
+def row_exchange(rows: int, needed: Sequence[Sequence[range]], rank: int) -> RowExchange:
+    """Return the all-to-all of one rank.
+
+    Args:
+        rows: number of all rows, of which each rank stores an equal part in order.
+        needed: rows that each rank needs, lowest first.
+        rank: the rank that the answer is for.
+    """
+    size = len(needed)
+    part = rows // size
+    stored = [range(at * part, (at + 1) * part) for at in range(size)]
+    sent = [_common(stored[rank], needed[to]) for to in range(size)]
+    order = [row - rank * part for rows_to in sent for row in rows_to]
+    back = [len(_common(stored[source], needed[rank])) for source in range(size)]
+    return RowExchange(order, [len(rows_to) for rows_to in sent], back)
+
+
+def _common(stored: range, needed: Sequence[range]) -> list[int]:
+    spans = ((max(stored.start, each.start), min(stored.stop, each.stop)) for each in needed)
+    return [row for start, stop in spans for row in range(start, stop)]
+
+
+STYLES: tuple[str, ...] = get_args(TensorStyle)
+COLWISE = frozenset({"colwise", "colwise_gather_output", "packed_colwise_2", "packed_colwise_3"})
+ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_sequence"})
+COPYING = frozenset({"copy_input", "gather_sequence"})  # sums gradients of its input for all modules inside
+# its own parameters see a part of the tokens or of the heads on each rank, so their gradients are summands
+_SUMMANDS = frozenset(
+    {"rowwise_sequence", "replicated_with_grad_allreduce", "sequence_parallel", "sequence_parallel_gather_output"}
+)
+_WITHOUT_PARAMETERS = frozenset({"copy_input", "split_sequence", "gather_sequence"})
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """The computation of one module on the ranks along tp.
+
+    Attributes:
+        style: of the module.
+        dims: dimension along which each parameter is split, by name; those not named are replicated.
+        summands: whether the gradients of its replicated parameters are summands, one on each rank.
+        copied: whether a module around it sums the gradients of its input.
+        uneven: number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere.
+        rows: number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
+        needed: those rows that each rank computes with, where they are not those that it stores.
+        first: name of the first argument of its forward.
+        attributes: values for attributes of the module that speak of what one rank computes.
+    """
+
+    style: TensorStyle
+    dims: Mapping[str, int] = {}
+    summands: bool = False
+    copied: bool = False
+    uneven: int = 0
+    rows: int = 0
+    needed: Sequence[Sequence[range]] = ()
+    first: str = "input"
+    attributes: Mapping[str, int] = {}
+
+
+def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:
+    """Return the rule of a module.
+
+    Args:
+        module: one without a problem.
+        style: of the module.
+        size: number of ranks along tp.
+        copied: whether a module around it sums the gradients of its input.
+        heads: number of heads that its outputs are of, where ranks share them; 0 for outputs that any rank can divide.
+    """
+    dims = _dims(module, style)
+    rows = uneven = 0
+    needed: Sequence[Sequence[range]] = ()
+    if style.startswith("packed_colwise"):
+        rows = module.get_parameter("weight").shape[dims["weight"]]
+        needed = needed_packs(rows, int(style[-1]), size)
+    elif style == "multihead_attention":
+        rows = 3 * cast(nn.MultiheadAttention, module).embed_dim
+        needed = needed_packs(rows, 3, size)
+    elif style == "colwise" and heads % size:
+        rows = module.get_parameter("weight").shape[dims["weight"]]
+        needed = needed_heads(rows, heads, size)
+    elif style == "colwise_gather_output":
+        outputs = module.get_parameter("weight").shape[dims["weight"]]
+        uneven = outputs if outputs % size else 0
+    return Rule(
+        style=style,
+        dims=dims,
+        summands=style in _SUMMANDS,
+        copied=copied,
+        uneven=uneven,
+        rows=rows,
+        needed=needed,
+        first=next(iter(inspect.signature(module.forward).parameters), "input"),
+    )
+
+
+def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
+    """Yield the reasons why a module cannot have a style on so many ranks."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if style in _WITHOUT_PARAMETERS and names:
+        yield f"{style} is of modules without parameters of their own, and it has {', '.join(names)}"
+    if style in ("replicated", "replicated_with_grad_allreduce") and isinstance(module, nn.RNNBase):
+        yield "a recurrent layer of torch keeps references to its parameters, which cannot be replaced"
+    if isinstance(module, nn.ParameterList | nn.ParameterDict) and names:
+        yield "a container of parameters has no forward; give each a module"
+    if style in COLWISE | ROWWISE:
+        yield from _linear_problems(module, style, size)
+    elif style == "embedding_rowwise":
+        yield from _embedding_problems(module, size)
+    elif style == "multihead_attention":
+        yield from _attention_problems(module, size)
+
+
+def part_length(length: int, size: int) -> int:
+    """Return the length of each rank's part of a dimension but the last's, which may be shorter, as torch divides."""
+    return -(-length // size)
+
+
+def leaves_ranks_out(length: int, size: int) -> bool:
+    """Return whether a dimension is too short for each rank to have a part of it."""
+    return part_length(length, size) * (size - 1) >= length
+
+
+def uneven_heads(heads: int, size: int) -> str:
+    """Return the problem of heads that ranks cannot share, with the numbers of ranks that could."""
+    able = [str(each) for each in range(2, heads + 1) if heads % each == 0]
+    return f"{heads} heads, not a multiple of tp={size}; tp={' or '.join(able)} divides them"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a linear layer stores its weight as [in, out], as Conv1D of transformers does."""
+    return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
+
+
+def output_dim(module: nn.Module) -> int:
+    """Return the dimension of a linear layer's weight that its outputs lie along."""
+    return 1 if is_transposed(module) else 0
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module has a linear layer's parameters: `weight` of two dimensions, and `bias` or none."""
+    own = dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
+    return weight is not None and weight.ndim == 2 and own.keys() <= {"weight", "bias"} and not _is_embedding(module)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def _dims(module: nn.Module, style: TensorStyle) -> dict[str, int]:
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if style in COLWISE:
+        return {name: dim for name, dim in (("weight", output_dim(module)), ("bias", 0)) if name in own}
+    if style in ROWWISE:
+        return {"weight": 1 - output_dim(module)}
+    if style == "embedding_rowwise":
+        return {"weight": 0}
+    if style == "multihead_attention":
+        return dict.fromkeys(sorted(own), 0)
+    return {}
+
+
+def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
+    if not is_linear(module):
+        yield f"{style} is of linear layers, with a weight of two dimensions and a bias, and it is a {_named(module)}"
+        return
+    weight = module.get_parameter("weight")
+    dim = _dims(module, style)["weight"]
+    packs = int(style[-1]) if style.startswith("packed") else 1
+    length = weight.shape[dim]
+    what = "outputs" if dim == output_dim(module) else "inputs"
+    if packs > 1 or style == "rowwise_split_input" or is_transposed(module):
+        if length % (packs * size):
+            times = f"{packs} packs of " if packs > 1 else ""
+            yield f"{length} {what}, not a multiple of {times}tp={size}"
+    elif leaves_ranks_out(length, size):
+        yield f"{length} {what}, of which the last of tp={size} would have none"
+
+
+def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
+    if not isinstance(module, nn.Embedding):
+        yield f"embedding_rowwise is of nn.Embedding, and it is a {_named(module)}"
+        return
+    if leaves_ranks_out(module.num_embeddings, size):
+        yield f"{module.num_embeddings} embeddings, of which the last of tp={size} would have none"
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            yield f"an embedding with {option}, for which a rank needs all rows"
+
+
+def _attention_problems(module: nn.Module, size: int) -> Iterator[str]:
+    if not isinstance(module, nn.MultiheadAttention):
+        yield f"multihead_attention is of nn.MultiheadAttention, and it is a {_named(module)}"
+        return
+    heads = cast(int, cast(Any, module).num_heads)
+    if heads % size:
+        yield uneven_heads(heads, size)
+    if module.bias_k is not None or module.add_zero_attn:
+        yield "keys and values that the attention adds itself (add_bias_kv, add_zero_attn)"
+
+
+def _named(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+_UNKNOWN = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+
+
+def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) -> dict[str, str]:
+    """Return styles in which those of adapted layers have become those of their parts.
+
+    Of a column-wise layer the second factor is divided as the layer is; of a row-wise one the first is, whose few
+    outputs are summed as the layer's are.
+
+    Args:
+        model: the model.
+        styles: by path.
+        problems: gets adapters that cannot be divided.
+    """
+    found: dict[str, str] = {}
+    for path, style in styles.items():
+        module = model.get_submodule(path)
+        if not is_adapted(module):
+            found[path] = style
+            continue
+        problems += [f"{path}: {each}" for each in _problems(module, style)]
+        found |= {f"{path}.{part}": each for part, each in _parts(module, style)}
+        if style in COLWISE:
+            found[path] = "copy_input"
+    return found
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a layer beside its adapters, as peft puts it in the place of the layer."""
+    children = dict(module.named_children())
+    return {"base_layer", "lora_A", "lora_B"} <= children.keys()
+
+
+def _parts(module: nn.Module, style: str) -> Iterator[tuple[str, str]]:
+    yield "base_layer", style
+    if style in COLWISE:
+        first, second = "replicated_with_grad_allreduce", style
+    else:
+        first, second = style, "replicated_with_grad_allreduce" if style == "rowwise_sequence" else "replicated"
+    for name, of_each in (("lora_A", first), ("lora_B", second)):
+        for key, _ in module.get_submodule(name).named_children():
+            yield f"{name}.{key}", of_each
+
+
+def _problems(module: nn.Module, style: str) -> Iterator[str]:
+    if style not in COLWISE | ROWWISE:
+        yield f"an adapter of a layer of style {style}"
+    for name in _UNKNOWN:
+        part = getattr(module, name, None)
+        if isinstance(part, nn.Module) and any(True for _ in part.parameters()):
+            yield f"an adapter with {name}"

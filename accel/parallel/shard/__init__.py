@@ -1,4 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Sharding by torch's `fully_shard`: meshes, units, and how each rank gets its part."""
-
-from accel.parallel.shard._fully_shard import SHARD as SHARD

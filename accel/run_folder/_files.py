@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a run's folder: their names, JSON that a reader finds whole or not at all, and lines of metrics."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from accel.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def write_json(path: str | os.PathLike[str], value: object) -> None:
+    """Write a value as JSON so that a reader finds all of it or nothing.
+
+    Args:
+        path: the file; its folder must exist, and one process alone writes it.
+        value: a record, or what msgspec encodes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    partial = f"{os.fspath(path)}.partial"
+    with open(partial, "wb") as file:
+        _ = file.write(msgspec.json.encode(value))
+    os.replace(partial, path)
+
+
+def read_json(path: str | os.PathLike[str], type_: type[T]) -> T | None:
+    """Return the value of a file of `write_json`; None if there is nothing, or nothing of that type."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=type_)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+METRICS = "metrics.jsonl"  # a line for each logged step
+RUN = "run.json"  # the record of the run
+LAUNCHES = "launches"  # a folder with a record for each launch and host
+PROFILE = "profile"  # a folder with a trace for each rank
+RUN_EVENT = "accel.run"  # audit event by which a rank announces the run's folder to its launcher
+
+
+_CHUNK = 2**24
+_TAIL = 256  # bytes before the position that must still be the same
+
+
+class Position(NamedTuple):
+    """A position in a file behind the lines that have been read.
+
+    Attributes:
+        offset: bytes before it.
+        tail: the last of these bytes, by which another content of the same length is noticed.
+    """
+
+    offset: int = 0
+    tail: bytes = b""
+
+
+class NewLines(NamedTuple):
+    """Lines behind a position.
+
+    Attributes:
+        lines: whole lines, without their newlines.
+        position: position behind them.
+        restarted: whether the file was cut back or replaced: lines of earlier reads no longer count, and these begin
+            with the file's first.
+    """
+
+    lines: list[bytes]
+    position: Position
+    restarted: bool
+
+
+def read_new(path: str | os.PathLike[str], position: Position = Position()) -> NewLines:  # noqa: B008 - a frozen value
+    """Return whole lines behind a position, some 16 MiB at most; no lines once all have been read.
+
+    A torn last line stays for the next read. A file that does not exist has no lines.
+
+    Args:
+        path: the file.
+        position: result of the last read.
+
+    Raises:
+        OSError: the file exists, but cannot be read.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        return NewLines([], Position(), position.offset > 0)
+    with file:
+        _ = file.seek(max(0, position.offset - len(position.tail)))
+        restarted = file.read(len(position.tail)) != position.tail
+        if restarted:
+            position = Position()
+            _ = file.seek(0)
+        data = file.read(_CHUNK)
+        while b"\n" not in data and (more := file.read(_CHUNK)):
+            data += more
+    data = data[: data.rfind(b"\n") + 1]
+    moved = Position(position.offset + len(data), (position.tail + data)[-_TAIL:])
+    return NewLines(data.splitlines() if b"\r" not in data else data.split(b"\n")[:-1], moved, restarted)
+
+
+_STEP, _TIME = "step", "time"
+_TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The values of one step.
+
+    Attributes:
+        step: optimizer step.
+        values: numbers by name.
+        time: readings of clocks by name, in seconds, or rates such as samples per second.
+    """
+
+    step: int
+    values: dict[str, float]
+    time: dict[str, float] = {}
+
+
+def encode_line(step: int, values: Mapping[str, float], time: Mapping[str, float] | None = None) -> bytes:
+    """Return a line with its newline.
+
+    Args:
+        step: optimizer step, 0 or above.
+        values: numbers by name, in the order of the line.
+        time: readings of clocks by name.
+
+    Raises:
+        ConfigError: a value is no number, or its name is "step" or "time".
+    """
+    for taken in values.keys() & {_STEP, _TIME}:
+        raise ConfigError("a metric has a name that the line uses itself", got=repr(taken), fix="Rename the metric.")
+    line = {
+        _STEP: step,
+        **{name: _encodable(name, value) for name, value in values.items()},
+        _TIME: {name: _encodable(name, value) for name, value in (time or {}).items()},
+    }
+    return msgspec.json.encode(line) + b"\n"
+
+
+def decode_line(line: bytes) -> MetricsLine | None:
+    """Return the values of a line; None if it is damaged. Values of other kinds than numbers are left out."""
+    try:
+        found: Any = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    values = cast("dict[str, Any]", found)
+    step = values.pop(_STEP, None)
+    time = values.pop(_TIME, None)
+    if not isinstance(step, int) or isinstance(step, bool):
+        return None
+    return MetricsLine(step=step, values=_numbers(values), time=_numbers(time))
+
+
+def _encodable(name: str, value: Any) -> float | str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(
+            "not a number", expected="an int or a float", got=type(value).__name__, where=f"the metric {name!r}"
+        )
+    if isinstance(value, int) or math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    values = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, str):
+            value = _TEXTS.get(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[name] = value
+    return numbers

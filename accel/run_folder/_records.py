@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of a run and of a launch on one host: settings, code, attempts, events, and the error that ended it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from accel.run_folder._files import LAUNCHES, RUN, read_json
+
+_PACKAGES = ("accel", "torch", "numpy", "safetensors", "transformers", "datasets", "torchao", "torchdata")
+_PATIENCE_S = 5.0  # a status of a large tree on a slow disk
+_GIT = ("git", "--no-optional-locks")
+
+
+class SourceState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a git repository.
+
+    Attributes:
+        commit: full name of the commit that is checked out; empty before the first.
+        branch: its branch; empty if none is checked out.
+        changed: number of tracked files that differ from the commit.
+        untracked: number of files and folders that git neither tracks nor ignores.
+    """
+
+    commit: str
+    branch: str = ""
+    changed: int = 0
+    untracked: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether all tracked files are those of the commit."""
+        return self.changed == 0
+
+
+def ask_git(folder: str) -> Callable[[], SourceState | None]:
+    """Ask git for the state of the repository around a folder, and return at once.
+
+    Returns:
+        A function that waits for the answer, 5 seconds at most; None without git, without a repository or in time.
+    """
+    command = [*_GIT, "-C", folder or ".", "status", "--porcelain=v2", "--branch", "-z"]
+    try:
+        asked = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError:
+        return lambda: None
+
+    def answer() -> SourceState | None:
+        try:
+            said, _ = asked.communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            asked.kill()
+            _ = asked.communicate()
+            return None
+        return parse_status(said.decode(errors="replace")) if asked.returncode == 0 else None
+
+    return answer
+
+
+def parse_status(text: str) -> SourceState:
+    """Return the state that `git status --porcelain=v2 --branch -z` prints; see git-status(1)."""
+    commit = branch = ""
+    changed = untracked = 0
+    entries = iter(text.split("\0"))
+    for entry in entries:
+        if entry.startswith("# branch.oid "):
+            commit = entry.split(" ", 2)[2]
+        elif entry.startswith("# branch.head "):
+            branch = entry.split(" ", 2)[2]
+        elif entry[:2] in ("1 ", "2 ", "u "):
+            changed += 1
+            if entry.startswith("2 "):
+                _ = next(entries, "")  # the old name of a renamed file
+        elif entry.startswith("? "):
+            untracked += 1
+    return SourceState(
+        commit="" if commit == "(initial)" else commit,
+        branch="" if branch == "(detached)" else branch,
+        changed=changed,
+        untracked=untracked,
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return versions of Python and of the packages that decide what a run computes, without importing them."""
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms, which a launch spends in a thread
+
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+EventKind = Literal["start", "restart", "hosts", "stop", "notice", "hang", "end"]
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A setting.
+
+    Attributes:
+        value: its value, as its flag takes it.
+        source: the flag, variable, file or default that set it.
+    """
+
+    value: str
+    source: str
+
+
+class LaunchEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a launch.
+
+    Attributes:
+        time_s: its time, in seconds since the epoch.
+        kind: start or restart of all ranks; hosts that came or went; a request to stop, or another signal; a report of
+            silent ranks; the end.
+        text: its report.
+    """
+
+    time_s: float
+    kind: EventKind
+    text: str = ""
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of an attempt.
+
+    Attributes:
+        rank: its rank.
+        status: exit status, or minus the number of the signal that killed it; None while it runs.
+        ended_s: time at which its end was noticed, in seconds since the epoch; None while it runs.
+        text: its error in one line; empty for none.
+    """
+
+    rank: int
+    status: int | None = None
+    ended_s: float | None = None
+    text: str = ""
+
+
+class RankError(msgspec.Struct, frozen=True, kw_only=True):
+    """The error of the rank that failed first.
+
+    Attributes:
+        rank: its rank.
+        status: exit status, or minus the number of the signal that killed it.
+        exception: the exception's class; empty if the process left no record.
+        message: the exception's text.
+        location: `file:line` of the innermost frame of the user's code.
+        traceback: its traceback, or the dump of a crash.
+    """
+
+    rank: int
+    status: int
+    exception: str = ""
+    message: str = ""
+    location: str = ""
+    traceback: str = ""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of all ranks of a host.
+
+    Attributes:
+        started_s: time of the start, in seconds since the epoch.
+        hosts: hosts of the launch, in order of their ranks; empty if there is one.
+        ranks: ranks of this host.
+        ended_s: time of the end; None while it runs.
+        error: the error that ended it; None without one.
+    """
+
+    started_s: float
+    ranks: tuple[RankState, ...]
+    hosts: tuple[str, ...] = ()
+    ended_s: float | None = None
+    error: RankError | None = None
+
+
+class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch on one host.
+
+    Attributes:
+        format: version of this record.
+        host: name of the host.
+        pid: process of the launcher.
+        command: the script and its arguments, without credentials.
+        folder: working directory.
+        started_s: time of the start, in seconds since the epoch.
+        settings: each setting with its source.
+        versions: versions of Python and packages.
+        source: state of the script's git repository; None if there is none.
+        attempts: starts of all ranks, the current one last; of many, the newest 100.
+        events: events in order of time; of many, the first 250 and the newest 250.
+        log_dir: folder of the ranks' output; empty for none.
+        restarts: number of times that all ranks have started again after a failure.
+        checkpoint: newest checkpoint that a rank wrote or resumed from; empty for none.
+        ended_s: time of the end; None while it runs, or if the launcher was killed.
+        status: exit status of the launch; None while it runs.
+        stopped: name of the signal that stopped it; empty for none.
+    """
+
+    format: int = 1
+    host: str
+    pid: int
+    command: tuple[str, ...]
+    folder: str
+    started_s: float
+    settings: dict[str, Setting] = {}
+    versions: dict[str, str] = {}
+    source: SourceState | None = None
+    attempts: tuple[Attempt, ...] = ()
+    events: tuple[LaunchEvent, ...] = ()
+    log_dir: str = ""
+    restarts: int = 0
+    checkpoint: str = ""
+    ended_s: float | None = None
+    status: int | None = None
+    stopped: str = ""
+
+
+def launch_file(host: str, pid: int, started_s: float) -> str:
+    """Return the name of a launch's file inside a run's folder; no two launches share one."""
+    began = datetime.fromtimestamp(started_s, UTC).strftime("%Y%m%dT%H%M%S")
+    return f"{LAUNCHES}/{began}-{re.sub(r'[^0-9A-Za-z.-]', '_', host)}-{pid}.json"
+
+
+def read_launches(folder: Path) -> list[LaunchRecord]:
+    """Return the records of the launches of a run in order of their start; files of other kinds are left out."""
+    found = [read_json(path, LaunchRecord) for path in (folder / LAUNCHES).glob("*.json")]
+    return sorted((each for each in found if each is not None), key=lambda each: (each.started_s, each.host))
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A run.
+
+    Attributes:
+        format: version of this record.
+        id: identity of the run, the same after each resume.
+        project: project of the run.
+        name: its name for people; empty for none.
+        started_s: time of the first start, in seconds since the epoch.
+        resumed_s: times at which the run went on.
+        world_size: number of ranks at the last start.
+        config: its configuration, without credentials.
+        hidden: dotted names of the configuration's values that were credentials.
+        settings: settings of the context with their sources.
+        versions: versions of Python and packages at the last start.
+        source: state of the script's git repository at the last start; None if there is none.
+        status: state of the run as the training loop left it.
+        error: error of the loop; empty without one.
+        lost: records that files of the run lack, by tracker; empty for none.
+        ended_s: time of the end; None while it runs, or if the process was killed.
+    """
+
+    format: int = 1
+    id: str
+    project: str
+    started_s: float
+    name: str = ""
+    resumed_s: tuple[float, ...] = ()
+    world_size: int = 1
+    config: dict[str, Any] = {}
+    hidden: tuple[str, ...] = ()
+    settings: dict[str, Setting] = {}
+    versions: dict[str, str] = {}
+    source: SourceState | None = None
+    status: Literal["running", "finished", "failed"] = "running"
+    error: str = ""
+    lost: str = ""
+    ended_s: float | None = None
+
+
+def read_run(folder: Path) -> RunRecord | None:
+    """Return the record of a run; None if the folder has none."""
+    return read_json(folder / RUN, RunRecord)

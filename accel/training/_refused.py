@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps refused before a parameter changes: idle settings, ended schedulers, losses and gradients not finite."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
+
+from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values, told_by_ranks
+from accel.context import DistContext, group_of
+from accel.errors import ConfigError, NonFiniteError
+from accel.optim import Accumulation, first_nonfinite, parameters_of
+from accel.parallel import ENGINES, check_context_used, name_of, runs_without_autocast
+from accel.precision import LossScale
+from accel.tensors import is_dtensor, split_dims
+from accel.topology import AXIS_NAMES, SHARED_DIMS
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+_BY_PREPARE = ("plan", "compile")
+
+
+def check_settings(ctx: DistContext, accum: Accumulation | None, optimizers: Sequence[Optimizer]) -> None:
+    """Raise `ConfigError` if a setting of the launcher, or an axis cp, has no effect on a step. No communication."""
+    if "accumulation" in ctx.launched:
+        _check_accumulation(ctx, accum)
+    if "precision" in ctx.launched or "mesh" in ctx.launched:
+        parameters = parameters_of(optimizers)
+        if "precision" in ctx.launched and runs_without_autocast(parameters):
+            raise ConfigError(
+                "the precision of this run has no effect",
+                expected=f"forward passes in {ctx.precision.compute} ({ctx.launched['precision']})",
+                got="a prepared model whose forward ran without autocast",
+                where="optimizer_step",
+                fix="Run forward and loss in the block `with accel.autocast(ctx):`. For a model that is to have its"
+                " own: ctx = accel.replace(ctx, precision='fp32').",
+            )
+        if "mesh" in ctx.launched:
+            _check_mesh(ctx, parameters)
+    if ctx.strategy not in ENGINES and not ctx.launched.keys().isdisjoint(_BY_PREPARE):
+        _check_prepared(ctx, parameters_of(optimizers))
+    check_context_used(ctx)
+
+
+def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
+    steps = 1 if accum is None else accum.steps
+    if steps == ctx.accumulation:
+        return
+    raise ConfigError(
+        "the accumulation of this run has no effect",
+        expected=f"accumulation={ctx.accumulation} ({ctx.launched['accumulation']})",
+        got=f"a step of {steps}, by " + ("no Accumulation" if accum is None else f"Accumulation(steps={steps})"),
+        where="optimizer_step",
+        fix="Take the setting: accel.train_state(ctx), or accel.Accumulation(ctx.accumulation); the number of a"
+        " checkpoint is replaced by msgspec.structs.replace(accum, steps=ctx.accumulation). For a loop that is to have"
+        f" its own: ctx = accel.replace(ctx, accumulation={steps}).",
+    )
+
+
+def _check_prepared(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
+    if any(map(name_of, parameters)):
+        return
+    idle = {name: ctx.launched[name] for name in _BY_PREPARE if name in ctx.launched}
+    raise ConfigError(
+        f"{' and '.join(idle)} of this run {'have' if len(idle) > 1 else 'has'} no effect",
+        expected=f"models that prepare has taken ({', '.join(idle.values())})",
+        got="parameters of none",
+        where="optimizer_step",
+        fix="Pass the model to accel.prepare, or leave the setting out.",
+    )
+
+
+def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
+    # `check_context_used` asks for those of a sequence, and `prepare` cuts every model along those of a pipeline
+    others = {*SHARED_DIMS, *AXIS_NAMES["expert"]} - {*AXIS_NAMES["context"], *AXIS_NAMES["pipeline"]}
+    asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in others}
+    if not asked:
+        return
+    used = {name for each in parameters if is_dtensor(each) for name in _split_along(each)}
+    if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
+        raise ConfigError(
+            "a dimension of this run's mesh has no effect",
+            expected=f"parameters that are spread along {', '.join(asked)} ({ctx.launched['mesh']})",
+            got=f"none along {', '.join(idle)}",
+            where="optimizer_step",
+            fix="Spread the model along it before prepare, or leave it out of the mesh. If your own code uses it in"
+            " another way: ctx = accel.replace(ctx, mesh=ctx.mesh).",
+        )
+
+
+def _split_along(parameter: DTensor) -> Iterator[str]:
+    """Names of the axes along which ranks hold different elements."""
+    names = parameter.device_mesh.mesh_dim_names
+    if names is not None:
+        for dim in split_dims(parameter):
+            yield from names[dim].split(MERGED)
+
+
+def check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:
+    """Raise `ConfigError` if a scheduler has no further step."""
+    for each in schedulers:
+        for inner in _stepped(each):
+            if isinstance(inner, OneCycleLR) and inner.last_epoch >= inner.total_steps:
+                raise ConfigError(
+                    "the learning rate's cycle is over",
+                    expected=f"at most {inner.total_steps} steps",
+                    got=f"step {inner.last_epoch + 1}",
+                    where="optimizer_step, scheduler=",
+                    fix="OneCycleLR(total_steps=) counts optimizer steps, not batches: accel.total_steps gives their"
+                    " number.",
+                )
+
+
+def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Return the schedulers inside one that its next step advances; torch has no public names for them."""
+    held = cast(Any, scheduler)
+    if isinstance(scheduler, ChainedScheduler):
+        for each in held._schedulers:
+            yield from _stepped(each)
+    elif isinstance(scheduler, SequentialLR):
+        at = bisect_right(held._milestones, held.last_epoch + 1)
+        if at == 0 or held._milestones[at - 1] != held.last_epoch + 1:  # where one begins, it starts anew
+            yield from _stepped(held._schedulers[at])
+    else:
+        yield scheduler
+
+
+_SEEN = "losses"  # beside an accumulation's fields: the window's first loss, or what is not finite if another was not
+_FINITE, _BAD, _UNKNOWN = "finite", "bad", "unknown"
+
+
+def note_loss(
+    ctx: DistContext, before: Accumulation | None, after: Accumulation | None, loss: torch.Tensor
+) -> Accumulation | None:
+    """Note a loss beside the window that it belongs to; without a window, on the context's handle. Reads nothing.
+
+    Args:
+        ctx: the context.
+        before: the window as the backward got it.
+        after: the window as it returns it; mutated beside its fields.
+        loss: shape [].
+    """
+    loss = loss.detach()
+    seen = ctx.comm.seen_loss if before is None else vars(before).get(_SEEN)
+    # 0 times inf or NaN is NaN, which stays, and torch adds such a product in one kernel.
+    found = loss if seen is None else torch.add(seen, loss.to(seen.device), alpha=0)
+    if after is None:
+        ctx.comm.seen_loss = found
+    else:
+        vars(after)[_SEEN] = found
+    return after
+
+
+def blame(ctx: DistContext, accum: Accumulation | None, *, apart: bool) -> str:
+    """Return a clause that names the ranks whose loss was not finite. Waits for the device.
+
+    Every rank that refuses the step calls this. A rank that refuses it alone waits a second for the others, which do
+    not come, and tells of its own loss.
+
+    Args:
+        ctx: the context.
+        accum: the window; None for a script without.
+        apart: whether ranks decide about the step by themselves.
+    """
+    seen = ctx.comm.seen_loss if accum is None else vars(accum).get(_SEEN)
+    own = _UNKNOWN if seen is None else _FINITE if bool(torch.isfinite(seen)) else _BAD
+    told = {ctx.rank: own} if apart else told_by_ranks(ctx.comm, "losses", own)
+    if bad := sorted(rank for rank, each in told.items() if each == _BAD):
+        if ctx.world_size == 1:
+            return "; the loss was not finite either"
+        return f"; the loss of rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))} was not finite"
+    if _UNKNOWN in told.values():
+        return ""
+    if len(told) == ctx.world_size:
+        return "; the loss was finite" + " on every rank" * (ctx.world_size > 1)
+    return f"; the loss was finite on rank {', '.join(map(str, sorted(told)))}"
+
+
+_MOST_OVERFLOWS = 64  # in a row; halving that often takes any scale below what a float32 gradient can hold
+
+
+def check_overflow(
+    ctx: DistContext, scaler: LossScale, accum: Accumulation | None, optimizers: list[Optimizer], *, apart: bool
+) -> None:
+    """Raise for gradients with inf or NaN, unless a dynamic loss scale explains them. A collective if some are sharded.
+
+    Args:
+        ctx: the context.
+        scaler: loss scale of the window; a dynamic scale may overflow a number of times in a row.
+        accum: window that has ended; None for a script without accumulation.
+        optimizers: optimizers that take the step together.
+        apart: whether ranks decide about the step by themselves.
+
+    Raises:
+        NonFiniteError: the first such parameter is named, and the ranks whose loss was not finite.
+    """
+    if scaler.dynamic and scaler.overflows < _MOST_OVERFLOWS:
+        return
+    raise NonFiniteError(
+        "a gradient is not finite" if accum is None else f"a gradient of step {accum.updates} is not finite",
+        expected="finite gradients" if not scaler.dynamic else f"a finite step within {_MOST_OVERFLOWS}",
+        got="inf or NaN" + blame(ctx, accum, apart=apart),
+        where=_first_nonfinite(ctx, optimizers),
+        fix="Lower the learning rate, clip with max_norm=, divide means by a count of at least 1 where a micro-batch"
+        " may hold no unit, or pass nonfinite='skip' to leave such steps out.",
+    )
+
+
+def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
+    """Name the first parameter whose gradient holds inf or NaN on any rank. A collective if some are sharded."""
+    parameters = parameters_of(optimizers)
+    at = first_nonfinite(parameters)
+    if ctx.world_size > 1 and any(is_dtensor(each.grad) for each in parameters):
+        at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.comm.control), "min").item())
+    own = "" if at == len(parameters) else f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
+    group = group_of(ctx, "pp")
+    if group is not None:  # stages have parameters of their own
+        told = exchange_values(adopt(group, ctx.device), Call("optimizer_step", ordered=False), own, str)
+        own = next(filter(None, told), "")
+    return own or "the norm of all gradients, each finite by itself"
+
+
+def _names(optimizers: list[Optimizer]) -> Iterator[str]:
+    """Yield the parameters' names, from the optimizer or from `prepare_model`; else their positions."""
+    for which, optimizer in enumerate(optimizers):
+        for group_at, group in enumerate(optimizer.param_groups):
+            known = group.get("param_names")
+            for at, parameter in enumerate(group["params"]):
+                name = known[at] if known else name_of(parameter)
+                place = f"optimizer {which}, " if len(optimizers) > 1 or not name else ""
+                yield place + (name or f"param_groups[{group_at}]['params'][{at}]")

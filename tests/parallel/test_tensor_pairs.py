@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs that a plan finds in an nn.Sequential train as one process does through it, and are refused elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import checkpoint
+
+import accel
+from accel import PrepareError
+from accel.testing import Simulator
+
+Use = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
+ROWS = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+
+
+class Block(nn.Module):
+    def __init__(self, use: Use, *, named: bool) -> None:
+        super().__init__()
+        layers = OrderedDict(up=nn.Linear(4, 6), act=nn.GELU(), drop=nn.Dropout(0.0), down=nn.Linear(6, 4))
+        self.s = nn.Sequential(layers) if named else nn.Sequential(*layers.values())
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.use(self.s, x)
+
+
+class Net(nn.Module):
+    """Blocks of a pair each, and a declared one that is called by parts, as its own model knows how."""
+
+    def __init__(self, use: Use, *, named: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.b = nn.ModuleList(Block(use, named=named) for _ in range(2))
+            self.other = Declared()
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.b:
+            x = block(x)
+        return self.other(x)
+
+
+class Declared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        return {"m.0": "colwise", "m.2": "rowwise"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.m[2](self.m[0](x).tanh())
+
+
+def whole(s: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return s(x)
+
+
+def by_index(s: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return s[3](s[0](x).softmax(-1))
+
+
+def by_slice(s: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    hidden = s[:2](x)
+    return s[2:](hidden / hidden.norm(dim=-1, keepdim=True))
+
+
+def by_last(s: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return s(x) + s[3](x.repeat(1, 2)[:, :6])
+
+
+def elementwise(s: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return s[3](s[0](x).sin())
+
+
+def recomputed(s: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(s, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+
+def forward_itself(s: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return s.forward(x)
+
+
+def gradients(ctx: accel.DistContext, model: nn.Module) -> dict[str, torch.Tensor]:
+    model(ROWS).square().sum().backward()
+    return {name: _full(each.grad).clone() for name, each in model.named_parameters()}
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def on_tp(ranks: Simulator, rank: Callable[[accel.DistContext], Any], mesh: str = "tp=2", **options: Any) -> list[Any]:
+    size = 4 if "dp" in mesh else 2
+    return ranks.run(lambda ctx: rank(accel.replace(ctx, mesh=mesh, **options)), size, default_group=True)
+
+
+@pytest.mark.parametrize("use", [by_index, by_slice, by_last, elementwise])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_part_that_runs_by_itself_is_refused_and_the_line_to_write_is_right(
+    ranks: Simulator, use: Use, named: bool
+) -> None:
+    """Every found pair is in the line, and with it the model is that of one process."""
+
+    def rank(ctx: accel.DistContext) -> tuple[str, dict[str, torch.Tensor]]:
+        model = accel.prepare_model(ctx, Net(use, named=named))
+        with pytest.raises(PrepareError, match=r"is called by itself.*got a call of b\.0\.s") as error, torch.no_grad():
+            model(ROWS)
+        model = Net(use, named=named)
+        line = error.value.fix.partition("plan=")[2].partition("). A pair")[0] + ")"
+        plan = eval(line, {"accel": accel, "model": model})
+        return line, gradients(ctx, accel.prepare_model(ctx, model, plan=plan))
+
+    expected = gradients(accel.single(), Net(use, named=named))
+    names = ["b.*.s.up", "b.*.s.down"] if named else ["b.0.s.0", "b.0.s.3", "b.1.s.0", "b.1.s.3"]
+    for line, got in on_tp(ranks, rank):
+        assert [name for name in names if f'"{name}": "replicated"' in line] == names
+        assert "other" not in line
+        torch.testing.assert_close(got, expected)
+
+
+def _reads(module: nn.Module, *_: Any) -> None:
+    assert isinstance(module, nn.Module)
+
+
+HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "outputs of the first": lambda s: s[0].register_forward_hook(_reads),
+    "outputs of the middle": lambda s: s[1].register_forward_hook(partial(_reads)),
+    "inputs of the middle": lambda s: s[2].register_forward_pre_hook(_reads),
+    "inputs of the last": lambda s: s[3].register_forward_pre_hook(_reads),
+}
+
+
+@pytest.mark.parametrize("at", HOOKS)
+def test_a_hook_between_is_refused_until_it_is_taken_away(ranks: Simulator, at: str) -> None:
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        model = Net(whole)
+        if ctx.rank:
+            handle = HOOKS[at](model.b[1].s)
+            model = accel.prepare_model(ctx, model)
+        else:
+            model = accel.prepare_model(ctx, model)
+            handle = HOOKS[at](model.b[1].s)
+        with pytest.raises(PrepareError, match=r"a forward hook reads a part.*the hook _reads on b\.1\.s\.\d"):
+            model(ROWS)
+        handle.remove()
+        return gradients(ctx, model)
+
+    expected = gradients(accel.single(), Net(whole))
+    for got in on_tp(ranks, rank):
+        torch.testing.assert_close(got, expected)
+
+
+def _ends_hooked(model: Net) -> nn.Module:
+    s = model.b[1].s
+    for each in (s, s[3], model.other.m[1]):
+        each.register_forward_hook(_reads)
+    s.register_forward_pre_hook(_reads)
+    s[0].register_forward_pre_hook(_reads)
+    s[0].register_full_backward_hook(_reads)
+    return model
+
+
+def _wrapped(model: Net) -> nn.Module:
+    apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, nn.Linear))
+    return model
+
+
+def _compiled(model: Net) -> nn.Module:
+    torch.compiler.reset()
+    return accel.compile_model(model, nn.Sequential, backend="aot_eager")
+
+
+RIGHT: dict[str, tuple[Use, Callable[[Net], nn.Module]]] = {
+    "a call": (whole, lambda model: model),
+    "its forward": (forward_itself, lambda model: model),
+    "one that torch computes again": (recomputed, lambda model: model),
+    "hooks at the ends": (whole, _ends_hooked),
+    "layers that are computed again": (whole, lambda model: accel.checkpoint_activations(model, nn.Linear)),
+    "layers that torch's wrapper computes again": (whole, _wrapped),
+    "blocks that are computed again": (whole, accel.checkpoint_activations),
+    "a copy": (whole, copy.deepcopy),
+    "a compiled one": (whole, _compiled),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch makes an autograd function while it traces one, and warns of it
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "compiled" in name else []) for name in RIGHT]
+)
+def test_what_goes_through_the_sequential_passes(ranks: Simulator, name: str) -> None:
+    use, change = RIGHT[name]
+
+    def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
+        model = change(accel.prepare_model(ctx, Net(use)))
+        return list(gradients(ctx, model).values())
+
+    expected = list(gradients(accel.single(), Net(use)).values())
+    for got in on_tp(ranks, rank):
+        torch.testing.assert_close(got, expected)
+
+
+def test_layers_that_are_computed_again_may_be_chosen_before_prepare(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        return gradients(ctx, accel.prepare_model(ctx, accel.checkpoint_activations(Net(whole), nn.GELU)))
+
+    expected = gradients(accel.single(), Net(whole))
+    for got in on_tp(ranks, rank):
+        torch.testing.assert_close(got, expected)
+
+
+def test_units_of_fully_shard_stand_between(ranks: Simulator) -> None:
+    """Its hooks on the layers of a pair know of parts."""
+    plan = accel.Plan(units=("b.*.s.0", "b.*.s.3"))
+
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        return gradients(ctx, accel.prepare_model(ctx, Net(whole), plan=plan))
+
+    expected = gradients(accel.single(), Net(whole))
+    for got in on_tp(ranks, rank, "dp=2,tp=2", strategy="fsdp"):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_plan_that_is_passed_is_taken_as_it_is(ranks: Simulator) -> None:
+    """Element-wise functions between two layers are right, which the one who writes the plan knows."""
+
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        model = Net(elementwise)
+        return gradients(ctx, accel.prepare_model(ctx, model, plan=accel.Plan(tensor=accel.tensor_plan(model))))
+
+    expected = gradients(accel.single(), Net(elementwise))
+    for got in on_tp(ranks, rank):
+        torch.testing.assert_close(got, expected)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is a credential by its name or form becomes stars, ordinary texts stay, and no text takes long."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from accel.run_folder import hide_in_config, hide_in_text, hide_in_words
+from accel.run_folder._secrets import MOST_TEXT, hide_in_text as hide, is_secret_name
+
+S = "Zq7Vx9Lw3Kj"
+LONG = S * 3
+
+SECRET_NAMES = (
+    *("apikey", "authtoken", "hf_token_read", "api_key_1", "bearer", "jwt", "private_key_pem", "api_key", "hf-token"),
+    *("hfToken", "dbPassword", "password", "passwd", "pwd", "client_secret", "AWS_SECRET_ACCESS_KEY", "access_key_id"),
+    *("wandb.api_key", "key", "token", "auth", "db_pass", "cookie", "signature", "X-Amz-Signature", "openaiKey"),
+    *(
+        "GITHUB_TOKEN",
+        "credentials",
+        "hfauthtoken",
+        "secretkey",
+        "passphrase",
+        "refresh_token",
+        "AccountKey",
+        "bot_token",
+    ),
+)
+ORDINARY_NAMES = (
+    *("sort_key", "design", "passed", "author", "tokenizer_path", "tokenizer", "max_tokens", "pad_token", "key_dim"),
+    *("pad_token_id", "eos_token", "num_keys", "text_key", "monkey", "keyword", "compass", "bypass", "forward_pass"),
+    *("signal", "assign", "significance", "authentic", "secretary", "past_key_values", "key_padding_mask", "keys"),
+    *("token_type_ids", "tokens", "passes", "token_path", "api_key_file", "cookiecutter", "per_token", "public_key"),
+)
+SECRET_WORDS = (
+    *("--pwd=§", "--cookie=§", "--apikey §", "--authtoken §", "--accesskey §", "--api_key_2 §", "--private-key-pem §"),
+    *("--bearer §", "--token §", "-e TOKEN=§", "+wandb.api_key=§", "--password=a;§,b"),
+)
+SECRET_TEXTS = (
+    "password: §",
+    '{"api_key": "§"}',
+    "{'password': '§ §', 'user': 'x'}",
+    '{\\"api_key\\": \\"§\\"}',
+    '{"password": {"value": "§"}}',
+    '{"secret": {\n  "value": "§"\n}}',
+    '--header "Authorization: Bearer §"',
+    "Authorization: Basic §",
+    "Authorization: AWS4-HMAC-SHA256 Credential=§, Signature=§",
+    "Set-Cookie: id=§; user=§",
+    "X-Api-Key: §",
+    "the api key: § is wrong",
+    "access_token: §",
+    "bearer: §",
+    "Bearer §",
+    "password = '§ §'",
+    "password = §",
+    'password="""§"""',
+    "password='§ and no end §",
+    'os.environ["HF_TOKEN"] = "§"',
+    "client_secret=§)",
+    "https://me:§@host/x",
+    "https://host/x?key=§&y=1",
+    "hf_§",
+    "sk-proj-§",
+    "AIzaSy§",
+    "eyJhbGciOiJI.§.§",
+    "-----BEGIN RSA PRIVATE KEY-----\n§\n§\n-----END RSA PRIVATE KEY-----",
+    "-----BEGIN PRIVATE KEY-----\n§\n§",
+    "§\n§\n-----END PRIVATE KEY-----",
+)
+ORDINARY_TEXTS = (
+    "KeyError: 'a.weight'",
+    "sorted(rows, key=len)",
+    "sort_key=len",
+    "tokens: 4096",
+    "tokens: many, key: value cache",
+    'Missing key(s) in state_dict: "a.weight", "b.bias".',
+    'Unexpected key(s) in state_dict: "module.a.weight".',
+    "design=modern passed=12 author=ada tokenizer_path=/data/tok",
+    "max_tokens=512, pad_token=\"<pad>\", eos_token=</s>, unk_token='[UNK]'",
+    "from huggingface_hub import hf_hub_download",
+    "past_key_values=None, key_padding_mask=mask",
+    "f(use_auth_token=True, token=None)",
+    "Unexpected token: < in JSON at position 0",
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)",
+    "monkey=banana keyword=x turkey=bird",
+    "pass 2 of 3: ok",
+    "forward_pass=fast backward_pass=slow",
+    "signal=SIGTERM assign=x significance=high",
+    "node0:29400",
+    "http://localhost:8080/a?x=1&y=2",
+    "def f(api_key: str = None, password: Optional[str] = None):",
+    "NoCredentialsError: Unable to locate credentials",
+    "token_type_ids: tensor([0, 1])",
+    'if token == "abc": pass',
+    "token = tokenizer.encode(text)",
+    "model(key=k, value=v, query=q)",
+    "FileNotFoundError: [Errno 2] No such file or directory: '/data/keys.json'",
+    "PermissionError: [Errno 13] Permission denied: '/root/secret.txt'",
+    "ImportError: cannot import name 'secrets' from 'x'",
+    "AuthorizationError: not permitted",
+    "SecretNotFound: x",
+    "password=${PASSWORD} token={token}",
+    "password=***",
+    "access: denied; private: true; api: v2",
+    "torch.Size([2, 3]) dtype=torch.float32",
+    '  File "/home/ada/train.py", line 9, in step',
+    "password=123456 token=-1.5e3",
+    "author: Ada; authority: none",
+    "2026-11-23 23:30:22 INFO step: 3 loss: 0.5",
+    "sk-learn-style-estimators",
+    "std::secret::of",
+    "------- a table -------",
+    "the key: a name",
+)
+BAD = (
+    *(
+        "A",
+        "key",
+        "key-",
+        "=",
+        "token=",
+        "a=",
+        ":",
+        "://",
+        "eyJ",
+        "eyJ-",
+        "eyJaaaaaaaa.",
+        "-----BEGIN PRIVATE KEY-----",
+    ),
+    *("-----BEGIN X-----\n", "-----END X-----", "-----", "-", "password='", 'password:"', "password: {", "{[", "hf_"),
+    *("password={", "password: ", "password:\n", " ", "\n", "sk-", "sk-a", "\\", "'", '"', 'a\\"', "b'", "api key "),
+    *("x.", "Authorization: ", "Cookie: '", "AbCd", "aA", "bearer ", "xoxb-", "QQQQQQQQQQQQQQQQ\n", "token", "a@://"),
+)
+
+
+def test_names_count_by_whole_words() -> None:
+    assert [name for name in SECRET_NAMES if not is_secret_name(name)] == []
+    assert [name for name in ORDINARY_NAMES if is_secret_name(name)] == []
+
+
+@pytest.mark.parametrize("words", SECRET_WORDS)
+def test_flags_of_one_word_and_two_hide_their_values(words: str) -> None:
+    assert S not in " ".join(hide_in_words(words.replace("§", S).split()))
+
+
+@pytest.mark.parametrize("text", SECRET_TEXTS)
+def test_texts_hide_credentials(text: str) -> None:
+    filled = text.replace("§", LONG if "-----" in text else S)
+    shown = hide_in_text(f"before {filled} after")
+    assert S not in shown
+    assert shown.startswith("before ")
+
+
+@pytest.mark.parametrize("text", ORDINARY_TEXTS)
+def test_ordinary_texts_stay_as_they_are(text: str) -> None:
+    assert hide_in_text(text) == text
+    assert hide_in_config({"note": text}) == ({"note": text}, ())
+
+
+def test_mappings_hide_at_any_depth_and_keep_numbers() -> None:
+    nested: dict[str, Any] = {
+        **{name: {"value": S, "size": 5, "rows": [S, {"x": S}]} for name in SECRET_NAMES},
+        "deep": [{"a": {"hf_token_read": S}}],
+        "command": ["train.py", "--apikey", S],
+        "password": "123456",
+        "url": f"https://me:{S}@host",
+    }
+    shown, hidden = hide_in_config(nested)
+    assert S not in str(shown)
+    assert shown["token"] == {"value": "***", "size": 5, "rows": ["***", {"x": "***"}]}
+    assert {"token.value", "token.rows[1].x", "deep[0].a.hf_token_read", "command[2]", "password", "url"} <= set(hidden)
+    ordinary = dict.fromkeys(ORDINARY_NAMES, "text") | {
+        "api_key": 5,
+        "auth": True,
+        "token": None,
+        "keys": ["image"],
+    }
+    assert hide_in_config(ordinary) == (ordinary, ())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(-70, 70), st.booleans())
+@example(0, True)
+@example(0, False)
+def test_no_half_of_a_credential_stays_where_a_text_is_cut(shift: int, newest: bool) -> None:
+    leak = f"https://me:{S}@host password: {S} Authorization: Bearer {S} hf_{S}"
+    filling = "y" * (MOST_TEXT - len(leak) + shift)
+    text = f"{leak} {filling} tail" if newest else f"{filling} {leak} tail"
+    shown = hide_in_text(text, newest=newest)
+    assert len(shown) < MOST_TEXT + 100
+    assert not any(S[at : at + 4] in shown for at in range(len(S) - 3))
+
+
+def test_a_long_word_keeps_its_beginning_and_says_how_much_is_missing() -> None:
+    shown = hide_in_text("A" * 50_000)
+    assert shown == "A" * MOST_TEXT + f"[{50_000 - MOST_TEXT} characters more]"
+    assert hide_in_text("A" * MOST_TEXT) == "A" * MOST_TEXT
+    assert hide_in_text("b\n" * 50_000, newest=True).endswith("b\nb\n")
+    assert len(str(hide_in_config({"a": "A" * 50_000}))) < MOST_TEXT + 100
+
+
+@pytest.mark.parametrize("piece", BAD)
+def test_no_text_of_the_bounded_length_takes_long(piece: str) -> None:
+    text = (piece * (MOST_TEXT // len(piece) + 1))[:MOST_TEXT]
+    began_s = time.process_time()
+    _ = hide(text)
+    assert time.process_time() - began_s < 1.0  # the pattern of before took 10 s and more for the first of them

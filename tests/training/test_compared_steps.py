@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that have decided differently about an optimizer step are told by their next checked message."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import accel
+from accel import CollectiveMismatch
+from accel.testing import Simulator
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Loop:
+    """Steps of a model by the parts of the state, under fp16."""
+
+    def __init__(self, ctx: accel.DistContext, prepare: Any = accel.prepare_model, **settings: Any) -> None:
+        self.ctx = accel.replace(ctx, precision="fp16", **settings)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.model = prepare(self.ctx, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler, self.accum = accel.loss_scale(self.ctx), accel.Accumulation()
+
+    def step(self, *, bad: bool = False, before: bool = False, weight: float | None = None) -> bool:
+        """Take a step; a gradient of this rank may become bad before the exchange or after."""
+        self.accum = self.accum.next()
+        with accel.accumulate(self.ctx, self.accum, self.model):
+            loss = self.model(X * (math.nan if bad and before else 1)).square().mean()
+            self.accum = accel.backward(self.ctx, loss, self.scaler, self.accum, weight=weight)
+        if bad and not before:
+            next(iter(self.model.parameters())).grad.mul_(math.nan)
+        done = accel.optimizer_step(self.ctx, self.optimizer, self.scaler, self.accum)
+        self.scaler, self.accum = done.scaler, done.accum
+        return done.stepped
+
+
+def _gather(loop: Loop, _: Path) -> None:
+    _ = accel.gather(loop.ctx, torch.ones(1))
+
+
+def _save(loop: Loop, folder: Path) -> None:
+    items = {"model": loop.model, "accum": loop.accum, "scaler": loop.scaler}
+    _ = accel.save_state(loop.ctx, folder, items, step=1)
+
+
+SAID = (
+    r"rank 0: step 2 taken, loss scale 65536.0 after it, got rank 1: step 2 skipped, loss scale 32768.0 after it.*"
+    "Go on from a checkpoint"
+)
+
+
+@pytest.mark.parametrize("message", [_gather, _save])
+@pytest.mark.parametrize("most_gathered", [64, 1])
+def test_a_rank_that_skips_alone_is_told_by_the_next_message(
+    ranks: Simulator, tmp_path: Path, message: Any, most_gathered: int
+):
+    def rank(ctx: accel.DistContext) -> None:
+        ctx.comm.most_gathered = most_gathered
+        loop = Loop(ctx)
+        taken = [loop.step(bad=at == 2 and ctx.rank == 1) for at in range(8)]
+        assert taken.count(False) == ctx.rank % 2
+        message(loop, tmp_path)
+
+    with pytest.raises(CollectiveMismatch, match=SAID):
+        _ = ranks.run(rank, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_difference_of_long_ago_is_told_and_only_once(ranks: Simulator):
+    def rank(ctx: accel.DistContext) -> str:
+        loop = Loop(ctx)
+        for at in range(80):
+            _ = loop.step(bad=at == 2 and ctx.rank == 2)
+        with pytest.raises(CollectiveMismatch, match="decided differently") as caught:
+            accel.wait_for_everyone(ctx)
+        accel.wait_for_everyone(ctx)  # a script that goes on, such as to its last report, is not told again
+        return str(caught.value)
+
+    told = ranks.run(rank, 3)
+    assert len(set(told)) == 1
+    assert (
+        "rank 0: step 16 taken, loss scale 65536.0 after it, got rank 2: step 15 taken, loss scale 32768.0" in told[0]
+    )
+
+
+def test_a_rank_with_a_step_more_is_told(ranks: Simulator):
+    def rank(ctx: accel.DistContext) -> None:
+        _ = Loop(ctx).step()
+        if ctx.rank:
+            ctx.comm.steps.add(updates=1, stepped=True, finite=True, scale=1.0)
+        accel.wait_for_everyone(ctx)
+
+    with pytest.raises(CollectiveMismatch, match="rank 0: no further step, got rank 1: step 1 taken"):
+        _ = ranks.run(rank, 2)
+
+
+def _local_sgd(ctx: accel.DistContext) -> None:
+    """An overflow of one rank is its own affair until the average."""
+    loop, local = Loop(ctx, accel.prepare_local_model), accel.LocalSgd(every=2)
+    for at in range(4):
+        assert loop.step(bad=at == 1 and ctx.rank == 1) == (at != 1 or ctx.rank != 1)
+        local = accel.local_sgd_step(ctx, loop.model, local)
+
+
+def _local_sgd_on_a_mesh(ctx: accel.DistContext) -> None:
+    loop = Loop(ctx, accel.prepare_local_model, mesh="dp=2,tp=2")
+    for at in range(2):
+        _ = loop.step(bad=at == 1 and ctx.rank < 2, before=True)
+
+
+def _two_models_in_turn(ctx: accel.DistContext) -> None:
+    loops = [Loop(ctx), Loop(ctx)]
+    for at in range(4):
+        _ = loops[at % 2].step(bad=at == 1, before=True)
+
+
+def _two_contexts(ctx: accel.DistContext) -> None:
+    """Each half trains a model of its own beside that of all."""
+    halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    loop, own = Loop(ctx), Loop(accel.from_group(halves[ctx.rank // 2]))
+    for at in range(4):
+        _ = loop.step()
+        if ctx.rank < 2 or at == 3:
+            _ = own.step(bad=at == 1, before=True)
+            accel.wait_for_everyone(own.ctx)
+        accel.wait_for_everyone(ctx)
+
+
+def _skipped_everywhere(ctx: accel.DistContext) -> None:
+    loop = Loop(ctx)
+    assert [loop.step(bad=at == 1 and ctx.rank == 1, before=True) for at in range(3)] == [True, False, True]
+
+
+def _empty_windows(ctx: accel.DistContext) -> None:
+    loop = Loop(ctx)
+    assert [loop.step(weight=float(at != 1)) for at in range(3)] == [True, False, True]
+
+
+def _uneven(ctx: accel.DistContext) -> None:
+    loop = Loop(ctx)
+    with accel.join_uneven_inputs(loop.ctx, loop.model):
+        for _ in range(1 + ctx.rank):
+            _ = loop.step()
+    accel.wait_for_everyone(ctx)
+    _ = loop.step()
+
+
+def _uneven_by_torch(ctx: accel.DistContext) -> None:
+    loop: Any = Loop(ctx)
+    with Join([loop.model]):
+        for _ in range(1 + ctx.rank):
+            _ = loop.step()
+
+
+def _memory_runs_out_in_a_step(ctx: accel.DistContext) -> None:
+    def attempt(size: int) -> int:
+        loop = Loop(ctx)
+        _ = loop.step()
+        if size > 2 and ctx.rank == 1:
+            raise torch.OutOfMemoryError("in the step")  # which the others take
+        _ = loop.step()
+        accel.wait_for_everyone(ctx)
+        return size
+
+    assert accel.find_executable_batch_size(ctx, attempt, starting_batch_size=4) == 2
+
+
+def _an_error_that_all_ranks_know(ctx: accel.DistContext) -> None:
+    """A rank may have failed between two ranks' decisions."""
+    loop = Loop(ctx)
+    if ctx.rank == 0:
+        ctx.comm.steps.add(updates=0, stepped=True, finite=True, scale=1.0)
+    with pytest.raises(accel.DataError, match="one rank's"):
+        _fail_on_rank_0(ctx)
+    _ = loop.step()
+
+
+def _fail_on_rank_0(ctx: accel.DistContext) -> None:
+    with accel.main_process_first(ctx):
+        if ctx.rank == 0:
+            raise accel.DataError("one rank's")
+
+
+def _towers(ctx: accel.DistContext) -> None:
+    """Ranks along an axis of the user's own have models of their own."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "towers"))
+    ddp = torch.nn.parallel.DistributedDataParallel
+
+    def prepare(own: accel.DistContext, model: nn.Module) -> nn.Module:
+        return accel.prepare_model(own, ddp(model, process_group=mesh.get_group("dp")))
+
+    loop = Loop(accel.replace(ctx, mesh=mesh, data_dims=("dp",)), prepare)
+    for at in range(3):
+        _ = loop.step(bad=at == 1 and ctx.rank % 2 == 1, before=True)
+
+
+PASS = [
+    (_local_sgd, 2),
+    (_local_sgd_on_a_mesh, 4),
+    (_two_models_in_turn, 2),
+    (_two_contexts, 4),
+    (_skipped_everywhere, 2),
+    (_empty_windows, 2),
+    (_uneven, 3),
+    (_uneven_by_torch, 2),
+    (_memory_runs_out_in_a_step, 2),
+    (_an_error_that_all_ranks_know, 2),
+    (_towers, 4),
+]
+
+
+@pytest.mark.parametrize(("program", "size"), PASS)
+def test_right_programs_pass(ranks: Simulator, program: Any, size: int):
+    def rank(ctx: accel.DistContext) -> None:
+        program(ctx)
+        accel.wait_for_everyone(ctx)
+
+    _ = ranks.run(rank, size, default_group=True)

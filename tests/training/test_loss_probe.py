@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `loss_fn` that returns a mean is refused once, and every sum is let through, with nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from catching import caught
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout, one_hot
+
+import accel
+from accel.testing import Simulator
+
+ROWS, MICRO = 12, 4
+
+
+def _model(**plan: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return accel.prepare_model(accel.single(), model, plan=accel.Plan(**{"micro_batches": MICRO} | plan))
+
+
+def _batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 4, dtype=torch.float64, generator=generator), torch.arange(rows) % 3
+
+
+def _run(
+    loss_fn: Callable[..., Tensor],
+    *,
+    targets: Any = None,
+    rows: int = ROWS,
+    weight: float | None = None,
+    seed: int = 0,
+    **plan: Any,
+) -> Tensor:
+    ctx, count = accel.single(), rows if weight is None else weight
+    inputs, _ = _batch(rows)
+    with accel.seeded(ctx, seed):
+        loss, _ = accel.forward_backward(
+            ctx, _model(**plan), accel.LossScale(), None, inputs, targets=targets, loss_fn=loss_fn, weight=count
+        )
+    return loss
+
+
+def _normalized(output: Tensor) -> Tensor:
+    return output.div_(2).square().mean()  # in place: what the halves are given is a copy
+
+
+MEANS = {
+    "cross entropy": lambda output, targets: cross_entropy(output, targets),
+    "module": nn.CrossEntropyLoss(),
+    "partial": functools.partial(cross_entropy, label_smoothing=0.1),
+    "one row aside": lambda output, _: output.square().mean(),
+    "of means of rows": lambda output, _: output.square().sum(1).mean(),
+    "by hand": lambda output, targets: (output - one_hot(targets, 3)).square().sum() / len(output),
+    "negative": lambda output, targets: -cross_entropy(output, targets),
+    "in place": lambda output, _: _normalized(output.clone()),
+    "with dropout": lambda output, targets: cross_entropy(dropout(output, 0.05), targets),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 11, 12, 16])
+@pytest.mark.parametrize("loss", MEANS.values(), ids=list(MEANS))
+def test_a_mean_is_refused_with_the_line_to_write(loss: Any, rows: int) -> None:
+    error = caught(lambda: _run(loss, targets=_batch(rows)[1], rows=rows))
+    assert isinstance(error, accel.StepError)
+    assert "loss_fn returns a mean" in str(error)
+    assert 'reduction="sum"' in str(error)
+
+
+def _cancelling(output: Tensor) -> Tensor:
+    sign = torch.where(torch.arange(len(output)) % 2 == 0, 1.0, -1.0)
+    return (output.detach() * 0 + sign[:, None] * 1e6).sum() + output.sum() * 1e-6
+
+
+def _beside(output: Tensor, advantages: Tensor) -> Tensor:
+    return advantages.sum() + 0.01 + output.sum() * 0
+
+
+def _noisy(output: Tensor) -> Tensor:
+    return (output + torch.randn_like(output)).square().sum()
+
+
+def _drawn(output: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(dropout(output, 0.5), targets, reduction="sum")
+
+
+def _checked(output: Tensor) -> Tensor:
+    assert len(output) == ROWS // MICRO, "a fixed size"
+    return output.square().mean() * len(output)
+
+
+FIXED = torch.zeros(2, 3, dtype=torch.float64)
+SUMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "cross entropy": (lambda output, targets: cross_entropy(output, targets, reduction="sum"), {}),
+    "module": (nn.CrossEntropyLoss(reduction="sum"), {}),
+    "torch.sum": (torch.sum, {}),
+    "no token counts": (lambda output, targets: cross_entropy(output, targets * 0 - 100, reduction="sum"), {}),
+    "terms that cancel": (_cancelling, {}),
+    "a constant beside terms that cancel": (_beside, {"targets": torch.tensor([2.0, -1.0, -1.0] * 4)}),
+    "noise": (_noisy, {}),
+    "dropout": (_drawn, {}),
+    "pairs": (lambda output: (output @ output.T).square().sum(), {}),
+    "contrast": (lambda output: -(output @ output.T).log_softmax(1).diagonal().sum(), {}),
+    "refuses other sizes": (_checked, {}),
+    "nothing": (lambda output: output.sum() * 0, {}),
+    "targets of its own": (lambda output: (output - FIXED).square().sum(), {"micro_batches": 1, "rows": 2}),
+    "a mean over micro-batches": (lambda output: output.square().mean(), {"weight": MICRO}),
+    "a mean over the batch": (lambda output: output.square().mean() / MICRO, {"weight": 1}),
+    "one row each": (lambda output: output.square().mean(), {"rows": MICRO}),
+}
+
+
+@pytest.mark.parametrize(("loss", "options"), SUMS.values(), ids=list(SUMS))
+def test_every_other_loss_is_let_through(loss: Any, options: dict[str, Any]) -> None:
+    takes = getattr(getattr(loss, "__code__", None), "co_argcount", 1)
+    if takes == 2 or isinstance(loss, nn.Module):
+        options = {"targets": _batch()[1]} | options
+    for seed in range(8):
+        assert torch.isfinite(_run(loss, seed=seed, **options))
+
+
+def test_looking_changes_no_number_and_no_random_stream() -> None:
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return (dropout(output.mul_(1.5), 0.3) - targets.div_(2.0)[:, None]).square().sum()
+
+    def run(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
+        inputs, targets = _batch()
+        with accel.seeded(accel.single(), 3):
+            found, _ = accel.forward_backward(
+                accel.single(),
+                model,
+                accel.LossScale(),
+                None,
+                inputs,
+                targets=targets.double(),
+                loss_fn=loss,
+                weight=12,
+            )
+            gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+            model.zero_grad()
+            return found, gradients, torch.rand(4)
+
+    model = _model()
+    torch.testing.assert_close(run(model), run(model), rtol=0, atol=0)  # it looks the first time alone
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_function_is_looked_at_once_though_a_loop_makes_it_anew(fresh: bool) -> None:
+    calls: list[bool] = []
+
+    def make(reduction: str) -> Callable[[Tensor], Tensor]:
+        def loss(output: Tensor) -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            return getattr(output.square(), reduction)()
+
+        return loss
+
+    def step(model: nn.Module, loss_fn: Any) -> None:
+        accel.forward_backward(accel.single(), model, accel.LossScale(), None, _batch()[0], loss_fn=loss_fn, weight=12)
+
+    model, kept = _model(), make("sum")
+    for _ in range(3):
+        step(model, make("sum") if fresh else kept)
+    assert calls == [False] * 2 + [True] * 12
+    for _ in range(2):
+        with pytest.raises(accel.StepError, match="mean"):  # the same code, by another reduction
+            step(model, make("mean"))
+    step(pickle.loads(pickle.dumps(copy.deepcopy(model))), kept)
+
+
+def test_the_last_stage_of_a_pipeline_looks_too(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext, reduction: str) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        ctx = accel.replace(ctx, mesh="pp=2", timeout_s=5)
+        model = accel.prepare_model(ctx, model, plan=accel.Plan(micro_batches=2))
+        inputs, targets = _batch()
+        loss_fn = functools.partial(cross_entropy, reduction=reduction)
+        return accel.forward_backward(
+            ctx, model, accel.LossScale(), None, inputs.float(), targets=targets, loss_fn=loss_fn, weight=12
+        )[0].item()
+
+    first, second = ranks.run(lambda ctx: rank(ctx, "sum"), 2, default_group=True)
+    assert first == second
+    error = caught(lambda: ranks.run(lambda ctx: rank(ctx, "mean"), 2, default_group=True))
+    assert "loss_fn returns a mean" in str(error)

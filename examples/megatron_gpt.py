@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pydoc_data.topics import topics
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -102,7 +101,7 @@ def train(ctx: accel.DistContext, given: argparse.Namespace) -> tuple[Any, Any]:
     if given.out:
         state = accel.resume(ctx, given.out, items, state)
     schedule = get_forward_backward_func()
-    for step, batch in enumerate(accel.batches(ctx, loader, state.cursor), state.cursor.consumed // given.batch + 1):
+    for step, batch in enumerate(accel.batches(ctx, loader, state), state.cursor.consumed // given.batch + 1):
         if step > given.steps:
             break
         model.zero_grad_buffer()
@@ -121,7 +120,7 @@ def train(ctx: accel.DistContext, given: argparse.Namespace) -> tuple[Any, Any]:
         total = accel.reduce(ctx, mine)  # only the last stage has losses
         accel.print(ctx, f"step {step:4}  loss {float(total[0] / total[1]):.4f}  norm {float(norm):.3f}", flush=True)
         if given.out and step % given.save_every == 0:
-            state = msgspec.structs.replace(state, cursor=batch.next)
+            state = state.at(batch.next)
             accel.save_state(ctx, given.out, {**items, "state": state}, step=step, keep=2)
     return model, optimizer
 

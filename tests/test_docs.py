@@ -46,6 +46,28 @@ def test_docs_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(compile(block, str(page), "exec"), namespace)
 
 
+_PARTS = re.compile(  # a record made, or a name under which loops carry one; not `state.cursor`, `scaler=`, `scaler.pt`
+    r"\b(?:Accumulation|Cursor|LossScale)\(|(?<![.\w])(?:accum|cursor|scaler)\b(?!=|\.pt)|\bstep\.(?:accum|scaler)\b"
+)
+
+
+def code(page: Path) -> list[str]:
+    """A page's code: its fenced blocks, of any language, and what stands in backquotes; all of a script."""
+    text = page.read_text()
+    if page.suffix == ".py":
+        return [text]
+    fenced = re.compile(r"^```.*?\n(.*?)^```", flags=re.M | re.S)
+    return fenced.findall(text) + re.findall(r"`([^`\n]+)`", fenced.sub("", text))
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda page: page.name
+)
+def test_loops_carry_the_state_save_on_the_page_of_its_parts(page: Path) -> None:
+    found = [match.group() for each in code(page) for match in _PARTS.finditer(each)]
+    assert bool(found) == (page.name == "step-parts.md"), found
+
+
 def readme_namespace() -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "readme", "load_dataset": load_dataset}
     exec(compile(blocks(ROOT / "README.md")[0], "README.md", "exec"), namespace)

@@ -127,7 +127,7 @@ def _advice(choice: Choice) -> Iterator[str]:
         yield "  and accel.checkpoint_activations(model)"
     if step.micro_batches > 1 and axes.pp == 1:
         each = "" if step.held else ", sync_each_batch=True"
-        yield f"  and accel.Accumulation({step.micro_batches}{each})"
+        yield f"  and accel.train_state(ctx, accumulation={step.micro_batches}{each})"
 
 
 def _way_out(job: Job, found: Choices, more: tuple[int, Choice] | None) -> Iterator[str]:

@@ -73,7 +73,7 @@ class DistContext:
 
     @property
     def accumulation(self) -> int:
-        """The number of micro-batches asked for in each optimizer step; for `Accumulation(steps=)`."""
+        """The number of micro-batches asked for in each optimizer step; `train_state` takes it."""
         return cast(int, self.settings.accumulation)
 
     @property

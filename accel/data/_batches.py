@@ -130,7 +130,7 @@ def batches(
     """
     ctx.comm.check_open()
     with shared_failure(ctx.comm, Call("batches", site=call_site())):
-        cursor = _cursor(state)
+        cursor = cursor_of(state)
     if isinstance(loader, StreamLoader):
         yield from _stream_batches(ctx, loader, cursor, trains=state is not None)
     else:
@@ -139,7 +139,12 @@ def batches(
         loader.passes.complete(cursor)
 
 
-def _cursor(state: Positioned | Cursor | None) -> Cursor:
+def cursor_of(state: Positioned | Cursor | None) -> Cursor:
+    """Return where a pass begins.
+
+    Raises:
+        StepError: a state within a window.
+    """
     if state is None:
         return Cursor()
     if isinstance(state, Positioned):

@@ -111,6 +111,10 @@ class Positioned(Protocol):
         """Raise `StepError` unless a pass over the data may begin now."""
         ...
 
+    def at(self, cursor: Cursor) -> Self:
+        """Return the record at another position."""
+        ...
+
 
 class LastPass:
     """Start of the last complete training pass over a loader, and where the last one was left. Holds cursors weakly.
@@ -135,11 +139,11 @@ class LastPass:
             return
         raise DataError(
             "the loop has dropped the cursor after each batch, and would repeat the epoch",
-            expected="cursor = batch.next for each batch",
+            expected="state = state.next(batch) for each batch",
             got=f"the cursor of the previous pass: epoch {cursor.epoch}, {cursor.consumed} consumed",
             where="batches",
-            fix="Write `cursor = batch.next` in the loop, or carry a TrainState: state = state.next(batch). To read the"
-            " epoch again, pass a new Cursor, or a state from a train_state of its own; to evaluate, leave the cursor"
+            fix="Write `state = state.next(batch)` in the loop, or `cursor = batch.next` where it carries a Cursor. To"
+            " read the epoch again, pass a state from a train_state of its own, or a new Cursor; to evaluate, leave it"
             " out: accel.batches(ctx, loader).",
         )
 

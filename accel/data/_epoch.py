@@ -308,8 +308,9 @@ def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
             expected=name,
             got=cursor.of,
             where=f"epoch {cursor.epoch}, {cursor.consumed} consumed",
-            fix="Use the dataset and the sampler that it came from, or begin an epoch: Cursor(seed=, epoch=). What a "
-            "sampler draws must come from the global random streams or from generators that it holds.",
+            fix="Use the dataset and the sampler that it came from, or begin the epoch again: state ="
+            " state.at(Cursor(seed, epoch)). What a sampler draws must come from the global random streams or from"
+            " generators that it holds.",
         )
     if cursor.consumed >= count:
         raise beyond(cursor, count)
@@ -336,7 +337,7 @@ def skip_steps(epoch: Epoch, steps: int) -> Cursor:
             "cannot skip beyond the end of an epoch",
             expected=f"at most {left} steps",
             got=str(steps),
-            fix="Begin the next epoch: Cursor(seed=, epoch=).",
+            fix="Begin the next epoch: state = state.next_epoch().",
         )
     if isinstance(plan, EpochPlan):
         consumed = cursor.consumed + steps * plan.global_batch

@@ -263,7 +263,7 @@ class Loader:
             count = len(sampler)
             return count // plan.batches_per_step if plan.tail == "drop" else -(-count // plan.batches_per_step)
         raise DataError(
-            "the number of steps differs from epoch to epoch", got="len(loader)", fix="Use loader.steps(cursor)."
+            "the number of steps differs from epoch to epoch", got="len(loader)", fix="Use loader.steps(state.cursor)."
         )
 
     @property
@@ -381,7 +381,7 @@ def prepare_loader(
 
     Example:
         >>> loader = accel.prepare_loader(ctx, DataLoader(dataset, batch_size=4), global_batch=4)
-        >>> [int(batch.valid) for batch in accel.batches(ctx, loader, accel.Cursor())]
+        >>> [int(batch.valid) for batch in accel.batches(ctx, loader)]
         [4, 4, 2]
     """
     ctx.comm.check_open()

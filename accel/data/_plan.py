@@ -178,7 +178,7 @@ class BatchBounds(msgspec.Struct, frozen=True):
                 "the cursor is not between two batches",
                 expected=f"a position where a batch starts, such as {self.bounds[max(at - 1, 0)]}",
                 got=f"{consumed} consumed",
-                fix="The cursor belongs to other batches; start the epoch anew with Cursor(seed=, epoch=).",
+                fix="It belongs to other batches. Begin the epoch again: state = state.at(Cursor(seed, epoch)).",
             )
         return at
 

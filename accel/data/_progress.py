@@ -14,14 +14,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel.collectives import gather, gather_object
 from accel.comm import Call, shared_failure
 from accel.context import DistContext, context_first
-from accel.data._batches import Batch
-from accel.data._cursor import Cursor
+from accel.data._batches import Batch, cursor_of
+from accel.data._cursor import Cursor, Positioned
 from accel.data._epoch import plan_epoch, skip_steps
 from accel.data._loader import Lengths, Loader, prepare_loader
 from accel.data._plan import Tail, check_count
 from accel.errors import ConfigError, DataError, TreeError
 from accel.terminal import ProgressBar
 from accel.tree import leaves, map_tensors
+
+P = TypeVar("P", bound=Cursor | Positioned)
 
 
 @context_first
@@ -105,29 +107,37 @@ def _facts(values: Mapping[str, float | torch.Tensor]) -> str:
     return "".join(f"  {name} {float(value):.4g}" for name, value in values.items())
 
 
-def skip_first_batches(cursor: Cursor, steps: int, loader: Loader) -> Cursor:
-    """Return the cursor after some steps of its epoch, without reading them. No communication.
+def skip_first_batches(state: P, steps: int, loader: Loader) -> P:
+    """Return the state or cursor after some steps of its epoch, without reading them. No communication.
 
     Arithmetic for batches of one size; otherwise the epoch is drawn and cut.
 
     Args:
-        cursor: the start position.
+        state: the start position, a `TrainState` or a cursor.
         steps: number of global batches to skip.
         loader: the prepared loader.
 
     Raises:
         ConfigError: a negative number of steps.
-        DataError: the epoch has fewer steps, the cursor is another dataset's, or the loader reads a stream.
+        StepError: a state that waits for `backward` or `optimizer_step`.
+        DataError: the epoch has fewer steps, the position is another dataset's, or the loader reads a stream.
+
+    Example:
+        >>> state = accel.train_state(ctx, seed=0)
+        >>> accel.skip_first_batches(state, 2, loader).cursor.consumed
+        8
     """
     if not isinstance(loader, Loader):  # pyright: ignore[reportUnnecessaryIsInstance] - others take the loader first
         raise DataError(
             "only steps of a prepared loader over positions can be skipped",
-            expected="skip_first_batches(cursor, steps, loader)",
+            expected="skip_first_batches(state, steps, loader)",
             got=f"{type(loader).__name__} for the loader",
         )
     if type(steps) is not int or steps < 0:
         raise ConfigError("not a number of steps", expected="0 or more", got=repr(steps), where="skip_first_batches")
-    return skip_steps(plan_epoch(loader.source, cursor), steps)
+    cursor = cursor_of(state)
+    after = skip_steps(plan_epoch(loader.source, cursor), steps)
+    return cast(P, state.at(after) if isinstance(state, Positioned) else after)
 
 
 def total_steps(
@@ -262,7 +272,7 @@ def gather_for_metrics(
 
     Example:
         >>> counted = 0
-        >>> for batch in accel.batches(ctx, loader, accel.Cursor()):
+        >>> for batch in accel.batches(ctx, loader):
         ...     inputs, targets = batch.data
         ...     counted += len(accel.gather_for_metrics(ctx, (model(inputs) - targets).square(), batch))
         >>> counted == len(dataset)

@@ -60,7 +60,7 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
             expected="a model without static_graph=True, to hold its gradients back",
             got="no_sync, or an accumulation of several micro-batches",
             where=f"rank {ctx.rank}",
-            fix="Leave static_graph out, or use Accumulation(steps, sync_each_batch=True).",
+            fix="Leave static_graph out, or use train_state(ctx, sync_each_batch=True).",
         )
     return _Holding(replicas, sharded)
 

@@ -56,11 +56,11 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation | None) -> None:
     raise ConfigError(
         "the accumulation of this run has no effect",
         expected=f"accumulation={ctx.accumulation} ({ctx.launched['accumulation']})",
-        got=f"a step of {steps}, by " + ("no Accumulation" if accum is None else f"Accumulation(steps={steps})"),
+        got=f"a step of {steps}" + (", without an Accumulation" if accum is None else ""),
         where="optimizer_step",
-        fix="Take the setting: accel.train_state(ctx), or accel.Accumulation(ctx.accumulation); the number of a"
-        " checkpoint is replaced by msgspec.structs.replace(accum, steps=ctx.accumulation). For a loop that is to have"
-        f" its own: ctx = accel.replace(ctx, accumulation={steps}).",
+        fix="Take the setting: accel.train_state(ctx), whose number accel.resume keeps; or, without a state,"
+        " accel.Accumulation(ctx.accumulation). For a loop that is to have its own: ctx = accel.replace(ctx,"
+        f" accumulation={steps}).",
     )
 
 

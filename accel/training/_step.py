@@ -118,7 +118,7 @@ def _parts(
             "some of the gradients were divided by weight and loss scale, and others not",
             expected="unscale_gradients of all optimizers that take the step",
             got=f"{window.divided} gradients divided, {sum(map(len, parts))} in the step",
-            fix="Pass both the same optimizers: accum = accel.unscale_gradients(ctx, [first, second], scaler, accum).",
+            fix="Pass both the same optimizers: state = accel.unscale_gradients(ctx, [first, second], state).",
         )
     return parts
 

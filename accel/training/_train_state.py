@@ -197,6 +197,15 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
                 fix="Keep the result: without it the pass goes on in the same epoch.",
             )
 
+    def at(self, cursor: Cursor) -> Self:
+        """Return the state at another position in the data. No communication.
+
+        Raises:
+            StepError: within a window.
+        """
+        check_between(self.accum, "state.at")
+        return _replaced(self, cursor=cursor)
+
     def check_saveable(self) -> None:
         """Raise `ConfigError` within a window, whose gradients a checkpoint would lose."""
         self.accum.check_saveable()
@@ -215,13 +224,23 @@ class TrainState(msgspec.Struct, frozen=True, dict=True):
 
 
 @context_first
-def train_state(ctx: DistContext, *, seed: int = 0, accumulation: int | None = None) -> TrainState:
+def train_state(
+    ctx: DistContext,
+    *,
+    seed: int = 0,
+    accumulation: int | None = None,
+    sync_each_batch: bool = False,
+    scaler: LossScale | None = None,
+) -> TrainState:
     """Return the state that a run starts with. No communication.
 
     Args:
         ctx: the context; its precision and accumulation are used.
         seed: seed of the data order.
         accumulation: micro-batches in a window; by default `ctx.accumulation`, the setting of flag, variable or file.
+        sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
+            communication, but sharded models need no memory for whole gradients. The result is the same.
+        scaler: the first loss scale; by default that of `loss_scale(ctx)`: dynamic for fp16, else fixed at 1.
 
     Raises:
         ConfigError: an argument outside its range.
@@ -234,7 +253,8 @@ def train_state(ctx: DistContext, *, seed: int = 0, accumulation: int | None = N
         (0, 0, False)
     """
     steps = ctx.accumulation if accumulation is None else accumulation
-    return TrainState(Cursor(seed=seed), Accumulation(steps), loss_scale(ctx))
+    usual = loss_scale(ctx)  # even beside another: it checks the device
+    return TrainState(Cursor(seed=seed), Accumulation(steps, sync_each_batch), usual if scaler is None else scaler)
 
 
 def discard(state: TrainState, *models: nn.Module) -> TrainState:

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import accel
-from accel import CollectiveMismatch, ConfigError, Cursor, DataError, order
+from accel import CollectiveMismatch, ConfigError, Cursor, DataError, StepError, order
 from accel.data import BatchPlan
 
 relaxed = settings(deadline=None, max_examples=60)
@@ -207,11 +207,15 @@ def test_skipping_is_arithmetic_or_planned():
         cursors = [accel.skip_first_batches(Cursor(seed=6), k, loader) for k in range(1, len(whole) + 1)]
         assert cursors == whole
         assert accel.skip_first_batches(whole[0], 1, loader) == whole[1]
+        state = accel.skip_first_batches(accel.train_state(ctx, seed=6, accumulation=3), 1, loader)
+        assert state == accel.train_state(ctx, seed=6, accumulation=3).at(whole[0])
+        with pytest.raises(StepError, match="the state does not know of the backward of this batch"):
+            accel.skip_first_batches(state.next(next(accel.batches(ctx, loader, state))), 1, loader)
         with pytest.raises(DataError, match=f"at most {len(whole)} steps, got {len(whole) + 1}"):
             accel.skip_first_batches(Cursor(seed=6), len(whole) + 1, loader)
         with pytest.raises(ConfigError, match="0 or more, got -1"):
             accel.skip_first_batches(Cursor(), -1, loader)
-        with pytest.raises(DataError, match=r"skip_first_batches\(cursor, steps, loader\), got Cursor"):
+        with pytest.raises(DataError, match=r"skip_first_batches\(state, steps, loader\), got Cursor"):
             accel.skip_first_batches(loader, 1, Cursor())
     endless = accel.prepare_loader(ctx, DataLoader(range(10**12), batch_size=32))
     assert accel.skip_first_batches(Cursor(), 10**10, endless).consumed == 32 * 10**10
@@ -257,7 +261,7 @@ def test_an_epoch_and_a_cursor_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="beyond the end of the epoch"):
         next(accel.batches(ctx, dropped, Cursor()))
     by_tokens = accel.prepare_loader(ctx, DataLoader(DATA), batch_tokens=99, lengths=DATA)
-    with pytest.raises(DataError, match=r"differs from epoch to epoch.*loader.steps\(cursor\)"):
+    with pytest.raises(DataError, match=r"differs from epoch to epoch.*loader.steps\(state.cursor\)"):
         len(by_tokens)
     assert by_tokens.samples == 60
     assert BatchPlan(2).tail == "ragged"

@@ -296,6 +296,21 @@ def test_a_dropped_next_epoch_is_an_error_of_the_next_pass(ranks: int) -> None:
     _ = simulate(train, ranks)
 
 
+def test_a_state_begins_with_the_settings_and_the_loss_scale_that_it_is_given() -> None:
+    ctx, scaler = accel.single(), accel.LossScale(scale=8.0, dynamic=True)
+    state = accel.train_state(ctx, seed=3, accumulation=2, sync_each_batch=True, scaler=scaler)
+    assert state == accel.TrainState(accel.Cursor(seed=3), accel.Accumulation(2, sync_each_batch=True), scaler)
+
+
+def test_a_state_moves_to_another_position_between_windows_alone() -> None:
+    run = Run(accel.single())
+    begun = run.start.next(next(accel.batches(run.ctx, run.loader, run.start)))
+    moved = run.start.at(begun.cursor)
+    assert (moved.cursor, moved.accum, moved.scaler) == (begun.cursor, run.start.accum, run.start.scaler)
+    with pytest.raises(accel.StepError, match=r"the backward of this batch.*at state\.at"):
+        begun.at(begun.cursor)
+
+
 def test_evaluation_within_an_epoch_leaves_the_state_alone() -> None:
     def train(ctx: accel.DistContext) -> torch.Tensor:
         run = Run(ctx)

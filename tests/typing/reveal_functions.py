@@ -73,7 +73,7 @@ def carried(ctx: accel.DistContext, loader: accel.Loader, loss: torch.Tensor, op
 def trained(ctx: accel.DistContext, loader: accel.Loader, net: nn.Module, optimizer: Optimizer) -> None:
     state = accel.train_state(ctx)
     for batch in accel.batches(ctx, loader, state):
-        stepped = accel.train_step(ctx, state, batch, net, optimizer, lambda output, targets: (output - targets).sum())
+        stepped = accel.train_step(ctx, state, batch, net, optimizer, nn.MSELoss(reduction="sum"))
         assert_type(stepped, tuple[accel.TrainState, torch.Tensor])
     raw: DataLoader[torch.Tensor] = DataLoader(loader.dataset)
     assert_type(accel.total_steps(raw, ctx=ctx, global_batch=8, epochs=3), int)

@@ -356,7 +356,7 @@ def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
             "the cursor has no position of the stream's reader",
             expected="a cursor from batches of the rank that reads, or one at the beginning of an epoch",
             got=f"{cursor.consumed} consumed and no position",
-            fix="Begin the epoch again with Cursor(seed=, epoch=).",
+            fix="Begin the epoch again: state = state.at(Cursor(seed, epoch)).",
         )
     if at.ranks != ranks:
         raise DataError(

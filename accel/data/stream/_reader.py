@@ -219,7 +219,7 @@ class _SeededElements:
                     "the stream ended before the cursor's position",
                     expected=f"more than {elements} elements",
                     got=str(self.at),
-                    fix="The cursor belongs to another stream; begin the epoch again with Cursor(seed=, epoch=).",
+                    fix="It belongs to another stream. Begin the epoch again: state = state.at(Cursor(seed, epoch)).",
                 )
             if time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()

@@ -270,11 +270,11 @@ def _settle_loss_scale(draft: Draft) -> None:
     if said.pop("loss_scale", 0) not in (0, 1):
         draft.problem(
             f"{draft.shown(('fp16', 'loss_scale'))}, but the state's loss scale holds. "
-            "Pass accel.LossScale(scale=...) to train_state instead."
+            "Pass it there instead: accel.train_state(ctx, scaler=accel.LossScale(scale=...))."
         )
     if said:
         draft.problem(
-            f"fp16.{', fp16.'.join(said)}: the state's loss scale holds. Leave them out, and pass "
-            "accel.loss_scale(ctx, initial=2.0**power, growth_interval=window) to train_state."
+            f"fp16.{', fp16.'.join(said)}: the state's loss scale holds. Leave them out, and write "
+            "accel.train_state(ctx, scaler=accel.loss_scale(ctx, initial=2.0**power, growth_interval=window))."
         )
     draft.rows["fp16", "loss_scale"] = DeepSpeedSetting(1.0, "the state's loss scale holds")

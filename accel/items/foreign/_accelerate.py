@@ -37,7 +37,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 _WHERE = "load_accelerate_state"
 _NOT_TAKEN = {
     "random_states_": "random streams, which go on as they are",
-    "sampler": "the order of data; build a Cursor from the epochs and samples that were done",
+    "sampler": "the order of data; state.at(Cursor(seed, epoch, consumed)) goes on from the samples that were done",
     "dl_state_dict": "the position of data loaders",
     "profile": "profiles",
 }

@@ -25,7 +25,6 @@ from accel.run_folder import (
     hide_in_text,
     installed_versions,
     read_json,
-    read_run,
     write_json,
 )
 
@@ -60,7 +59,7 @@ def _start(run: Run, config: Config, fields: dict[str, Any]) -> _OpenRunFile:
     folder = run.folder_for(RUN)
     folder.mkdir(parents=True, exist_ok=True)
     now = time.time()
-    before = read_run(folder)
+    before = read_json(folder / RUN, RunRecord)
     times: dict[str, Any] = {"started_s": now}
     if before is not None and before.id == run.id:
         times = {"started_s": before.started_s, "resumed_s": (*before.resumed_s, now), "lost": before.lost}

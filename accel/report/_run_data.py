@@ -196,12 +196,13 @@ def read_data(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] =
             curves = Curves()
         curves.add(map(decode_line, new.lines))
         position = new.position
+    launches = read_launches(folder)
     return RunData(
         name=name,
         folder=folder,
         curves=curves,
-        run=read_run(folder),
-        launches=read_launches(folder),
+        run=read_run(folder, launches),
+        launches=launches,
         checkpoints=checkpoints,
         profile=profile,
     )

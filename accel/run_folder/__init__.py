@@ -5,7 +5,7 @@ The folder is the one given to `save_state`. It holds, beside the checkpoints:
 
 * `metrics.jsonl`: a line for each logged step, see `MetricsLine`;
 * `run.json`: a `RunRecord`;
-* `launches/*.json`: a `LaunchRecord` for each launch and host;
+* `launches/*.jsonl`: the log of each launch and host, lines that `read_launches` folds to a `LaunchRecord`;
 * `profile/`: traces of `accel.profile`, one file a rank.
 
 Writers and readers are other processes: records appear whole, and lines are read while they are written.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RUN_EVENT as RUN_EVENT,
         MetricsLine as MetricsLine,
         Position as Position,
+        append_rest as append_rest,
         decode_line as decode_line,
         encode_line as encode_line,
         read_json as read_json,
@@ -34,15 +35,20 @@ if TYPE_CHECKING:
     )
     from accel.run_folder._records import (
         Attempt as Attempt,
+        AttemptLine as AttemptLine,
         EventKind as EventKind,
+        EventLine as EventLine,
         LaunchEvent as LaunchEvent,
+        LaunchLine as LaunchLine,
         LaunchRecord as LaunchRecord,
+        LogLine as LogLine,
         RankError as RankError,
         RankState as RankState,
         RunRecord as RunRecord,
         Setting as Setting,
         SourceState as SourceState,
         ask_git as ask_git,
+        fold_log as fold_log,
         installed_versions as installed_versions,
         launch_file as launch_file,
         read_launches as read_launches,
@@ -64,6 +70,7 @@ __getattr__ = exports(
             "read_new",
             "read_json",
             "write_json",
+            "append_rest",
             "MetricsLine",
             "decode_line",
             "encode_line",
@@ -75,7 +82,7 @@ __getattr__ = exports(
         ),
         "_records": (
             *("Attempt", "EventKind", "LaunchEvent", "LaunchRecord", "RankError", "RankState", "Setting"),
-            *("launch_file", "read_launches"),
+            *("AttemptLine", "EventLine", "LaunchLine", "LogLine", "fold_log", "launch_file", "read_launches"),
             "RunRecord",
             "read_run",
             "SourceState",

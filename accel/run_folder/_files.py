@@ -32,6 +32,22 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
     os.replace(partial, path)
 
 
+def append_rest(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
+    """Append what a file lacks of its content so far, whole lines at once; one process alone writes it.
+
+    Raises:
+        OSError: the file cannot be written, or not all of it; the next call goes on where it ends.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        # Only this process appends, so the size tells what is there: after a full disk, or if someone removed the file.
+        written = os.fstat(file).st_size
+        while written < len(content):
+            written += os.write(file, content[written:])
+    finally:
+        os.close(file)
+
+
 def read_json(path: str | os.PathLike[str], type_: type[T]) -> T | None:
     """Return the value of a file of `write_json`; None if there is nothing, or nothing of that type."""
     try:
@@ -42,7 +58,7 @@ def read_json(path: str | os.PathLike[str], type_: type[T]) -> T | None:
 
 METRICS = "metrics.jsonl"  # a line for each logged step
 RUN = "run.json"  # the record of the run
-LAUNCHES = "launches"  # a folder with a record for each launch and host
+LAUNCHES = "launches"  # a folder with a log for each launch and host
 PROFILE = "profile"  # a folder with a trace for each rank
 RUN_EVENT = "accel.run"  # audit event by which a rank announces the run's folder to its launcher
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from accel.run_folder._files import LAUNCHES, RUN, read_json
 
@@ -160,6 +161,7 @@ class RankError(msgspec.Struct, frozen=True, kw_only=True):
         message: the exception's text.
         location: `file:line` of the innermost frame of the user's code.
         traceback: its traceback, or the dump of a crash.
+        text: its end in one line; empty in records of older versions.
     """
 
     rank: int
@@ -168,6 +170,7 @@ class RankError(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     location: str = ""
     traceback: str = ""
+    text: str = ""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +212,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
         ended_s: time of the end; None while it runs, or if the launcher was killed.
         status: exit status of the launch; None while it runs.
         stopped: name of the signal that stopped it; empty for none.
+        damaged: number of lines of its log that could not be read; a last line may be torn.
     """
 
     format: int = 1
@@ -228,18 +232,89 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float | None = None
     status: int | None = None
     stopped: str = ""
+    damaged: int = 0
+
+
+class LaunchLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="launch"):
+    """A line of a launch's log: its settings, code and end, as far as they are known; a later one replaces it."""
+
+    launch: LaunchRecord
+
+
+class AttemptLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="attempt"):
+    """A line of a launch's log: an attempt so far; a later one with the same start replaces it."""
+
+    attempt: Attempt
+
+
+class EventLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="event"):
+    """A line of a launch's log: one event more."""
+
+    event: LaunchEvent
+
+
+LogLine = LaunchLine | AttemptLine | EventLine
+
+_MOST_ATTEMPTS = 100
+_MOST_EVENTS = 250  # of the first, and of the newest
+
+
+def fold_log(log: bytes) -> LaunchRecord | None:
+    """Return the record that a launch's log adds up to; None for other content.
+
+    A line that cannot be read is skipped and counted, as is a torn last one.
+    """
+    decoder = msgspec.json.Decoder(LogLine)
+    *whole, torn = log.split(b"\n")
+    damaged = int(bool(torn))
+    launch = None
+    attempts: list[Attempt] = []
+    events: list[LaunchEvent] = []
+    for text in whole:
+        try:
+            line: LogLine = decoder.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            damaged += 1
+            continue
+        match line:
+            case LaunchLine():
+                launch = line.launch
+            case AttemptLine():
+                if attempts and attempts[-1].started_s == line.attempt.started_s:
+                    _ = attempts.pop()
+                attempts.append(line.attempt)
+            case EventLine():
+                events.append(line.event)
+    if launch is None:
+        return None
+    first, newest = events[:-_MOST_EVENTS], events[-_MOST_EVENTS:]
+    return replace(
+        launch,
+        attempts=tuple(attempts[-_MOST_ATTEMPTS:]),
+        events=(*first[:_MOST_EVENTS], *newest),
+        restarts=sum(event.kind == "restart" for event in events),
+        damaged=damaged,
+    )
 
 
 def launch_file(host: str, pid: int, started_s: float) -> str:
-    """Return the name of a launch's file inside a run's folder; no two launches share one."""
-    began = datetime.fromtimestamp(started_s, UTC).strftime("%Y%m%dT%H%M%S")
-    return f"{LAUNCHES}/{began}-{re.sub(r'[^0-9A-Za-z.-]', '_', host)}-{pid}.json"
+    """Return the name of a launch's log inside a run's folder; no two launches share one."""
+    began = datetime.fromtimestamp(started_s, UTC).strftime("%Y%m%dT%H%M%S.%f")  # containers may share host and pid
+    return f"{LAUNCHES}/{began}-{re.sub(r'[^0-9A-Za-z.-]', '_', host)}-{pid}.jsonl"
 
 
 def read_launches(folder: Path) -> list[LaunchRecord]:
     """Return the records of the launches of a run in order of their start; files of other kinds are left out."""
-    found = [read_json(path, LaunchRecord) for path in (folder / LAUNCHES).glob("*.json")]
+    found = [_read_log(path) for path in (folder / LAUNCHES).glob("*.jsonl")]
+    found += [read_json(path, LaunchRecord) for path in (folder / LAUNCHES).glob("*.json")]  # before logs had lines
     return sorted((each for each in found if each is not None), key=lambda each: (each.started_s, each.host))
+
+
+def _read_log(path: Path) -> LaunchRecord | None:
+    try:
+        return fold_log(path.read_bytes())
+    except OSError:  # the folder may go while it is listed
+        return None
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,6 +357,27 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float | None = None
 
 
-def read_run(folder: Path) -> RunRecord | None:
-    """Return the record of a run; None if the folder has none."""
-    return read_json(folder / RUN, RunRecord)
+def read_run(folder: Path, launches: Sequence[LaunchRecord] | None = None) -> RunRecord | None:
+    """Return the record of a run; None if the folder has none.
+
+    Rank 0 writes it and may know less than its launcher: its own error may only report a lost peer, and a killed rank 0
+    writes none. So the error that ended its attempt is taken from the launch's log.
+
+    Args:
+        folder: folder of the run.
+        launches: result of `read_launches`; None to read them.
+    """
+    run = read_json(folder / RUN, RunRecord)
+    if run is None or run.status == "finished":
+        return run
+    last_s = max((run.started_s, *run.resumed_s))
+    for launch in read_launches(folder) if launches is None else launches:
+        for attempt in launch.attempts:
+            first, ended_s = attempt.error, attempt.ended_s
+            if first is None or not first.text or ended_s is None or not attempt.started_s <= last_s <= ended_s:
+                continue  # the run went on in another attempt
+            has_own = run.status == "failed" and first.rank == 0
+            if not has_own and any(each.rank == 0 for each in attempt.ranks):
+                text = f"rank {first.rank} {first.text}"
+                run = replace(run, status="failed", error=text, ended_s=run.ended_s or ended_s)
+    return run

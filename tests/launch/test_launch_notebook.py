@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import accel
 from accel.config import LaunchConfig
 from accel.launching import _function
 from accel.launching._function import HostedNotebook, choose_device, rank_environ, read_hosted
+from accel.run_folder import read_launches
 
 COLAB = {"COLAB_RELEASE_TAG": "release-colab_20261101-060104_RC00", "COLAB_GPU": "1", "COLAB_TPU_1VM": ""}
 COLAB_TPU = {"COLAB_RELEASE_TAG": "r", "COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1"}
@@ -139,10 +139,11 @@ def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {"[rank 0] step 99\n", "[rank 1] step 99\n"} <= set(states)
     assert len(states) < 20, "200 states were printed"
 
-    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("logs/launches/*.json"))
-    assert record["command"] == ["__main__.train"]
-    assert (record["restarts"], record["status"], len(record["attempts"])) == (1, 0, 2)
-    assert record["attempts"][0]["error"]["message"] == "a bad start"
+    (record,) = read_launches(tmp_path / "logs")
+    assert record.command == ("__main__.train",)
+    assert (record.restarts, record.status, len(record.attempts)) == (1, 0, 2)
+    assert record.attempts[0].error is not None
+    assert record.attempts[0].error.message == "a bad start"
 
     (error,) = (output for output in failed.outputs if output.output_type == "error")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))

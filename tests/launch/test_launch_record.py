@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record that a launch writes: settings, attempts, events, the error that ended it."""
+"""The log that a launch writes: settings, attempts, events, the error that ended it, whatever happens to its files."""
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,9 +22,18 @@ from processes import patience, wait_for
 
 from accel.config import LaunchConfig, resolve
 from accel.launching import FailureRecord, LaunchTarget
-from accel.launching.reports._failure import Failure
-from accel.launching.reports._journal import began, corrected, ended, first_record, noted, seen
-from accel.run_folder import LaunchRecord, RunRecord, Setting, read_launches, read_run
+from accel.launching.reports._failure import Failure, file_beside
+from accel.launching.reports._journal import Description, Journal, first_record
+from accel.run_folder import (
+    LaunchRecord,
+    RunRecord,
+    Setting,
+    fold_log,
+    launch_file,
+    read_launches,
+    read_run,
+    write_json,
+)
 
 
 def only(folder: Path) -> LaunchRecord:
@@ -41,10 +57,49 @@ def test_settings_stand_with_their_sources_and_without_credentials() -> None:
     assert bare.settings["nnodes"] == Setting("2", "the caller, or this machine")
 
 
-def test_arguments_of_any_bytes_can_be_stored() -> None:
-    record = noted(a_record("--name", "caf\udce9"), "end", "at \udce9.py", 1.0)
-    assert msgspec.json.decode(msgspec.json.encode(record), type=LaunchRecord) == record
+@pytest.fixture(scope="module", autouse=True)
+def _no_git() -> Iterator[None]:
+    """Journals of this process wait for no answer of git, which comes at any moment; those of `accel launch` do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Description, "run", lambda _: None)
+        yield
+
+
+class KeptLaunch:
+    """A journal that writes into one folder, with a clock that counts its readings."""
+
+    def __init__(self, folder: Path, *words: str, ranks: tuple[int, ...] = (0, 1, 2), host: str = "h") -> None:
+        self.folder = folder
+        self.records = {rank: str(folder / f"rank-{rank}.json") for rank in ranks}
+        self.seconds = itertools.count(1)
+        record = replace(a_record(*words), settings={}, host=host, started_s=float(ranks[0]), log_dir=str(folder))
+        self.path = folder / launch_file(record.host, record.pid, record.started_s)
+        self.journal = Journal(record, str(folder), clock=lambda: float(next(self.seconds)))
+
+    def begin(self, kind: str = "start", hosts: tuple[str, ...] = ()) -> None:
+        self.journal.begin(self.records, hosts, kind)
+
+    @property
+    def log(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@contextmanager
+def a_launch(**named: object) -> Iterator[KeptLaunch]:
+    """A launch that has begun, in a folder of its own: Hypothesis shares no fixture between examples."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = KeptLaunch(Path(folder), **named)
+        kept.begin()
+        yield kept
+
+
+def test_arguments_of_any_bytes_can_be_stored(tmp_path: Path) -> None:
+    kept = KeptLaunch(tmp_path, "--name", "caf\udce9")
+    kept.begin(hosts=("a\udce9",))
+    kept.journal.finish(1, "at \udce9.py", checkpoint="\udce9")
+    record = only(tmp_path)
     assert record.command[-1] == "caf\\udce9"
+    assert (record.events[-1].text, record.checkpoint) == ("at \\udce9.py", "\\udce9")
 
 
 @settings(max_examples=20)
@@ -52,60 +107,226 @@ def test_arguments_of_any_bytes_can_be_stored() -> None:
     looks=st.lists(st.dictionaries(st.integers(0, 2), st.sampled_from([None, 0, 3, -9])), max_size=6),
 )
 def test_the_first_status_of_a_rank_stays_with_its_time(looks: list[dict[int, int | None]]) -> None:
-    record = began(a_record(), [0, 1, 2], (), 0.0, "start")
-    for now_s, statuses in enumerate(looks, 1):
-        after = seen(record, statuses, float(now_s))
-        assert (after is record) == (after == record)
-        record = after
-    for rank in record.attempts[-1].ranks:
-        told = [(now_s, each[rank.rank]) for now_s, each in enumerate(looks, 1) if each.get(rank.rank) is not None]
-        assert (rank.ended_s, rank.status) == (told[0] if told else (None, None))
+    with a_launch() as kept:
+        for now_s, statuses in enumerate(looks, 100):
+            ranks, before = only(kept.folder).attempts[-1].ranks, kept.log
+            kept.seconds = itertools.count(now_s)
+            kept.journal.see(statuses)
+            is_news = any(each.status is None and statuses.get(each.rank) is not None for each in ranks)
+            assert (kept.log != before) == is_news
+        for rank in only(kept.folder).attempts[-1].ranks:
+            told = [(at, each[rank.rank]) for at, each in enumerate(looks, 100) if each.get(rank.rank) is not None]
+            assert (rank.ended_s, rank.status) == (told[0] if told else (None, None))
 
 
-def test_a_long_launch_keeps_its_first_events_and_its_newest() -> None:
-    record = a_record()
+def test_a_long_launch_keeps_its_first_events_and_its_newest(tmp_path: Path) -> None:
+    kept = KeptLaunch(tmp_path, ranks=(0,))
+    kept.begin(hosts=("a", "b"))
     for at in range(700):
-        record = noted(record, "hang", f"accel: {at}\naccel: x", float(at))
-    assert len(record.events) == 500
-    assert (record.events[0].text, record.events[-1].text) == ("0\nx", "699\nx")
-    for at in range(150):
-        record = began(record, [0], ("a", "b"), float(at), "restart" if at else "start")
-    assert (len(record.attempts), record.attempts[-1].started_s, record.restarts) == (100, 149.0, 149)
+        kept.journal.note("hang", f"accel: {at}\naccel: x")
+    events = only(tmp_path).events
+    assert len(events) == 500
+    assert (events[0].kind, events[1].text, events[-1].text) == ("start", "0\nx", "699\nx")
+    for _ in range(149):
+        kept.begin("restart", ("a", "b"))
+    record = only(tmp_path)
+    assert (len(record.attempts), record.attempts[-1].hosts, record.restarts) == (100, ("a", "b"), 149)
+    assert record.events[-1].time_s > record.attempts[-1].started_s > record.attempts[-2].started_s
 
 
-def test_the_error_of_the_first_rank_stands_in_its_attempt() -> None:
-    raised = FailureRecord(
-        rank=1, host="h", exception="ValueError", message="<b>", location="a.py:3", traceback="T", time_s=1.0
-    )
-    first = Failure(rank=1, status=1, time_s=1.0, record=raised)
+RAISED = FailureRecord(
+    rank=1, host="h", exception="ValueError", message="<b>", location="a.py:3", traceback="T", time_s=1.0
+)
+
+
+def test_the_error_of_the_first_rank_stands_in_its_attempt(tmp_path: Path) -> None:
+    first = Failure(rank=1, status=1, time_s=1.0, record=RAISED)
     crashed = Failure(rank=0, status=-11, time_s=2.0, crash="Fatal Python error\n")
-    record = ended(began(a_record(), [0, 1], (), 0.0, "start"), {0: -11, 1: 1}, [crashed, first], first, 3.0)
-    (attempt,) = record.attempts
+    kept = KeptLaunch(tmp_path, ranks=(0, 1))
+    kept.begin()
+    kept.journal.see({0: None, 1: 1})
+    kept.journal.end({0: -11, 1: 1}, [crashed, first], first)
+    kept.begin("restart")
+    kept.journal.end({0: -11, 1: 1}, [], crashed)
+    attempt, second = only(tmp_path).attempts
     assert [rank.text for rank in attempt.ranks] == ["was killed by SIGSEGV", "failed: ValueError: <b> - at a.py:3"]
     assert attempt.error is not None
     assert (attempt.error.rank, attempt.error.exception, attempt.error.message) == (1, "ValueError", "<b>")
-    lost = ended(record, {0: -11, 1: 1}, [], crashed, 4.0).attempts[0].error
-    assert lost is not None
-    assert lost.traceback == "Fatal Python error\n"
+    assert attempt.error.text == "failed: ValueError: <b> - at a.py:3"
+    assert second.error is not None
+    assert second.error.traceback == "Fatal Python error\n"
 
 
-def test_the_record_of_a_run_gets_the_error_that_its_rank_0_cannot_know() -> None:
-    raised = FailureRecord(
-        rank=1, host="h", exception="ValueError", message="bad", location="a.py:3", traceback="T", time_s=1.0
+def test_the_record_of_a_run_gets_the_error_that_its_rank_0_cannot_know(tmp_path: Path) -> None:
+    other = Failure(rank=1, status=1, time_s=1.0, record=RAISED)
+    kept = KeptLaunch(tmp_path)
+    kept.seconds = itertools.count(5)
+    kept.begin()  # at 5
+    kept.seconds = itertools.count(8)
+    kept.journal.end({0: 1, 1: 1}, [other], other)  # seen at 8, ended at 9
+
+    def told(**fields: object) -> tuple[str, str, float | None]:
+        run = msgspec.convert({"id": "a", "project": "p", "started_s": 5.0, **fields}, RunRecord)
+        write_json(tmp_path / "run.json", run)
+        after = read_run(tmp_path)
+        assert after is not None
+        assert after == read_run(tmp_path, read_launches(tmp_path))
+        assert (after == run) == ((after.status, after.error) == (run.status, run.error))
+        return after.status, after.error, after.ended_s
+
+    lost = {"status": "failed", "error": "PeerError: rank 1", "ended_s": 8.0}
+    text = "rank 1 failed: ValueError: <b> - at a.py:3"
+    assert told(**lost) == ("failed", text, 8.0)
+    assert told(**lost, resumed_s=(7.0,))[1] == text
+    assert told() == ("failed", text, 9.0)  # a killed rank 0 left no end
+    assert told(**{**lost, "started_s": 4.0})[1] == "PeerError: rank 1"  # of an earlier launch
+    assert told(**lost, resumed_s=(10.0,))[1] == "PeerError: rank 1"  # of a later one
+    assert told(**{**lost, "status": "finished", "error": ""})[:2] == ("finished", "")
+    (tmp_path / "launches").rename(tmp_path / "gone")
+    assert told() == ("running", "", None)
+
+    kept = KeptLaunch(tmp_path)
+    kept.seconds = itertools.count(5)
+    kept.begin()
+    kept.journal.end({0: 1, 1: 1}, [], Failure(rank=0, status=1, time_s=7.0))
+    assert told(**lost)[1] == "PeerError: rank 1"  # its own error
+    shutil.rmtree(tmp_path / "launches")
+    elsewhere = KeptLaunch(tmp_path, ranks=(1, 2))
+    elsewhere.seconds = itertools.count(5)
+    elsewhere.begin()
+    elsewhere.journal.end({1: 1}, [other], other)
+    assert told(**lost)[1] == "PeerError: rank 1"  # the host of rank 0 says it
+
+
+Act = Callable[[Journal], None]
+
+
+def acts(ranks: tuple[int, ...] = (0, 1, 2)) -> st.SearchStrategy[list[Act]]:
+    """Lists of what a supervisor does with its journal after the first start."""
+    statuses = st.dictionaries(st.sampled_from(ranks), st.sampled_from([None, 0, 1, -9]))
+    raised = Failure(rank=ranks[-1], status=1, time_s=1.0, record=RAISED)
+    return st.lists(
+        st.one_of(
+            statuses.map(lambda each: lambda journal: journal.see(each)),
+            st.text(max_size=20).map(lambda text: lambda journal: journal.note("hang", text)),
+            st.just(lambda journal: journal.end(dict.fromkeys(ranks, 1), [raised], raised)),
+            st.just(lambda journal: journal.begin({rank: f"/none/{rank}" for rank in ranks}, (), "restart")),
+            st.just(lambda journal: journal.finish(1, "the end", stopped="SIGTERM")),
+        ),
+        max_size=8,
     )
-    other = Failure(rank=1, status=1, time_s=1.0, record=raised)
-    lost = RunRecord(id="a", project="p", started_s=5.0, status="failed", error="PeerError: rank 1", ended_s=8.0)
-    told = corrected(lost, 5.0, other, 9.0)
-    assert (told.status, told.error, told.ended_s) == ("failed", "rank 1 failed: ValueError: bad - at a.py:3", 8.0)
-    assert corrected(replace(lost, resumed_s=(7.0,)), 6.0, other, 9.0).error == told.error
-    killed = corrected(
-        replace(lost, status="running", error="", ended_s=None), 5.0, Failure(rank=0, status=-9, time_s=7.0), 9.0
-    )
-    assert (killed.status, killed.error, killed.ended_s) == ("failed", "rank 0 was killed by SIGKILL", 9.0)
-    assert corrected(lost, 6.0, other, 9.0) is lost  # of an earlier launch
-    assert corrected(lost, 5.0, Failure(rank=0, status=1, time_s=7.0), 9.0) is lost  # its own error
-    finished = replace(lost, status="finished", error="")
-    assert corrected(finished, 5.0, other, 9.0) is finished
+
+
+@settings(max_examples=10, deadline=None)
+@given(acts())
+def test_a_log_grows_by_whole_lines_and_reads_wherever_it_is_cut(did: list[Act]) -> None:
+    with a_launch() as kept:
+        sizes = [len(kept.log)]
+        for act in did:
+            before = kept.log
+            act(kept.journal)
+            assert kept.log.startswith(before)
+            assert kept.log.endswith(b"\n")
+            sizes.append(len(kept.log))
+        log = kept.log
+        whole = fold_log(log)
+        assert whole is not None
+        assert (whole, whole.damaged) == (only(kept.folder), 0)
+        first = log.index(b"\n") + 1
+        expected = None
+        for cut in range(len(log)):
+            if log[cut - 1 : cut] == b"\n":
+                expected = fold_log(log[:cut])
+                assert expected is not None
+                assert expected.damaged == 0
+            is_torn = cut > first and log[cut - 1 : cut] != b"\n"
+            found = fold_log(log[:cut])
+            assert found == (None if cut < first else replace(expected, damaged=int(is_torn)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(did=acts(), at=st.integers(0, 8), name=st.sampled_from(["run", "rün", "a b"]))
+def test_a_late_folder_gets_the_lines_so_far_and_those_that_follow(did: list[Act], at: int, name: str) -> None:
+    with a_launch() as kept:
+        late = kept.folder / name
+        late.mkdir()
+        for act in did[:at]:
+            act(kept.journal)
+        kept.begin("restart")
+        Path(file_beside(kept.records[0], "run")).write_text(f"{late}\n")
+        kept.journal.see({})
+        assert (late / "launches" / kept.path.name).read_bytes() == kept.log
+        for act in did[at:]:
+            act(kept.journal)
+            assert (late / "launches" / kept.path.name).read_bytes() == kept.log
+
+
+@settings(max_examples=25, deadline=None)
+@given(one=acts((0, 1)), two=acts((2, 3)), turns=st.lists(st.booleans(), max_size=16))
+def test_two_hosts_write_a_log_each_and_each_reads_as_if_alone(
+    one: list[Act], two: list[Act], turns: list[bool]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        shared, alone = Path(name, "shared"), Path(name, "alone")
+        for folder in (shared, alone):
+            folder.mkdir()
+        first, second = KeptLaunch(shared, ranks=(0, 1), host="a"), KeptLaunch(shared, ranks=(2, 3), host="b")
+        mirrors = KeptLaunch(alone, ranks=(0, 1), host="a"), KeptLaunch(alone, ranks=(2, 3), host="b")
+        for kept in (first, second, *mirrors):
+            kept.begin()
+        queues = {False: iter(one), True: iter(two)}
+        for turn in turns:
+            for act in itertools.islice(queues[turn], 1):
+                act((second if turn else first).journal)
+                act(mirrors[turn].journal)
+        assert len(list((shared / "launches").iterdir())) == 2
+        bare = {"log_dir": "", "pid": 0, "versions": {}, "source": None}
+        found, wanted = read_launches(shared), read_launches(alone)
+        assert [replace(each, **bare) for each in found] == [replace(each, **bare) for each in wanted]
+        assert [[rank.rank for rank in each.attempts[-1].ranks] for each in found] == [[0, 1], [2, 3]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    did=acts(), faults=st.lists(st.sampled_from(["", "torn", "gone", "full", "short"]), max_size=8), at=st.integers(1)
+)
+def test_a_fault_of_the_disk_is_mended_by_the_next_line(did: list[Act], faults: list[str], at: int) -> None:
+    with a_launch() as kept, pytest.MonkeyPatch.context() as patch:
+        write = os.write
+        for act, fault in zip(did, faults, strict=False):
+            if fault == "torn" and kept.path.exists():
+                os.truncate(kept.path, at % len(kept.log))
+            elif fault == "gone":
+                shutil.rmtree(kept.folder / "launches", ignore_errors=True)
+            elif fault in ("full", "short"):
+                left = iter([at % 50 + 1])
+
+                def some(file: int, data: bytes, left: Iterator[int] = left, fault: str = fault) -> int:
+                    if fault == "full" and (count := next(left, 0)) == 0:
+                        raise OSError(errno.ENOSPC, "No space left on device")
+                    return write(file, data[: count if fault == "full" else at % 50 + 1])
+
+                patch.setattr("accel.run_folder._files.os.write", some)
+            act(kept.journal)
+            patch.setattr("accel.run_folder._files.os.write", write)
+        kept.journal.note("notice", "after the faults")
+        record = only(kept.folder)
+        assert (record.damaged, record.events[-1].text) == (0, "after the faults")
+        assert kept.log == bytes(kept.journal._log)
+
+
+def test_damaged_lines_and_lines_of_a_newer_version_are_counted(tmp_path: Path) -> None:
+    kept = KeptLaunch(tmp_path)
+    kept.begin()
+    kept.journal.see({0: 1})
+    first, attempt, start, *ends = kept.log.splitlines()
+    bad = [b"{", b"\xff\xfe", b"[" * 100_000, b'{"kind":"mood","mood":1}', b'{"kind":"event"}', b""]
+    record = fold_log(b"\n".join([first, *bad, attempt, start, *bad, *ends, b""]))
+    assert record is not None
+    assert record == replace(only(tmp_path), damaged=2 * len(bad))
+    kept.path.write_bytes(b"\n".join([first, b"", start, b'{"kind"']))
+    assert (only(tmp_path).damaged, only(tmp_path).attempts) == (2, ())
+    assert fold_log(b"\n".join([attempt, start, b""])) is None
 
 
 @pytest.mark.multiprocess

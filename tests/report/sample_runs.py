@@ -7,9 +7,14 @@ import math
 import random
 from pathlib import Path
 
+import msgspec
+
 from accel.run_folder import (
     Attempt,
+    AttemptLine,
+    EventLine,
     LaunchEvent,
+    LaunchLine,
     LaunchRecord,
     RankError,
     RankState,
@@ -105,9 +110,20 @@ def write_launch(folder: Path, *, failed: str = "", pid: int = 7, offset_s: floa
         status=status,
         stopped=stopped,
     )
+    write_log(folder, record)
+
+
+def write_log(folder: Path, record: LaunchRecord) -> Path:
+    """Write the log that a launch of this record would leave; return its path."""
+    lines = [
+        LaunchLine(launch=msgspec.structs.replace(record, attempts=(), events=())),
+        *(AttemptLine(attempt=each) for each in record.attempts),
+        *(EventLine(event=each) for each in record.events),
+    ]
     path = folder / launch_file(record.host, record.pid, record.started_s)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, record)
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    return path
 
 
 def write_everything(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from sample_runs import write_log
 
 from accel.errors import ConfigError
 from accel.run_folder import (
@@ -132,10 +133,9 @@ def test_records_are_read_as_written_and_anything_else_is_none(tmp_path: Path) -
         host="a/b c", pid=7, command=("x",), folder="/", started_s=0.5, settings={"a": Setting("1", "flag --a")}
     )
     two = LaunchRecord(host="h", pid=8, command=("x",), folder="/", started_s=0.25, attempts=(attempt,))
-    for each in (one, two):
-        path = tmp_path / launch_file(each.host, each.pid, each.started_s)
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, each)
+    path = write_log(tmp_path, one)
+    assert path == tmp_path / launch_file("a/b c", 7, 0.5)
+    write_json(path.with_name("19700101T000000-h-8.json"), two)  # as launches wrote it before they had a log
     (tmp_path / "launches" / "other.json").write_text("[1]")
     assert read_launches(tmp_path) == [two, one]
     assert read_run(tmp_path) is None

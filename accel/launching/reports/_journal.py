@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a launch: its record, changed by pure functions, and written to the folders that want it."""
+"""The log of a launch on this host: its first line, and the writer that its supervisor calls."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from msgspec.structs import replace
 
 from accel.config import FIELDS, Field, LaunchConfig, Source, to_text
@@ -22,39 +22,34 @@ from accel.launching._target import LaunchTarget
 from accel.launching.reports._failure import Failure, file_beside
 from accel.launching.reports._report import describe_end, last_crash_lines, tell
 from accel.run_folder import (
-    RUN,
     Attempt,
+    AttemptLine,
     EventKind,
+    EventLine,
     LaunchEvent,
+    LaunchLine,
     LaunchRecord,
+    LogLine,
     Position,
     RankError,
     RankState,
-    RunRecord,
     Setting,
     SourceState,
+    append_rest,
     ask_git,
     hide_in_text,
     hide_in_words,
     installed_versions,
     launch_file,
     read_new,
-    read_run,
-    write_json,
 )
 
-_MOST_ATTEMPTS = 100
-_MOST_EVENTS = 500
+_REFUSED = 2
+_PATIENCE_S = 1.0  # at the end, for the answer of git in a large tree
 
 
 def first_record(target: LaunchTarget, config: LaunchConfig, sources: Mapping[str, Source]) -> LaunchRecord:
-    """Return the record of a launch that has not started a rank.
-
-    Args:
-        target: program of every process.
-        config: settings of the launch.
-        sources: source of each setting, by name; settings without one come from the caller.
-    """
+    """Return the record of a launch that has not started a rank; settings without a source come from the caller."""
     kept = config.log_dir and os.path.abspath(config.log_dir)
     settings = {
         field.name: Setting(
@@ -74,81 +69,6 @@ def first_record(target: LaunchTarget, config: LaunchConfig, sources: Mapping[st
     )
 
 
-def began(
-    record: LaunchRecord, ranks: Sequence[int], hosts: Sequence[str], now_s: float, kind: EventKind
-) -> LaunchRecord:
-    """Return the record after a start of all ranks."""
-    attempt = Attempt(started_s=now_s, hosts=tuple(hosts), ranks=tuple(RankState(rank=rank) for rank in ranks))
-    text = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    record = replace(
-        record,
-        attempts=(*record.attempts, attempt)[-_MOST_ATTEMPTS:],
-        restarts=record.restarts + (kind == "restart"),
-    )
-    return noted(record, kind, text, now_s)
-
-
-def seen(record: LaunchRecord, statuses: Mapping[int, int | None], now_s: float) -> LaunchRecord:
-    """Return the record after a look at the ranks; the same object if none has ended since the last."""
-    attempt = record.attempts[-1]
-    ranks = tuple(_state(each, statuses.get(each.rank), now_s) for each in attempt.ranks)
-    if ranks == attempt.ranks:
-        return record
-    return replace(record, attempts=(*record.attempts[:-1], replace(attempt, ranks=ranks)))
-
-
-def noted(record: LaunchRecord, kind: EventKind, text: str, now_s: float) -> LaunchRecord:
-    """Return the record with one event more; of many, the first half and the newest stay."""
-    shown = "\n".join(line.removeprefix("accel: ") for line in text.strip().splitlines())
-    event = LaunchEvent(time_s=now_s, kind=kind, text=_storable(hide_in_text(shown)))
-    events = (*record.events, event)
-    if len(events) > _MOST_EVENTS:
-        events = (*events[: _MOST_EVENTS // 2], *events[-_MOST_EVENTS // 2 :])
-    return replace(record, events=events)
-
-
-def ended(
-    record: LaunchRecord,
-    statuses: Mapping[int, int | None],
-    failures: Iterable[Failure],
-    first: Failure | None,
-    now_s: float,
-) -> LaunchRecord:
-    """Return the record after the end of all ranks."""
-    record = seen(record, statuses, now_s)
-    texts = {failure.rank: hide_in_text(describe_end(failure)) for failure in failures}
-    attempt = record.attempts[-1]
-    ranks = tuple(replace(each, text=texts.get(each.rank, "")) for each in attempt.ranks)
-    error = None if first is None else _error(first)
-    attempt = replace(attempt, ranks=ranks, ended_s=now_s, error=error)
-    return replace(record, attempts=(*record.attempts[:-1], attempt))
-
-
-def corrected(run: RunRecord, started_s: float, first: Failure, now_s: float) -> RunRecord:
-    """Return the record of a run with the error that ended its launch, where rank 0 knows less.
-
-    Rank 0 writes the record. Its own error may only report a lost peer, and a killed rank 0 writes none.
-
-    Args:
-        run: record as rank 0 left it.
-        started_s: start of the attempt, in seconds since the epoch; earlier runs stay as they are.
-        first: the failure that caused the others.
-        now_s: end of the attempt.
-    """
-    is_earlier = max((run.started_s, *run.resumed_s)) < started_s
-    is_told = run.status == "failed" and first.rank == 0
-    if is_earlier or is_told or run.status == "finished":
-        return run
-    error = hide_in_text(f"rank {first.rank} {describe_end(first)}")
-    return replace(run, status="failed", error=_storable(error), ended_s=run.ended_s or now_s)
-
-
-def _state(state: RankState, status: int | None, now_s: float) -> RankState:
-    if status is None or state.status is not None:
-        return state
-    return replace(state, status=status, ended_s=now_s)
-
-
 def _storable(text: str) -> str:
     """Return a text that JSON can hold: file names and arguments may hold any byte."""
     return text.encode(errors="backslashreplace").decode()
@@ -160,31 +80,30 @@ def _source(field: Field, config: LaunchConfig, sources: Mapping[str, Source]) -
     return "the caller, or this machine" if is_changed else str(source)
 
 
-def _error(failure: Failure) -> RankError:
-    found = failure.record
-    if found is None:
-        return RankError(
-            rank=failure.rank, status=failure.status, traceback=hide_in_text(last_crash_lines(failure.crash))
-        )
-    return RankError(
-        rank=failure.rank,
-        status=failure.status,
-        exception=found.exception,
-        message=hide_in_text(found.message),
-        location=found.location,
-        traceback=hide_in_text(found.traceback, newest=True),
-    )
-
-
-_REFUSED = 2
-_PATIENCE_S = 1.0  # at the end, for the answer of git in a large tree
-
-
 class Journal:
-    """The journal of a launch as its supervisor sees it; this one keeps none.
+    """The log of a launch, as its supervisor writes it: the same lines to each folder that wants them.
 
     An `AccelError` that leaves its block is the end of the launch.
+
+    Args:
+        record: result of `first_record`; None to keep no log.
+        code: folder whose git repository holds the script.
+        clock: returns seconds since the epoch.
     """
+
+    def __init__(
+        self, record: LaunchRecord | None = None, code: str = ".", clock: Callable[[], float] = time.time
+    ) -> None:
+        self._launch = record
+        self._clock = clock
+        self._attempt: Attempt | None = None
+        self._file = launch_file(record.host, record.pid, record.started_s) if record else ""
+        self._log = bytearray()  # all lines, as ranks announce a run's folder minutes after the start
+        self._folders = [record.log_dir] if record and record.log_dir else []
+        self._known = set(self._folders)
+        self._reported: set[str] = set()
+        self._announced: dict[str, Position] = {}
+        self._description = Description(code)
 
     def __enter__(self) -> Self:
         return self
@@ -194,97 +113,67 @@ class Journal:
             self.finish(_REFUSED, str(error))
 
     def begin(self, records: Mapping[int, str], hosts: Sequence[str], kind: EventKind) -> None:
-        """Note a start of all ranks.
-
-        Args:
-            records: path of the failure record of each rank of this host.
-            hosts: hosts of the launch; empty if there is one.
-            kind: kind of the start.
-        """
+        """Note a start of all ranks, given the path of each rank's failure record; no hosts if there is one."""
+        if self._launch is None:
+            return
+        self._announced = {file_beside(path, "run"): Position() for path in records.values()}
+        ranks = [*records]
+        self._attempt = Attempt(
+            started_s=self._clock(),
+            hosts=tuple(map(_storable, hosts)),
+            ranks=tuple(RankState(rank=rank) for rank in ranks),
+        )
+        if not self._log:  # not before: a launch that is refused leaves no log
+            self._add(LaunchLine(launch=self._launch))
+        self._add(AttemptLine(attempt=self._attempt))
+        self.note(kind, f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}")
 
     def see(self, statuses: Mapping[int, int | None]) -> None:
         """Note the exit status of each rank, None for one that runs."""
-
-    def note(self, kind: EventKind, text: str) -> None:
-        """Note an event."""
-
-    def end(self, statuses: Mapping[int, int | None], failures: Iterable[Failure], first: Failure | None) -> None:
-        """Note the end of all ranks.
-
-        Args:
-            statuses: exit status of each rank.
-            failures: failures of this host.
-            first: the failure that caused the others, on any host.
-        """
-
-    def finish(self, status: int, text: str, *, stopped: str = "", checkpoint: str = "") -> None:
-        """Note the end of the launch.
-
-        Args:
-            status: its exit status.
-            text: its last report.
-            stopped: name of the signal that stopped it.
-            checkpoint: newest checkpoint.
-        """
-
-
-class LaunchJournal(Journal):
-    """The journal of a launch on one host.
-
-    Args:
-        record: result of `first_record`.
-        code: folder whose git repository holds the script.
-    """
-
-    def __init__(self, record: LaunchRecord, code: str) -> None:
-        self._record = record
-        self._code = code
-        self._folders = [record.log_dir] if record.log_dir else []
-        self._known = set(self._folders)
-        self._announced: dict[str, Position] = {}
-        self._description: Description | None = None
-
-    def begin(self, records: Mapping[int, str], hosts: Sequence[str], kind: EventKind) -> None:
-        self._announced = {file_beside(path, "run"): Position() for path in records.values()}
-        self._record = began(self._record, list(records), hosts, time.time(), kind)
-        self._write()
-
-    def see(self, statuses: Mapping[int, int | None]) -> None:
-        record = seen(self._record, statuses, time.time())
         is_new = self._find_folders()
-        if record is not self._record or is_new or self._is_described():
-            self._record = record
+        if self._look(statuses) or is_new or self._description.answer is not None:
             self._write()
 
     def note(self, kind: EventKind, text: str) -> None:
-        self._record = noted(self._record, kind, text, time.time())
+        """Note an event."""
+        self._add(EventLine(event=LaunchEvent(time_s=self._clock(), kind=kind, text=_shown(text))))
         self._write()
 
     def end(self, statuses: Mapping[int, int | None], failures: Iterable[Failure], first: Failure | None) -> None:
+        """Note the end of all ranks, the failures of this host, and the one, on any host, that caused the others."""
         _ = self._find_folders()
-        self._record = ended(self._record, statuses, failures, first, time.time())
+        _ = self._look(statuses)
+        if self._attempt is not None:
+            texts = {failure.rank: _end_text(failure) for failure in failures}
+            ranks = tuple(replace(each, text=texts.get(each.rank, "")) for each in self._attempt.ranks)
+            error = None if first is None else _error(first)
+            self._attempt = replace(self._attempt, ranks=ranks, ended_s=self._clock(), error=error)
+            self._add(AttemptLine(attempt=self._attempt))
         self._write()
-        if first is not None and 0 in statuses:  # rank 0 wrote the runs' records, and nobody does now
-            self._correct_runs(first)
 
     def finish(self, status: int, text: str, *, stopped: str = "", checkpoint: str = "") -> None:
-        if not self._record.attempts:  # it was refused before anything ran
+        """Note the end of the launch: its exit status, last report, the signal that stopped it, newest checkpoint."""
+        if self._launch is None or not self._log:  # it was refused before anything ran
             return
-        if self._description is not None:
+        if self._description.ident is not None:
             self._description.join(_PATIENCE_S)
-        record = noted(self._record, "end", text, time.time())
-        self._record = replace(
-            record, status=status, stopped=stopped, checkpoint=checkpoint, ended_s=record.events[-1].time_s
+        self._launch = replace(
+            self._launch, status=status, stopped=stopped, checkpoint=_storable(checkpoint), ended_s=self._clock()
         )
+        self.note("end", text)
+        self._add(LaunchLine(launch=self._launch))  # behind the event: who reads of the end has all of it
         self._write()
 
-    def _correct_runs(self, first: Failure) -> None:
-        started_s = self._record.attempts[-1].started_s
-        for folder in map(Path, self._folders):
-            run = read_run(folder)
-            if run is not None and (after := corrected(run, started_s, first, time.time())) is not run:
-                with suppress(OSError):  # the launch's own record has the error
-                    write_json(folder / RUN, after)
+    def _look(self, statuses: Mapping[int, int | None]) -> bool:
+        """Add a line if a rank has ended since the last look; return whether one has."""
+        if self._attempt is None:
+            return False
+        now_s = self._clock()
+        ranks = tuple(_state(each, statuses.get(each.rank), now_s) for each in self._attempt.ranks)
+        if is_changed := ranks != self._attempt.ranks:
+            self._attempt = replace(self._attempt, ranks=ranks)
+            self._add(AttemptLine(attempt=self._attempt))
+        return is_changed
 
     def _find_folders(self) -> bool:
         """Read which folders the ranks have announced; return whether one of them is new."""
@@ -298,50 +187,81 @@ class LaunchJournal(Journal):
                 self._known.add(folder)
         return is_new
 
-    def _is_described(self) -> bool:
-        """Return whether facts have arrived that the record lacks."""
-        return self._description is not None and bool(self._description.versions) and not self._record.versions
+    def _add(self, line: LogLine) -> None:
+        self._log += msgspec.json.encode(line) + b"\n" if self._launch is not None else b""
 
     def _write(self) -> None:
-        if self._folders and self._description is None:
-            self._description = Description(self._code)
-            self._description.start()
-        if self._description is not None and self._is_described():
-            self._record = replace(self._record, versions=self._description.versions, source=self._description.source)
-        name = launch_file(self._record.host, self._record.pid, self._record.started_s)
+        """Bring the file of each folder up to date, and ask for versions once one wants them."""
+        if self._folders and self._launch is not None:
+            if self._description.ident is None:
+                self._description.start()
+            if (answer := self._description.answer) is not None:
+                self._launch, self._description.answer = (
+                    replace(self._launch, versions=answer[0], source=answer[1]),
+                    None,
+                )
+                self._add(LaunchLine(launch=self._launch))
         for folder in list(self._folders):
-            path = Path(folder, name)
+            path = Path(folder, self._file)
             try:
                 path.parent.mkdir(exist_ok=True)
-                write_json(path, self._record)
-            except OSError as error:  # a launch goes on without its record
-                self._folders.remove(folder)
-                if os.path.isdir(folder):  # a temporary one may be gone
+                append_rest(path, self._log)
+            except OSError as error:  # a launch goes on without its log
+                if not os.path.isdir(folder):  # a temporary one may be gone
+                    self._folders.remove(folder)
+                elif folder not in self._reported:  # the next line tries again: the disk may have room by then
+                    self._reported.add(folder)
                     tell(f"accel: {folder} gets no record of this launch: {error.strerror}\n")
+
+
+def _state(state: RankState, status: int | None, now_s: float) -> RankState:
+    # The first look that sees the end has its time.
+    return state if status is None or state.status is not None else replace(state, status=status, ended_s=now_s)
+
+
+def _shown(text: str) -> str:
+    lines = (line.removeprefix("accel: ") for line in text.strip().splitlines())
+    return _storable(hide_in_text("\n".join(lines)))
+
+
+def _end_text(failure: Failure) -> str:
+    return _storable(hide_in_text(describe_end(failure)))
+
+
+def _error(failure: Failure) -> RankError:
+    found, text = failure.record, _end_text(failure)
+    if found is None:
+        crash = hide_in_text(last_crash_lines(failure.crash))
+        return RankError(rank=failure.rank, status=failure.status, traceback=crash, text=text)
+    return RankError(
+        rank=failure.rank,
+        status=failure.status,
+        exception=found.exception,
+        message=hide_in_text(found.message),
+        location=found.location,
+        traceback=hide_in_text(found.traceback, newest=True),
+        text=text,
+    )
 
 
 class Description(threading.Thread):
     """A thread that asks for versions and git's state, and then wakes the launcher.
 
     Attributes:
-        versions: result of `installed_versions`; empty until all is known.
-        source: state of the repository; None if there is none.
+        answer: both, once they are known; the journal takes them away.
     """
 
     def __init__(self, code: str) -> None:
         super().__init__(name="accel-launch-versions", daemon=True)
         self._code = code
-        self.versions: dict[str, str] = {}
-        self.source: SourceState | None = None
+        self.answer: tuple[dict[str, str], SourceState | None] | None = None
 
     def run(self) -> None:
-        answer = ask_git(self._code)
-        versions = installed_versions()
-        self.source = answer()
-        self.versions = versions
+        source = ask_git(self._code)
+        self.answer = (installed_versions(), source())
         os.kill(os.getpid(), signal.SIGCHLD)
 
 
-def open_journal(target: LaunchTarget, record: LaunchRecord) -> LaunchJournal:
+def open_journal(target: LaunchTarget, record: LaunchRecord) -> Journal:
     """Return the journal of a launch with its first record."""
-    return LaunchJournal(record, os.path.dirname(os.path.abspath(target.name)) if target.kind == "script" else ".")
+    return Journal(record, os.path.dirname(os.path.abspath(target.name)) if target.kind == "script" else ".")

@@ -48,12 +48,13 @@ class FollowedRun:
         if changed != self._listed:  # a checkpoint that commits or goes changes its folder's list of names
             self._listed = changed
             self._checkpoints = self._list_checkpoints(self._folder) if changed else ()
+        launches = read_launches(self._folder)
         return RunData(
             name=self._name,
             folder=self._folder,
             curves=self._curves,
-            run=read_run(self._folder),
-            launches=read_launches(self._folder),
+            run=read_run(self._folder, launches),
+            launches=launches,
             checkpoints=self._checkpoints,
         )
 

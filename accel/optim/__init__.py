@@ -5,6 +5,7 @@ from accel.optim._accumulation import Accumulation as Accumulation, keep_losses 
 from accel.optim._foreach import norms as norms
 from accel.optim._gradients import (
     clamp_ as clamp_,
+    elements_of as elements_of,
     first_nonfinite as first_nonfinite,
     gradients as gradients,
     parameters_of as parameters_of,

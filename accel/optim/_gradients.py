@@ -40,6 +40,22 @@ def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def elements_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return dense gradients and, in the places of sparse ones, the rows that these hold, which share their memory.
+
+    Sparse gradients are coalesced: one that is not holds some rows as several summands, of no use for norms and limits.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for each in parameters:
+        grad = each.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            each.grad = grad = grad.coalesce()
+        found[id(grad)] = grad.values() if grad.is_sparse else grad
+    return list(found.values())
+
+
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply gradients in place, in one pass. No communication.
 
@@ -72,7 +88,10 @@ def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
 def first_nonfinite(parameters: Sequence[torch.Tensor]) -> int:
     """Return the index of the first parameter with inf or NaN in this rank's gradient; their number if none has."""
     for at, parameter in enumerate(parameters):
-        if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):
+        if parameter.grad is None:
+            continue
+        own = local_part(parameter.grad)
+        if not bool(torch.isfinite(own.coalesce().values() if own.is_sparse else own).all()):
             return at
     return len(parameters)
 

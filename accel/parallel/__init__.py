@@ -56,6 +56,7 @@ from accel.parallel._prepare_model import (
     refuse_plan as refuse_plan,
     replaces_parameters as replaces_parameters,
 )
+from accel.parallel._refused import check_sparse as check_sparse
 from accel.parallel._spread import average_ as average_
 from accel.parallel._sync import (
     check_prepared as check_prepared,

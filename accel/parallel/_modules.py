@@ -147,6 +147,16 @@ def held_by(model: nn.Module) -> EngineGradients | None:
     return None
 
 
+def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that DDP expects sparse gradients of, those of `sparse=True`, by path."""
+    found: dict[str, nn.Parameter] = {}
+    for path, module in named_modules(model):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            own = module.named_parameters(path, recurse=False)
+            found |= {name: each for name, each in own if each.requires_grad}
+    return found
+
+
 def emptied_by(module: nn.Module) -> str | None:
     """Return what makes a module's parameters empty between passes; None where they have their values."""
     return cast("str | None", vars(module).get(EMPTIED))

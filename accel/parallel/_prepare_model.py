@@ -25,10 +25,11 @@ from accel.parallel._refused import (
     check_frozen,
     check_hooked,
     check_shapes,
+    check_sparse,
     check_unallocated,
 )
 from accel.parallel._same_batches import compare_batches
-from accel.parallel._sharded import check_adopted, check_replicated
+from accel.parallel._sharded import check_adopted, check_replicated, is_sharded
 from accel.parallel._spread import Spread, SpreadOptions, check_masters, refuse_foreign, stage_comm
 from accel.parallel.axes.context import CONTEXT
 from accel.parallel.axes.experts import EXPERT
@@ -168,6 +169,7 @@ def prepare_model(
     if engine is not None:
         _check_used(ctx, keywords, ())
         refuse_plan(ctx, plan)
+        check_sparse(model, {f"the engine {ctx.settings.strategy}": True}, "prepare_model")
         compile_as_set(ctx, model)
         return engine.prepare(ctx, [model])[0]
     spreads = composition(ctx)
@@ -242,6 +244,15 @@ def check_model(
     check_devices(ctx, model)
     waiting = unspread(ctx, model)
     check_masters(ctx, waiting)
+    keywords = keywords or ReplicateOptions()
+    refusing = [each.dimension for each in composition(ctx) if not each.takes_sparse]
+    obstacles = {
+        f"parameters spread along {', '.join(refusing)}": bool(refusing),
+        "master weights": ctx.precision.master_weights is not None,
+        "a comm_hook that compresses": keywords.compresses,
+        "parameters that are sharded already": is_sharded(model),
+    }
+    check_sparse(model, obstacles, "prepare_model")
     if waiting:
         check_shapes(model)
         check_axes(ctx)

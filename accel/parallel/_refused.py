@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accel.context import DistContext
 from accel.errors import AccelError, DeviceError, PrepareError
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import named_modules, sparse_tables
 from accel.tensors import is_absent, packed_weights
 from accel.topology import dimension_of
 
@@ -122,6 +122,50 @@ def check_bare(model: nn.Module) -> None:
                 where=f"prepare_model, {name or 'the model'}",
                 fix="Pass the module that was wrapped, before it is wrapped; or leave the model out of prepare.",
             )
+
+
+def check_sparse(model: nn.Module, obstacles: Mapping[str, bool], where: str) -> None:
+    """Refuse sparse gradients where nothing exchanges them, or where they meet dense ones of the same parameter.
+
+    Args:
+        model: the model, without wrappers.
+        obstacles: things that do not take sparse gradients, and whether each of them is there.
+        where: place of the error.
+
+    Raises:
+        PrepareError: such a model, on any number of ranks; the first parameters are named.
+    """
+    tables = sparse_tables(model)
+    if not tables:
+        return
+    names = ", ".join(list(tables)[:_SHOWN])
+    if found := [each for each, stands in obstacles.items() if stands]:
+        raise PrepareError(
+            "sparse gradients travel through DDP alone, and as they are",
+            expected='strategy="ddp", on a mesh of replicas',
+            got=f"embeddings with sparse=True and {', '.join(found)}",
+            where=f"{where}, {names}",
+            fix="Build them with sparse=False, and take a dense optimizer in the place of SparseAdam.",
+        )
+    if dense := _dense_uses(model, {id(each) for each in tables.values()}):
+        raise PrepareError(
+            "a parameter would get sparse gradients and dense ones, which DDP does not add up",
+            expected="the weight of an embedding with sparse=True, in no other module",
+            got=", ".join(dense[:_SHOWN]),
+            where=where,
+            fix="Build the embedding with sparse=False, or give the other module a weight of its own.",
+        )
+
+
+def _dense_uses(model: nn.Module, tables: Collection[int]) -> list[str]:
+    """List the paths under which parameters of sparse embeddings are something else than the weight of one."""
+    uses: list[str] = []
+    for path, module in named_modules(model):
+        for name, each in module.named_parameters(recurse=False):
+            is_table = name == "weight" and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            if id(each) in tables and not is_table:
+                uses.append(f"{path}.{name}" if path else name)
+    return uses
 
 
 def check_shapes(model: nn.Module) -> None:

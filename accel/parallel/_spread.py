@@ -120,6 +120,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         check: raises for a model that cannot be spread with these options. No communication, and nothing is changed.
         spread: spreads a model, from rank 0's values if there are some. A collective that mutates the model.
         replaces: whether the model has other parameters afterwards.
+        takes_sparse: whether it exchanges sparse gradients.
     """
 
     dimension: Dimension
@@ -128,6 +129,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     check: Callable[[DistContext, nn.Module, Any], None]
     spread: SpreadFunction
     replaces: bool
+    takes_sparse: bool = False
 
 
 def compare_models(ctx: DistContext, options: SpreadOptions, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -55,6 +55,8 @@ def reduce_tensors(reduction: Reduction, tensors: Sequence[Tensor]) -> Tensor:
         A new tensor of that shape and dtype.
     """
     first = tensors[0]
+    if first.is_sparse:  # sums alone, see `check_layouts`
+        return functools.reduce(torch.add, tensors).coalesce()
     match reduction:
         case Reduction.SUM:
             return _total(tensors)
@@ -98,9 +100,10 @@ class TensorLayout(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    sparse: bool = False
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{'sparse ' * self.sparse}{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 class SimulatedCall(NamedTuple):
@@ -118,7 +121,7 @@ Run = Callable[[Sequence[Buffers]], None]
 
 def layout(tensor: Tensor) -> TensorLayout:
     """The layout of a tensor."""
-    return TensorLayout(tensor.dtype, tensor.shape)
+    return TensorLayout(tensor.dtype, tensor.shape, tensor.is_sparse)
 
 
 def fill(target: Tensor, source: Tensor) -> None:
@@ -131,7 +134,7 @@ def fill(target: Tensor, source: Tensor) -> None:
         raise CollectiveMismatch(
             "a buffer does not fit what it is to receive", expected=str(layout(source)), got=str(layout(target))
         )
-    target.copy_(source.reshape(target.shape))
+    target.copy_(source if source.is_sparse else source.reshape(target.shape))
 
 
 def barrier(ranks: Sequence[Buffers]) -> None:

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from accel.testing import _collectives as run
 from accel.testing._collectives import Buffers, Reduction, Run, SimulatedCall, TensorLayout, layout, reduction_of
-from accel.testing._networks import check_message, check_reduction, check_tensors
+from accel.testing._networks import check_layouts, check_message, check_reduction, check_tensors
 from accel.testing._rendezvous import Meeting, MeetingPoint, MessageSide
 from accel.testing._sites import SimulationError
 
@@ -256,6 +256,7 @@ class SimulatedGroup(_Untyped):
 
     def _join(self, call: SimulatedCall, buffers: Buffers, work: Run, reduction: Reduction | None = None) -> dist.Work:
         network = self._rendezvous.network
+        check_layouts(network, call.name, reduction, buffers.inputs, buffers.outputs)
         if reduction is not None:
             check_reduction(network, call.name, reduction, buffers.inputs[0].dtype)
         check_tensors(network, call.name, buffers.inputs, buffers.outputs)

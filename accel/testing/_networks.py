@@ -23,6 +23,7 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 _INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool})
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_SPARSE = (_FLOATS - {torch.float16}) | (_INTEGERS - {torch.bool})  # torch does not add the others
 _LINEAR = frozenset({Reduction.SUM, Reduction.AVG})
 
 
@@ -123,6 +124,34 @@ def check_reduction(network: Network | None, name: str, reduction: Reduction, dt
         )
 
 
+def check_layouts(
+    network: Network | None, name: str, reduction: Reduction | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    """Refuse sparse tensors, but for sums of one on all ranks, which gloo computes and nccl does not.
+
+    Args:
+        network: the backend.
+        name: the collective.
+        reduction: its operation; None for one that moves data.
+        inputs: tensors to read.
+        outputs: tensors to write.
+
+    Raises:
+        SimulationError: it does not take one.
+    """
+    if not any(each.is_sparse for each in (*inputs, *outputs)):
+        return
+    is_sum = name == "all_reduce" and reduction is Reduction.SUM and len(inputs) == 1
+    if network == "nccl" or not is_sum or (network == "gloo" and inputs[0].dtype not in _SPARSE):
+        raise SimulationError(
+            f"{network or 'the simulated network'} does not carry sparse tensors here",
+            expected="dense tensors, or for gloo all_reduce(SUM) of one sparse tensor of a dtype that torch adds",
+            got=str(inputs[0].dtype),
+            where=name,
+            fix="Gather tensor.indices() and tensor.values(), or pass tensor.to_dense().",
+        )
+
+
 def check_tensors(network: Network | None, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Refuse tensors that the backend does not take; without a backend, take all.
 
@@ -140,7 +169,7 @@ def check_tensors(network: Network | None, name: str, inputs: Sequence[Tensor], 
     limits = _LIMITS[network]
     for tensor in (*inputs, *outputs):
         _check_dtype(limits, network, name, tensor.dtype)
-        if name in limits.dense and not tensor.is_contiguous():
+        if name in limits.dense and not tensor.is_sparse and not tensor.is_contiguous():
             raise SimulationError(
                 f"{network} needs contiguous tensors here",
                 got=f"strides {tensor.stride()} for shape {tuple(tensor.shape)}",

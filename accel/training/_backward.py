@@ -228,6 +228,8 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
     except RuntimeError as error:
         raise_lost_peer(error, "backward")
         _raise_marked_twice(error)
+        if ctx.world_size > 1:
+            _raise_mixed(error)
         raise
 
 
@@ -240,6 +242,28 @@ def _raise_marked_twice(error: RuntimeError) -> None:
             where="backward",
             fix="Add the losses and call backward once: (first + second).",
         ) from error
+
+
+# what DDP says of a gradient that is sparse and should not be, or is not and should
+_MIXED = {
+    "Expected variable to have sparse gradient": "a dense gradient of an embedding with sparse=True",
+    "Expected sparse gradient to be defined": "no gradient of an embedding with sparse=True",
+    "storage of SparseTensorImpl": "a sparse gradient of another parameter",
+}
+
+
+def _raise_mixed(error: RuntimeError) -> None:
+    for told, got in _MIXED.items():
+        if told in str(error):
+            raise StepError(
+                "DDP exchanges the gradients of a parameter as sparse ones or as dense ones",
+                expected="sparse gradients in every backward from nn.Embedding or nn.EmbeddingBag with sparse=True, and"
+                " from nothing else",
+                got=got,
+                where="backward",
+                fix="Use the weight of such an embedding by its forward alone; where a batch looks nothing up, add"
+                " table(ids[:0]).sum() to the loss. Or build the embedding with sparse=False.",
+            ) from error
 
 
 @context_first

@@ -23,6 +23,7 @@ from accel.items import is_zero
 from accel.optim import parameters_of
 from accel.parallel import (
     check_model,
+    check_sparse,
     compile_as_set,
     engine_of,
     heir_of,
@@ -234,6 +235,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None) -> Any
             refuse_plan(ctx, plan)
             for each in objects:
                 if isinstance(each, nn.Module):
+                    check_sparse(each, {f"the engine {ctx.settings.strategy}": True}, "prepare")
                     compile_as_set(ctx, each)
     loaded = [prepare_loader(ctx, cast(Any, each)) if isinstance(each, DataLoader) else each for each in objects]
     if engine is not None:

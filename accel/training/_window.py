@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accel.comm import Call, adopt, agreed, all_gather_flat, all_reduce_flat
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, gradients, parameters_of, total_norm
+from accel.optim import Accumulation, elements_of, gradients, parameters_of, total_norm
 from accel.parallel import average_, check_exchanged, drop_unused, found_gradient, name_of
 from accel.parallel.axes.pipeline import is_tied_copy
 from accel.precision import LossScale
@@ -65,12 +65,13 @@ def checked_window(ctx: DistContext, scaler: LossScale, accum: Accumulation | No
 def window_gradients(
     ctx: DistContext, window: Accumulation, *groups: Iterable[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Return the gradients of groups of parameters as ranks have exchanged them.
+    """Return the gradients of groups of parameters as ranks have exchanged them; of sparse ones the rows alone.
 
-    A collective if a graph was kept, or where unused parameters have been announced.
+    A collective if a graph was kept, or where unused parameters have been announced. Sparse gradients are coalesced.
 
     Raises:
-        StepError: no group has gradients, one is sparse, or ranks have not exchanged them.
+        StepError: no group has gradients, or ranks have not exchanged them; or a graph was kept on several ranks beside
+            a sparse gradient.
         PrepareError: no model exchanges the gradient of a parameter.
     """
     listed = [list(group) for group in groups]
@@ -193,13 +194,16 @@ def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Te
     grads = gradients(parameters)
     if ctx.world_size > 1:
         check_exchanged(ctx.rank, parameters)
-    if {grad.layout for grad in grads} - {torch.strided}:
-        raise StepError(
-            "a sparse gradient cannot be clipped and scaled",
-            expected="dense gradients",
-            got=f"{sum(grad.layout is not torch.strided for grad in grads)} sparse ones",
-            fix="Build the embedding with sparse=False.",
-        )
+    if torch.sparse_coo in {grad.layout for grad in grads}:
+        if window.retained and ctx.world_size > 1:
+            raise StepError(
+                "sparse gradients of two backward passes through one graph cannot be averaged",
+                expected="one backward in the micro-batch that ends a window",
+                got="retain_graph=True",
+                where=f"rank {ctx.rank}",
+                fix="Add the losses and call backward once, or build the embedding with sparse=False.",
+            )
+        return elements_of(parameters)
     if window.retained and ctx.world_size > 1:  # what was exchanged already is the same everywhere, and stays
         average_(ctx, [grad for grad in grads if not is_dtensor(grad)])
     return grads

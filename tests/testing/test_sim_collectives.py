@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
+from accel.errors import CollectiveMismatch
 from accel.testing import SimulationError, Simulator, simulate_groups
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -65,6 +66,34 @@ def test_all_reduce_and_reduce(simulator, size, shape, dtype, op, seed):
     for i, (everywhere, at_root) in enumerate(simulator.run_groups(rank, size, seed=seed)):
         _same(everywhere, expected)
         _same(at_root, expected if i == root else xs[i])
+
+
+@relaxed
+@given(size=worlds, counts=st.lists(st.integers(0, 6), min_size=8, max_size=8), seed=seeds)
+def test_all_reduce_of_sparse_tensors(simulator, size, counts, seed):
+    generator = torch.Generator().manual_seed(seed or 0)
+    rows = [torch.randint(0, 5, (1, count), generator=generator) for count in counts]
+    ones = [torch.ones(each.shape[1], 2).double() for each in rows]
+    pairs = zip(rows, ones, strict=True)
+    xs = [torch.sparse_coo_tensor(at, values, (5, 2), check_invariants=True) for at, values in pairs]
+
+    def rank(group):
+        mine = xs[group.rank()].clone()
+        dist.all_reduce(mine, group=group)
+        return mine
+
+    for got in simulator.run_groups(rank, size, seed=seed):
+        assert got.is_coalesced()
+        _same(got.to_dense(), sum(each.to_dense() for each in xs[:size]))
+        assert got.indices()[0].tolist() == torch.cat(rows[:size], 1).unique().tolist()
+
+
+def test_a_sparse_tensor_meets_no_dense_one():
+    def rank(group):
+        dist.all_reduce(torch.eye(2).to_sparse() if group.rank() else torch.eye(2), group=group)
+
+    with pytest.raises(CollectiveMismatch, match=r"sparse float32\[2, 2\]"):
+        simulate_groups(rank, 2)
 
 
 @relaxed

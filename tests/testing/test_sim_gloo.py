@@ -61,6 +61,9 @@ class Rank:
         shape, dtype = (*lead, *self.case.shape), getattr(torch, self.case.dtype)
         return torch.zeros(shape, dtype=torch.uint8).to(dtype)
 
+    def indices(self, count: int) -> torch.Tensor:
+        return torch.randint(0, 5, (1, count), generator=self._generator)
+
     def rows(self) -> list[torch.Tensor]:
         return [self.draw() for _ in range(self.size)]
 
@@ -93,6 +96,14 @@ def all_reduce(me: Rank) -> Any:
     x = me.draw()
     _wait(dist.all_reduce(x, me.op, me.group, me.later))
     return x
+
+
+@reduction
+def all_reduce_sparse(me: Rank) -> Any:
+    values = me.draw()
+    x = torch.sparse_coo_tensor(me.indices(values.shape[0]), values, (5, *values.shape[1:]), check_invariants=False)
+    _wait(dist.all_reduce(x, me.op, me.group, me.later))
+    return x.is_coalesced(), x.coalesce().indices(), x.coalesce().values()
 
 
 @reduction

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import accel
-from accel import ConfigError, NonFiniteError
+from accel import ConfigError, NonFiniteError, PrepareError
 from accel.formats import StrategyName
 from accel.parallel._engines import ENGINES, engine_of
 from accel.topology import STRATEGY_DIMENSION
@@ -191,3 +191,10 @@ def test_a_plan_beside_an_engine_is_refused() -> None:
     for prepare in (accel.prepare, accel.prepare_model):
         with pytest.raises(ConfigError, match=r"a plan has no effect on an engine: .*got fake - at plan="):
             prepare(ctx, nn.Linear(2, 2), plan=accel.Plan(offload=True))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    ctx = _driven(accel.single())
+    for prepare in (accel.prepare, accel.prepare_model):
+        with pytest.raises(PrepareError, match=r"sparse=True and the engine fake - at .*, 0\.weight"):
+            prepare(ctx, nn.Sequential(nn.Embedding(3, 2, sparse=True)))

@@ -14,8 +14,10 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm import adopt, all_gather_flat
 from accel.errors import ConfigError, check_choice
 from accel.parallel._spread import SpreadOptions
+from accel.tensors import integers
 
 
 class _BucketPart(NamedTuple):
@@ -213,6 +215,11 @@ class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
     gradient_as_bucket_view: bool = True
     comm_hook: Any = None
 
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients travel otherwise than they are, by a hook of this package."""
+        return self.comm_hook is not None and not callable(self.comm_hook)
+
     def check(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
         if self.find_unused_parameters and self.static_graph:
@@ -233,6 +240,33 @@ class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
         hook = self.comm_hook
         named = f"function {getattr(hook, '__qualname__', type(hook).__qualname__)}" if callable(hook) else hook
         return repr(msgspec.structs.replace(self, comm_hook=named))
+
+
+def gather_sparse(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Replace a bucket's gradients by their mean over ranks, a sparse one by gathers: NCCL has no sum of those.
+
+    Waits for the device where it is sparse, as ranks hold different numbers of rows. A collective.
+    """
+    own = bucket.buffer()
+    if not own.is_sparse:
+        return default_hooks.allreduce_hook(group, bucket)
+    own = own.coalesce()
+    rows = own.indices()[0]
+    values = own.values()
+    comm = adopt(group, own.device)
+    counts = all_gather_flat(comm, torch.tensor([len(rows)], device=own.device))
+    most = max(1, *integers(counts.flatten()))
+    padded = values.new_zeros(most, *values.shape[1:])
+    padded[: len(rows)] = values / comm.size
+    every_row = all_gather_flat(comm, torch.nn.functional.pad(rows, (0, most - len(rows))))
+    every_value = all_gather_flat(comm, padded.flatten()).view(comm.size, *padded.shape)
+    is_held = torch.arange(most, device=own.device) < counts
+    mean = cast(Any, torch).sparse_coo_tensor(
+        every_row[is_held].unsqueeze(0), every_value[is_held], own.shape, check_invariants=False
+    )
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(mean.coalesce())
+    return done
 
 
 def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook | None) -> None:

@@ -18,11 +18,12 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, let_step_alone_
-from accel.parallel._modules import wrapped_name
+from accel.parallel._modules import sparse_tables, unwrap_model, wrapped_name
 from accel.parallel._private import exchange_in, rebuild_buckets
+from accel.parallel._refused import check_sparse
 from accel.parallel._sharded import is_sharded
 from accel.parallel._spread import Spread, begin_with_rank_0_, check_buckets, compare_models, replicated_tensors
-from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions, register_hook
+from accel.parallel.axes.replicate._comm_hooks import ReplicateOptions, gather_sparse, register_hook
 from accel.tensors import has_wide_gradient, packed_weights
 
 _ddp = cast(Any, DistributedDataParallel)
@@ -97,8 +98,19 @@ class _Touch(nn.Module):
 
     def forward(self) -> torch.Tensor:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        real = [torch.view_as_real(each) if each.is_complex() else each for each in trained]
-        return torch.stack([each.flatten()[:1].sum().double() * 0 for each in real]).sum()
+        tables = {id(each) for each in sparse_tables(self.model).values()}
+        return torch.stack([_touched(each, sparse=id(each) in tables) for each in trained]).sum()
+
+
+def _touched(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
+    """Return 0 as a function of a parameter; a sparse gradient has no rows then."""
+    if sparse:
+        none = torch.empty(0, dtype=torch.long, device=parameter.device)
+        used = nn.functional.embedding(none, parameter, sparse=True)
+    else:
+        used = parameter.flatten()[:1]
+    real = torch.view_as_real(used) if used.is_complex() else used
+    return real.sum().double() * 0
 
 
 def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
@@ -137,9 +149,14 @@ def _replicate(ctx: DistContext, model: nn.Module, options: ReplicateOptions) ->
         **_buffer_options(ctx, model, options),
         **_initial_options(ctx, model),
     )
+    hook = options.comm_hook
+    is_early = ctx.backend == "nccl" and bool(sparse_tables(model))  # NCCL does not even sum the rows of no sample
+    if is_early:
+        register_hook(replica, ctx.comm.group, hook or gather_sparse)
     if not options.find_unused_parameters and not options.static_graph:
         _fix_buckets(replica)
-    register_hook(replica, ctx.comm.group, options.comm_hook)
+    if not is_early:
+        register_hook(replica, ctx.comm.group, hook)
     return replica
 
 
@@ -193,7 +210,13 @@ def replica_of(model: nn.Module) -> DistributedDataParallel | None:
 
 
 REPLICATE = Spread(
-    dimension="replicate", options=ReplicateOptions, is_done=_is_done, check=_check, spread=_spread, replaces=False
+    dimension="replicate",
+    options=ReplicateOptions,
+    is_done=_is_done,
+    check=_check,
+    spread=_spread,
+    replaces=False,
+    takes_sparse=True,
 )
 
 
@@ -218,13 +241,17 @@ def join_uneven_inputs(
 
     Raises:
         ConfigError: no models.
-        PrepareError: a model that DDP does not wrap, or something else that does not join, on more ranks than one.
+        PrepareError: a model with sparse gradients; on more ranks than one also a model that DDP does not wrap, or
+            something else that does not join.
 
     Reference: torch.distributed.algorithms.Join.
     """
     ctx.comm.check_open()
     if not models:
         raise ConfigError("nothing to join", expected="the models that the block trains", got="none")
+    for each in models:
+        if isinstance(each, nn.Module):
+            check_sparse(unwrap_model(each), {"ranks that run out of inputs": True}, "join_uneven_inputs")
     if ctx.world_size == 1:
         yield
         return

@@ -22,7 +22,7 @@ from accel.parallel._empty import move_model
 from accel.parallel._labels import APART, is_local, label_parameters, mark_local, note_micro_batches
 from accel.parallel._modules import is_pipelined, unwrap_model
 from accel.parallel._prepare_model import check_axes, composition, own_options
-from accel.parallel._refused import check_devices
+from accel.parallel._refused import check_devices, check_sparse
 from accel.parallel._same_batches import compare_batches
 from accel.parallel._sharded import is_sharded
 from accel.parallel._spread import average_along_, begin_with_rank_0_, replicated_tensors
@@ -90,6 +90,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     ctx.comm.check_open()
     _check_local(model, "prepare_local_model")
     _check_values(ctx, model)
+    check_sparse(model, {"local SGD": True}, "prepare_local_model")
     plan = ctx.plan if plan is None else plan
     within = [each for each in composition(ctx) if each.dimension in _WITHIN] if ctx.world_size > 1 else []
     if not within:

@@ -11,9 +11,9 @@ from accel.config._accelerate_sections import join, take_sections
 from accel.config._files import decode_values, read_text
 from accel.config._record import LaunchConfig
 from accel.config._resolve import ConfigFile, rendezvous_fields, resolve
-from accel.config._yaml_plain import MOST_DEPTH, decode_plain, malformed
-from accel.errors import ConfigError
+from accel.errors import ConfigError, MissingExtraError
 
+_MOST_DEPTH = 64
 _MOST_NODES = 100_000  # with each alias counted as all that it stands for
 
 
@@ -26,13 +26,19 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
 
     Raises:
         ConfigError: the document is malformed, is no mapping, has a key twice with different values, or is nested or
-            repeated by aliases beyond reason; without PyYAML also if it is more than the plain reader knows.
-            The message has line and column.
+            repeated by aliases beyond reason. The message has line and column.
+        MissingExtraError: PyYAML does not import.
     """
     try:
         yaml = importlib.import_module("yaml")
-    except ImportError:
-        return decode_plain(text, path)
+    except ImportError as error:
+        raise MissingExtraError(
+            "a configuration in YAML needs a package that does not import",
+            expected="PyYAML",
+            got=f"{type(error).__name__}: {error}",
+            where=path,
+            fix="Run `pip install 'accel[yaml]'`, or convert the file to JSON.",
+        ) from error
     try:
         _check_events(yaml, text, path)
         loader = yaml.SafeLoader(text)
@@ -41,12 +47,12 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
         values: object = loader.construct_document(node) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise malformed(str(error.problem or error.context), path, mark.line + 1, mark.column + 1) from None
+        raise _malformed(str(error.problem or error.context), path, mark.line + 1, mark.column + 1) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise malformed(f"a character that YAML does not allow: U+{error.character:04X}", path, line, 1) from None
+        raise _malformed(f"a character that YAML does not allow: U+{error.character:04X}", path, line, 1) from None
     except (ValueError, OverflowError) as error:  # such as a date that no calendar has
-        raise malformed(str(error), path, 1, 1) from None
+        raise _malformed(str(error), path, 1, 1) from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -55,6 +61,11 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ConfigError("a key that is no text", expected="a name", got=repr(key), where=path, fix="Quote it.")
     return cast("dict[str, Any]", values)
+
+
+def _malformed(reason: str, path: str, line: int, column: int) -> ConfigError:
+    """Make the error of a document, with its place."""
+    return ConfigError("malformed YAML", got=reason, where=f"{path}, line {line}, column {column}")
 
 
 def _check_events(yaml: Any, text: str, path: str) -> None:
@@ -74,13 +85,13 @@ def _check_events(yaml: Any, text: str, path: str) -> None:
             total += sizes.get(anchor, 1) if anchor is not None else 1
             if anchor is not None and anchor in (name for name, _ in opened):
                 problem = "a value that contains itself"
-        if len(opened) > MOST_DEPTH:
-            problem = f"nested more than {MOST_DEPTH} deep"
+        if len(opened) > _MOST_DEPTH:
+            problem = f"nested more than {_MOST_DEPTH} deep"
         if total > _MOST_NODES:
             problem = f"more than {_MOST_NODES} values"
         if problem:
             mark = event.start_mark
-            raise malformed(problem, path, mark.line + 1, mark.column + 1)
+            raise _malformed(problem, path, mark.line + 1, mark.column + 1)
 
 
 def _check_keys(yaml: Any, node: Any, path: str, seen: set[int]) -> None:
@@ -97,7 +108,7 @@ def _check_keys(yaml: Any, node: Any, path: str, seen: set[int]) -> None:
         first = found.setdefault(key.value, value) if isinstance(key, yaml.ScalarNode) else value
         if first is not value and _plain(yaml, first) != _plain(yaml, value):
             mark = key.start_mark
-            raise malformed(f"{key.value} stands twice, with different values", path, mark.line + 1, mark.column + 1)
+            raise _malformed(f"{key.value} stands twice, with different values", path, mark.line + 1, mark.column + 1)
         _check_keys(yaml, value, path, seen)
 
 
@@ -177,6 +188,7 @@ def import_accelerate(path: str) -> Imported:
 
     Raises:
         ConfigError: it cannot be read, is malformed, or holds a value that it never takes.
+        MissingExtraError: it is in YAML, and PyYAML does not import.
     """
     if path.lower().endswith(".toml"):
         fix = f"A file of accel needs no import: `accel launch --config {path}`."

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,18 +232,10 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["PyYAML", "without"])
 @pytest.mark.parametrize(("text", "config", "left_out"), FILES)
 def test_files_of_every_version_are_taken_over(
-    text: str,
-    config: LaunchConfig,
-    left_out: set[str],
-    installed: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    text: str, config: LaunchConfig, left_out: set[str], tmp_path: Path
 ) -> None:
-    if not installed:
-        monkeypatch.setitem(sys.modules, "yaml", None)
     path = tmp_path / "old.yaml"
     path.write_text(text)
     imported = import_accelerate(str(path))

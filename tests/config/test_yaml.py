@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML: PyYAML reads all of it; without it the plain reader gives the same values or refuses by line."""
+"""YAML: the values of PyYAML, or an error with the place; without PyYAML, an error that names the extra."""
 
 import datetime
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, strategies as st
 
 from accel.cli import main
+from accel.config import import_accelerate
 from accel.config._accelerate import decode_yaml
-from accel.config._yaml_plain import decode_plain
-from accel.errors import ConfigError
-
-Reader = Callable[[str, str], dict[str, Any]]
-READERS = pytest.mark.parametrize("read", [decode_yaml, decode_plain], ids=["PyYAML", "plain"])
+from accel.errors import ConfigError, MissingExtraError
 
 SCALARS = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text("ab '\"#:-{,", max_size=6)
 KEYS = st.text("abc_", min_size=1)
@@ -46,20 +43,18 @@ def written(values: dict[str, Any], indent: str = "") -> str:
 
 @given(st.dictionaries(KEYS, NESTED, max_size=5))
 def test_nested_keys_lists_and_scalars_are_read(values: dict[str, Any]) -> None:
-    assert decode_plain(written(values), "a.yaml") == values
     assert decode_yaml(written(values), "a.yaml") == values
 
 
 @given(NASTY | NASTY.map("a: {}\nb: 1\n".format) | NASTY.map("a: [{}]\n".format) | NASTY.map("a:\n- {}\n- b\n".format))
-def test_the_plain_reader_gives_what_pyyaml_gives_or_refuses(text: str) -> None:
+def test_any_text_has_the_values_of_pyyaml_or_is_refused_with_its_place(text: str) -> None:
     try:
-        values = decode_plain(text, "a.yaml")
-    except ConfigError:
-        return
-    assert repr(decode_yaml(text, "a.yaml")) == repr(values)
+        found, expected = repr(decode_yaml(text, "a.yaml")), repr(yaml.safe_load(text) or {})
+    except ConfigError as error:
+        found, expected = error.where[:6], "a.yaml"
+    assert found == expected
 
 
-@READERS
 @pytest.mark.parametrize(
     ("spelled", "value"),
     [
@@ -87,56 +82,52 @@ def test_the_plain_reader_gives_what_pyyaml_gives_or_refuses(text: str) -> None:
         ("é", "é"),
     ],
 )
-def test_scalars_mean_what_yaml_says(spelled: str, value: object, read: Reader) -> None:
-    found = read(f"---\nkey: {spelled}\n", "a.yaml")
+def test_scalars_mean_what_yaml_says(spelled: str, value: object) -> None:
+    found = decode_yaml(f"---\nkey: {spelled}\n", "a.yaml")
     assert repr(found) == repr({"key": value})
 
 
 @pytest.mark.parametrize(
-    ("text", "values", "line"),
+    ("text", "values"),
     [
-        ("a: 010\n", {"a": 8}, 1),
-        ("a: 0x1F\n", {"a": 31}, 1),
-        ("a: 0b11\n", {"a": 3}, 1),
-        ("a: 1_000\n", {"a": 1000}, 1),
-        ("a: 1:30\n", {"a": 90}, 1),
-        ("a: .5\n", {"a": 0.5}, 1),
-        ("a: -.inf\n", {"a": float("-inf")}, 1),
-        ("a: 1\nb: 2020-01-01\n", {"a": 1, "b": datetime.date(2020, 1, 1)}, 2),
-        ("a: [b, ]\n", {"a": ["b"]}, 1),
-        ("a: [ ]\n", {"a": []}, 1),
-        ("a: [1,\n  2]\n", {"a": [1, 2]}, 1),
-        ("a: ['b, c']\n", {"a": ["b, c"]}, 1),
-        ("a: {b: 1}\n", {"a": {"b": 1}}, 1),
-        ("a: &x 1\nb: *x\n", {"a": 1, "b": 1}, 1),
-        ("a: &x {b: 1}\nc:\n  <<: *x\n", {"a": {"b": 1}, "c": {"b": 1}}, 1),
-        ("a: |\n  text\n", {"a": "text\n"}, 1),
-        ("a: >\n  b\n  c\n", {"a": "b c\n"}, 1),
-        ("a: b\n  c\n", {"a": "b c"}, 2),
-        ("a:\n  b\n", {"a": "b"}, 2),
-        ('a: "b\n  c"\n', {"a": "b c"}, 1),
-        ('a: "\\x41"\n', {"a": "A"}, 1),
-        ("a:\n- b: 1\n", {"a": [{"b": 1}]}, 2),
-        ("a:\n- - b\n", {"a": [["b"]]}, 2),
-        ("a:\n-\n- b\n", {"a": [None, "b"]}, 2),
-        ("? a\n: b\n", {"a": "b"}, 1),
-        ("%YAML 1.1\n---\na: 1\n", {"a": 1}, 1),
-        ("# c\n---\na: 1\n", {"a": 1}, 2),
-        ("a: 1\n...\n", {"a": 1}, 2),
-        ("  a: 1\n", {"a": 1}, 1),
-        ("a: !!str 1\n", {"a": "1"}, 1),
-        ("é: 1\n", {"é": 1}, 1),
-        ("a: 'b\tc'\n", {"a": "b\tc"}, 1),
+        ("a: 010\n", {"a": 8}),
+        ("a: 0x1F\n", {"a": 31}),
+        ("a: 0b11\n", {"a": 3}),
+        ("a: 1_000\n", {"a": 1000}),
+        ("a: 1:30\n", {"a": 90}),
+        ("a: .5\n", {"a": 0.5}),
+        ("a: -.inf\n", {"a": float("-inf")}),
+        ("a: 1\nb: 2020-01-01\n", {"a": 1, "b": datetime.date(2020, 1, 1)}),
+        ("a: [b, ]\n", {"a": ["b"]}),
+        ("a: [ ]\n", {"a": []}),
+        ("a: [1,\n  2]\n", {"a": [1, 2]}),
+        ("a: ['b, c']\n", {"a": ["b, c"]}),
+        ("a: {b: 1}\n", {"a": {"b": 1}}),
+        ("a: &x 1\nb: *x\n", {"a": 1, "b": 1}),
+        ("a: &x {b: 1}\nc:\n  <<: *x\n", {"a": {"b": 1}, "c": {"b": 1}}),
+        ("a: |\n  text\n", {"a": "text\n"}),
+        ("a: >\n  b\n  c\n", {"a": "b c\n"}),
+        ("a: b\n  c\n", {"a": "b c"}),
+        ("a:\n  b\n", {"a": "b"}),
+        ('a: "b\n  c"\n', {"a": "b c"}),
+        ('a: "\\x41"\n', {"a": "A"}),
+        ("a:\n- b: 1\n", {"a": [{"b": 1}]}),
+        ("a:\n- - b\n", {"a": [["b"]]}),
+        ("a:\n-\n- b\n", {"a": [None, "b"]}),
+        ("? a\n: b\n", {"a": "b"}),
+        ("%YAML 1.1\n---\na: 1\n", {"a": 1}),
+        ("# c\n---\na: 1\n", {"a": 1}),
+        ("a: 1\n...\n", {"a": 1}),
+        ("  a: 1\n", {"a": 1}),
+        ("a: !!str 1\n", {"a": "1"}),
+        ("é: 1\n", {"é": 1}),
+        ("a: 'b\tc'\n", {"a": "b\tc"}),
     ],
 )
-def test_what_only_pyyaml_reads_is_refused_by_line_without_it(text: str, values: dict[str, Any], line: int) -> None:
+def test_values_of_every_kind_are_read(text: str, values: dict[str, Any]) -> None:
     assert decode_yaml(text, "a.yaml") == values
-    with pytest.raises(ConfigError, match=f"line {line}, column") as caught:
-        decode_plain(text, "a.yaml")
-    assert "accel[yaml]" in caught.value.fix
 
 
-@READERS
 @pytest.mark.parametrize(
     "text",
     [
@@ -163,38 +154,18 @@ def test_what_only_pyyaml_reads_is_refused_by_line_without_it(text: str, values:
         "text\n",
     ],
 )
-def test_what_is_no_mapping_of_names_is_refused(text: str, read: Reader) -> None:
+def test_what_is_no_mapping_of_names_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read(text, "a.yaml")
+        decode_yaml(text, "a.yaml")
     assert caught.value.where.startswith("a.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("a: 1\nb 2\n", "expected `key: value` - at a.yaml, line 2, column 1"),
-        ("a: 1\n   b: 2\n", "fits no line above - at a.yaml, line 2, column 4"),
-        ("a:\n  b: 1\n c: 2\n", "fits no line above - at a.yaml, line 3, column 2"),
-        ("a:\n\tb: 1\n", "a tab in the indentation - at a.yaml, line 2"),
-        ("a: &x 1\n", "more than a plain value - at a.yaml, line 1, column 4"),
-        ('a: "b\n', "a string that does not end, or has escapes - at a.yaml, line 1, column 4"),
-        ("a: b: 1\n", "more than a plain value"),
-        ("- a\n- b\n", "fits no line above - at a.yaml, line 1"),
-    ],
-)
-def test_the_plain_reader_names_the_place(text: str, told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        decode_plain(text, "a.yaml")
-    assert told in str(caught.value)
-
-
-@READERS
-def test_values_nested_too_deeply_are_a_typed_error(read: Reader) -> None:
+def test_values_nested_too_deeply_are_a_typed_error() -> None:
     block = "".join(f"{' ' * depth}a:\n" for depth in range(3000))
     for text in (block, "a: " + "[" * 3000 + "]" * 3000, "a: " + "{b: " * 3000 + "}" * 3000, "a: " + "[" * 10**5):
         with pytest.raises(ConfigError, match="line"):
-            read(text, "a.yaml")
-    assert read("".join(f"{' ' * depth}a:\n" for depth in range(60)), "a.yaml")
+            decode_yaml(text, "a.yaml")
+    assert decode_yaml("".join(f"{' ' * depth}a:\n" for depth in range(60)), "a.yaml")
 
 
 def test_aliases_that_stand_for_more_than_a_file_holds_are_refused() -> None:
@@ -205,13 +176,23 @@ def test_aliases_that_stand_for_more_than_a_file_holds_are_refused() -> None:
         decode_yaml("a: &x {b: *x}\n", "a.yaml")
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_command_ends_with_the_error(
-    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if not installed:
-        monkeypatch.setitem(sys.modules, "yaml", None)
+def test_the_command_ends_with_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("".join(f"{' ' * depth}a:\n" for depth in range(3000)))
     assert main(["config", "import", str(path)]) == 2
     assert "nested" in capsys.readouterr().err
+
+
+def test_without_pyyaml_the_error_names_the_extra_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    Path("old.yaml").write_text("num_processes: 2\n")
+    Path("old.json").write_text('{"num_processes": 2}')
+    with pytest.raises(MissingExtraError, match=r"old\.yaml.*accel\[yaml\]"):
+        import_accelerate("old.yaml")
+    assert main(["config", "import", "old.yaml"]) == 2
+    assert "pip install 'accel[yaml]'" in capsys.readouterr().err
+    assert {path.name for path in Path().iterdir()} == {"old.yaml", "old.json"}
+    assert main(["config", "import", "old.json"]) == 0

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only door to torch.distributed: groups and who owns them, one checked message per call, flat tensors."""
+"""The only door to torch.distributed. Begin with `_group.py`: `Comm`, the handle on a group that every function takes.
+
+A call goes from `_exchange.py` (payloads, agreements) to `_message.py` (the first message of every call) and
+`_header.py` (its bytes, and the errors where ranks differ), then to `_torch.py`, which picks a collective of torch or
+rounds of pairs (`_rounds.py`). `_call.py` has the user's place of a call; `_rendezvous.py` opens a group,
+`_lost.py` names ranks that left it. `_mesh.py` and `_gradients.py` are for models: no checked message there.
+"""
 
 from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
 from accel.comm._exchange import (

@@ -18,7 +18,8 @@ import msgspec
 from accel.errors import ConfigError
 
 _PLACE = struct.Struct("<II")
-_TOLD_APART = 64  # bytes of a function's table of lines and columns; they distinguish lambdas of one line
+# Bytes of a function's table of lines and columns: enough to distinguish lambdas of one line.
+_DISTINCT = 64
 
 Trace = Sequence[tuple[CodeType, int]]
 _CodePoint = tuple[int, int]  # a function and an instruction in it
@@ -48,6 +49,7 @@ class TraceLevel(msgspec.Struct, frozen=True, array_like=True):
 
 def place_of(code: CodeType, instruction: int) -> bytes:
     """Return 8 bytes that identify an instruction on all ranks, wherever the program is installed."""
+    # the path of a file is no part of it, since hosts install a program in different folders
     return _PLACE.pack(_function(code), instruction)
 
 
@@ -62,6 +64,7 @@ def crossed(earlier: Met | None, now: Met) -> tuple[int, int] | None:
         return None
     first: dict[tuple[bytes, bytes], int] = {}
     for rank, (before, after) in enumerate(zip(earlier.places, now.places, strict=True)):
+        # one pair of places met in both orders is the proof; a third place is only another branch
         if before != after and (after, before) in first:
             return first[after, before], rank
         _ = first.setdefault((before, after), rank)
@@ -71,18 +74,15 @@ def crossed(earlier: Met | None, now: Met) -> tuple[int, int] | None:
 def are_branches(
     left: tuple[Sequence[TraceLevel], Sequence[TraceLevel]], right: tuple[Sequence[TraceLevel], Sequence[TraceLevel]]
 ) -> bool:
-    """Return whether two crossed calls are branches that ranks may take in any order.
+    """Return whether two crossed calls are branches that ranks may take in any order; each pair has one rank's traces.
 
     They are if they lie in one function, or if both ranks reached one of the calls by the same way.
-
-    Args:
-        left: the traces of both calls on one rank.
-        right: those on the other.
     """
     before, after = _parting(*left)
     other_before, other_after = _parting(*right)
     if before == other_before or after == other_after:
         return True
+    # an `if` whose arms ranks enter in turn, as in a pipeline of two stages
     one_function = before is not None and after is not None and before[0] == after[0]
     return one_function and (before, after) == (other_after, other_before)
 
@@ -94,12 +94,13 @@ def _parting(before: Sequence[TraceLevel], after: Sequence[TraceLevel]) -> tuple
 
 
 def _function(code: CodeType) -> int:
-    return zlib.crc32(code.co_linetable[:_TOLD_APART], code.co_firstlineno)
+    return zlib.crc32(code.co_linetable[:_DISTINCT], code.co_firstlineno)
 
 
 def _call_begin(code: CodeType, instruction: int) -> int:
     """Return the first instruction of an expression's call; the interpreter may show another after many calls."""
     spans = list(code.co_positions())
+    # a code unit has two bytes
     at = begin = instruction // 2
     if at >= len(spans) or None in spans[at]:
         return instruction
@@ -121,7 +122,7 @@ class Call(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the public function's name.
-        detail: facts to compare between ranks, one a line.
+        detail: facts that ranks compare, one a line.
         site: file, line and function of the caller; looked up when needed by default.
         explain: returns readable lines to report in place of `detail`.
         hint: maps two differing lines, of rank 0 and of another rank, to the way out; "" for the general one.
@@ -184,10 +185,12 @@ def public_call() -> str:
 
 def _border() -> tuple[FrameType, FrameType]:
     """The outermost frame of this package above the caller, and the frame that called it."""
+    # two levels up: neither this function nor the one that asks is the user's
     inside = frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None:
         if frame.f_code.co_filename.startswith(_PACKAGE):
             inside = frame
+        # a context manager of this package runs below a frame of contextlib, which is not the user
         elif not frame.f_code.co_filename.endswith("contextlib.py"):
             break
         frame = frame.f_back
@@ -199,6 +202,7 @@ def _place(frame: FrameType) -> str:
 
 
 _DECISION = struct.Struct("<Q??d")
+# Decisions to quote in an error; the digest covers the older ones.
 _MOST_KEPT = 64
 
 
@@ -241,14 +245,8 @@ class StepLog:
         self._kept: deque[tuple[int, int, int, bool, bool, float]] = deque(maxlen=_MOST_KEPT)
 
     def add(self, *, updates: int | None, stepped: bool, finite: bool, scale: float) -> None:
-        """Add a decision. No communication.
-
-        Args:
-            updates: the run's steps before it; None where nobody counts them.
-            stepped: whether parameters were changed.
-            finite: whether the gradients were finite.
-            scale: loss scale for the next step.
-        """
+        """Add a decision. No communication; `updates`, the run's steps before it, is None where nobody counts them."""
+        # chained, so that one word in a header compares the whole history
         self.digest = zlib.crc32(_DECISION.pack(self._number, stepped, finite, scale), self.digest)
         step = self._number if updates is None else updates
         self._kept.append((self._number, self.digest, step, stepped, finite, scale))
@@ -270,6 +268,7 @@ def first_difference(
     """Return the first decisions that differ among the latest of two ranks; None for a rank without that one."""
     one, other = ({each.number: each for each in steps} for steps in (left, right))
     both = sorted(one.keys() | other.keys())
+    # a log drops its oldest decisions, so that it begins later than the other may
     begin = max((min(steps) for steps in (one, other) if steps), default=0)
     for number in both:
         pair = one.get(number), other.get(number)

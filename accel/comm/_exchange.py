@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads of all ranks for all, small values combined, and work that succeeds on all ranks or raises on all."""
+"""All-gathers of payloads, reductions of small values, and work that succeeds on all ranks or raises on all.
+
+Every function but `told_by_ranks` and `raise_lost` is a collective of checked calls: where ranks make different calls,
+each raises `CollectiveMismatch`; where a rank fails, each raises the lowest failing rank's error.
+"""
 
 from __future__ import annotations
 
@@ -27,54 +31,33 @@ _LENGTH_BYTES = 8
 
 
 def exchange(comm: Comm, call: Call, payload: torch.Tensor, *, dst: int | None = None) -> list[torch.Tensor]:
-    """All-gather byte payloads. A collective.
+    """All-gather byte payloads, uint8 on the CPU, of any lengths. A collective.
 
     Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-        payload: bytes, shape [length], dtype uint8, on the CPU; lengths may differ between ranks.
-        dst: the receiving rank; None for all. `call` must compare it.
-
-    Returns:
-        The payloads by rank, uint8 on the CPU; empty on ranks other than `dst`.
-
-    Raises:
-        CollectiveMismatch: ranks made different calls; on every rank.
-        AccelError: another rank failed; the same error on every rank.
+        dst: the receiving rank, which `call` must compare; None for all. Other ranks get an empty list.
     """
     if comm.size == 1:
         comm.check_open()
         return [payload]
     answers = _meet(comm, call, payload)()
     if answers.most > inline_bytes(comm):
+        # alike on all ranks, as each has read the same headers
         return _second(comm, answers, payload, dst)
     if dst not in (None, comm.rank):
         return []
-    if comm.is_large:
+    if comm.is_large:  # without room for payloads, so all of them are empty
         return [payload.new_empty(0) for _ in answers.sizes]
     rows = answers.inline if comm.share is None else answers.inline.clone()  # callers may change their payloads
     return [row[:size] for row, size in zip(rows, answers.sizes, strict=True)]
 
 
 def exchange_values(comm: Comm, call: Call, value: T, kind: type[T], *, dst: int | None = None) -> list[T]:
-    """All-gather values as JSON. A collective; see `exchange`.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-        value: this rank's, of a type that msgspec encodes.
-        kind: type of the values, checked on arrival.
-        dst: the receiving rank; None for all. `call` must compare it unless it is the same in all such calls.
-    """
+    """All-gather JSON values. A collective; `call` must compare `dst`, unless it is the same in all such calls."""
     return _start_values(comm, call, value, kind, dst)()
 
 
 def start_values(comm: Comm, call: Call, value: T, kind: type[T]) -> Callable[[], list[T]]:
-    """Begin `exchange_values`; return a function that waits for the values. A collective.
-
-    Args:
-        comm, call, value, kind: as of `exchange_values`.
-    """
+    """Begin `exchange_values`; return a function that waits for the values. A collective."""
     return _start_values(comm, call, value, kind, None)
 
 
@@ -86,6 +69,7 @@ def _start_values(comm: Comm, call: Call, value: T, kind: type[T], dst: int | No
     arrive = _meet(comm, call, mine)
 
     def wait() -> list[T]:
+        # A second message begins here, not in the start: ranks must wait for their calls in one order.
         answers = arrive()
         parts: Iterable[bytes] = ()
         if answers.most > inline_bytes(comm):
@@ -107,12 +91,14 @@ def _meet(comm: Comm, call: Call, payload: torch.Tensor) -> Callable[[], Answers
 
 def _second(comm: Comm, answers: Answers, payload: torch.Tensor, dst: int | None) -> list[torch.Tensor]:
     """Gather payloads that the first message has no room for."""
+    # a small group has all sizes from the headers
     if answers.sizes:
         return _gathered(comm, payload, answers.sizes, dst)
     length = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
     if answers.most > _FILLED_BYTES:
         sizes = [int(size) for size in all_gather_flat(comm, length.to(comm.control))]
         return _gathered(comm, payload, sizes, dst)
+    # equal rows with the length in front need one message, where sizes and payloads need two
     row = payload.new_zeros(_LENGTH_BYTES + answers.most)
     row[:_LENGTH_BYTES] = length.view(torch.uint8)
     row[_LENGTH_BYTES : _LENGTH_BYTES + payload.numel()] = payload
@@ -127,22 +113,12 @@ def _gathered(comm: Comm, payload: torch.Tensor, sizes: list[int], dst: int | No
 
 
 def reduce_ints(comm: Comm, call: Call, numbers: Sequence[int], op: Literal["max", "min"]) -> list[int]:
-    """Reduce integers over all ranks, each by itself. A collective.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-        numbers: of 64 bits, as many on every rank; `call` must compare how many.
-        op: the reduction.
-
-    Raises:
-        CollectiveMismatch: ranks made different calls; on every rank.
-        AccelError: another rank failed; the same error on every rank.
-    """
+    """Reduce integers of 64 bits over all ranks, elementwise. A collective; `call` must compare their number."""
     comm.check_open()
     if comm.size == 1:
         return list(numbers)
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    # too many for the first message: it only compares the call
     if mine.nbytes > max(inline_bytes(comm), reduced_bytes(comm)):
         _ = start(comm, call)()
         return _listed(all_reduce_flat(comm, mine.to(comm.control), op))
@@ -151,48 +127,32 @@ def reduce_ints(comm: Comm, call: Call, numbers: Sequence[int], op: Literal["max
     answers = start(comm, call, message, mine.nbytes, combine=_greatest if op == "max" else _least)()
     if answers.reduced is not None:
         return _listed(answers.reduced[: mine.nbytes].view(torch.int64))
+    # a small group receives all payloads, and each rank reduces them itself
     rows = answers.elements(torch.int64, 0, mine.numel())
     return _listed(rows.amax(0) if op == "max" else rows.amin(0))
 
 
 def broadcast_bytes(comm: Comm, call: Call, payload: torch.Tensor, *, source: int) -> torch.Tensor:
-    """Broadcast bytes of one rank. A collective.
+    """Broadcast bytes of one rank, uint8 on the CPU; other ranks pass an empty payload. A collective.
 
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks, which must compare `source`.
-        payload: bytes, shape [length], dtype uint8, on the CPU; empty on other ranks.
-        source: the sending rank.
-
-    Returns:
-        The payload of `source`, uint8 on the CPU.
-
-    Raises:
-        CollectiveMismatch: ranks made different calls; on every rank.
-        AccelError: another rank failed; the same error on every rank.
+    `call` must compare `source`.
     """
     if not comm.is_large:
         return exchange(comm, call, payload)[source]
     message = blank(comm)
     fill(message, as_bytes(payload[: reduced_bytes(comm)]))
+    # only the source has bytes, so that `or` with the zeros of the others is its payload
     answers = start(comm, call, message, payload.numel(), combine=_only)()
     if answers.reduced is not None and answers.most <= reduced_bytes(comm):
         return answers.reduced[: answers.most].clone()
+    # the source sends from the caller's buffer, unchanged until all have it
     received = payload if comm.rank == source else payload.new_empty(answers.most)
     broadcast_flat(comm, received, source=source)
     return received
 
 
 def broadcast_value(comm: Comm, call: Call, value: T, kind: type[T], *, source: int = 0) -> T:
-    """Broadcast one rank's value as JSON. A collective; see `broadcast_bytes`.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks, which must compare `source`.
-        value: of a type that msgspec encodes; ignored on other ranks.
-        kind: type of the value, checked on arrival.
-        source: the sending rank.
-    """
+    """Broadcast one rank's value as JSON; other ranks' is ignored. A collective; `call` must compare `source`."""
     if comm.size == 1:
         comm.check_open()
         return value
@@ -211,7 +171,7 @@ def _least(lower: torch.Tensor, upper: torch.Tensor) -> None:
 
 
 def _only(lower: torch.Tensor, upper: torch.Tensor) -> None:
-    """Combine payloads of which one at most is not zero."""
+    """Combine payloads, at most one of them other than zero."""
     _ = torch.bitwise_or(lower, upper, out=lower)
 
 
@@ -223,37 +183,20 @@ def _listed(numbers: torch.Tensor) -> list[int]:
 def agreed(comm: Comm, call: Call) -> Generator[None]:
     """Run a block that communicates nothing, then wait for all ranks. A collective at the block's end.
 
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-
     Raises:
-        AccelError: the lowest failing rank's error, on every rank, with the rank unless all failed alike; errors of
-            other kinds arrive as `PeerError`.
-        CollectiveMismatch: ranks made different calls; on every rank.
+        AccelError: the lowest failing rank's error, with the rank unless all failed alike; errors of other kinds arrive
+            as
+            `PeerError`.
     """
     with shared_failure(comm, call):
         yield
+    # outside of the scope above: a rank that failed has sent its error in the place of this barrier's message
     barrier(comm, call)
 
 
 def agreed_values(comm: Comm, call: Call, work: Callable[[], T], kind: type[T], *, dst: int | None = None) -> list[T]:
-    """Run work that communicates nothing, and gather every rank's value. A collective.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-        work: returns this rank's value.
-        kind: type of the values, which msgspec encodes; checked on arrival.
-        dst: the receiving rank, the same in all such calls; None for all.
-
-    Returns:
-        The values by rank; empty on ranks other than `dst`.
-
-    Raises:
-        AccelError: as `agreed`.
-        CollectiveMismatch: ranks made different calls; on every rank.
-    """
+    """Run work that communicates nothing, and gather every rank's value, or raise as `agreed`. A collective; `dst` is
+    the same in all such calls."""
     with shared_failure(comm, call):
         value = work()
     return exchange_values(comm, call, value, kind, dst=dst)
@@ -264,30 +207,19 @@ def shared_failure(comm: Comm, call: Call) -> Generator[None]:
     """Run a block that communicates nothing, directly before a collective; its error is raised on every rank.
 
     The other ranks receive the error in that collective. A collective where the block fails, no message elsewhere.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks, for reports.
-
-    Raises:
-        AccelError: as `agreed`.
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # no BaseException: an interrupt must not wait for other ranks
         fail(comm, call, error)
 
 
 def told_by_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
     """Return a word of each rank that calls this, by rank; of this one alone where the group has no store to ask.
 
-    It is no collective of processes: a rank that calls it alone waits a second. Ranks of one process exchange their
-    words, and a rank alone there has its own.
-
-    Args:
-        comm: an open handle.
-        subject: of the words.
-        note: this rank's.
+    No collective of processes: a rank that calls it alone waits a second. Ranks of one process exchange their words,
+    and a
+    rank alone there has its own.
     """
     if comm.size == 1:
         return {comm.rank: note}
@@ -302,16 +234,7 @@ def told_by_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
 
 
 def barrier(comm: Comm, call: Call) -> None:
-    """Wait until every rank has made this call. A collective.
-
-    Args:
-        comm: an open handle.
-        call: the expected call of all ranks.
-
-    Raises:
-        AccelError: a rank failed; the same error on every rank.
-        CollectiveMismatch: ranks made different calls; on every rank.
-    """
+    """Wait until every rank has made this call. A collective."""
     comm.check_open()
     if comm.size > 1:
         _ = start(comm, call)()
@@ -322,11 +245,11 @@ def foreign_call(comm: Comm, *, opens: bool = False) -> Generator[None]:
     """Run a call of a library that communicates by itself. A collective.
 
     An `AccelError` without a cause passes: it is raised before such a call communicates, alike on all ranks, or by a
-    call of this package, which tells the ranks itself. So does any error that all ranks have, or that a batch-size
-    search handles.
+    call
+    of this package, which informs the ranks itself. So does any error that all ranks have, or that a batch-size search
+    handles.
 
     Args:
-        comm: an open handle.
         opens: whether the library opens groups in it.
 
     Raises:
@@ -335,12 +258,15 @@ def foreign_call(comm: Comm, *, opens: bool = False) -> Generator[None]:
     if comm.size == 1 or comm.share is not None:
         yield
         return
+    # counted whether or not it fails, so that the notes of a later failure have one number on all ranks
     number = comm.next_number()
     alarm = _alarm(comm)
     with contextlib.ExitStack() as scopes:
+        # a batch-size search agrees on errors itself, and retries in the same group
         searched = alarm is not None and alarm.watched
         if alarm is not None and opens:
             scopes.enter_context(alarm.opening())
+        # gloo raises when a peer closes its connection; a kernel of NCCL waits until it is aborted
         if alarm is not None and comm.backend != "gloo":
             scopes.enter_context(alarm.watching())
         try:
@@ -355,7 +281,7 @@ def foreign_call(comm: Comm, *, opens: bool = False) -> Generator[None]:
 
 
 def raise_lost(comm: Comm, error: BaseException) -> None:
-    """Raise `PeerError` if an error tells of a lost connection; with the error of the rank that failed, where known."""
+    """Raise `PeerError` if an error means a lost connection; with the error of the rank that failed, where known."""
     lost = peer_error(error, public_call())
     if lost is None:
         return
@@ -380,6 +306,7 @@ def _alarm(comm: Comm) -> StoreAlarm | None:
 def _end(comm: Comm, alarm: StoreAlarm, number: int, error: Exception) -> None:
     """End the group, unless all ranks failed in this call."""
     where = public_call()
+    # if all ranks came here with an error, each raises its own, and the group stays usable
     came = comm.roll.ask(number, 0.0).waited if comm.roll is not None else {}
     if len(came) < comm.size:
         headline = str(error).strip().partition("\n")[0]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives that gradients pass through: functions of a tensor and a group, of which a parallel layer is built.
+"""Collectives that gradients pass through: functions of a tensor and a group, the parts of parallel layers.
 
 Each is linear, so its gradient is another one of them: the gradient of a sum over ranks is a copy to each of them, that
 of an all-gather is a reduce-scatter. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, calls the first two f and g.
-None makes a checked message: ranks of a model run the same layers.
+None makes a checked message: ranks of a model run the same layers. Groups have more than one rank; a rank's part or
+summand has one shape on all ranks; the group's size divides a dimension that is divided.
 """
 
 from __future__ import annotations
@@ -23,93 +24,48 @@ _scatter_into = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_sca
 
 
 def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that is alike on all ranks, for each to use in its own way; gradients are summed.
-
-    Args:
-        x: alike on all ranks of the group.
-        group: of more than one rank. The backward is a collective.
-    """
+    """Return a tensor that is alike on all ranks, for each to use in its own way. The backward sums, a collective."""
     return _through(x, _same, lambda grad: _reduced(grad, group))
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of the ranks' tensors on each of them. A collective; the backward makes none.
-
-    Args:
-        x: this rank's summand, of one shape on all ranks of the group. What follows is alike on all of them.
-        group: of more than one rank.
-    """
+    """Return the sum of the ranks' summands, for layers alike on all ranks. A collective; the backward makes none."""
     return _through(x, lambda own: _reduced(own, group), _same)
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' tensors concatenated, where what follows is alike on all ranks. A collective.
-
-    The backward makes none: each rank keeps the gradient of its own part.
-
-    Args:
-        x: this rank's part, of one shape on all ranks of the group.
-        dim: dimension to concatenate along.
-        group: of more than one rank.
-    """
+    """Concatenate the ranks' parts, for layers that are alike on all ranks. A collective; the backward keeps the
+    gradient of the own part, without one."""
     return _through(x, lambda own: _gathered(own, dim, group), lambda grad: _own(grad, dim, group))
 
 
 def gathered_summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' tensors concatenated, where each rank goes on in its own way. A collective, as its backward.
-
-    Args:
-        x: this rank's part, of one shape on all ranks of the group.
-        dim: dimension to concatenate along.
-        group: of more than one rank.
-    """
+    """Concatenate the ranks' parts, for each rank to use in its own way. A collective, as its backward."""
     return _through(x, lambda own: _gathered(own, dim, group), lambda grad: _scattered(grad, dim, group))
 
 
 def scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum of the ranks' tensors. A collective, as its backward.
-
-    Args:
-        x: this rank's summand, of one shape on all ranks of the group.
-        dim: dimension to divide; the group's size divides its length.
-        group: of more than one rank.
-    """
+    """Return this rank's part of the sum of the ranks' summands. A collective, as its backward."""
     return _through(x, lambda own: _scattered(own, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
 def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of a tensor that is alike on all ranks. The backward is a collective.
-
-    Args:
-        x: alike on all ranks of the group.
-        dim: dimension to divide; the group's size divides its length.
-        group: of more than one rank.
-    """
+    """Return this rank's part of a tensor that is alike on all ranks. The backward is a collective."""
     return _through(x, lambda whole: _own(whole, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
 def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows that the ranks have for this one, in their order: an all-to-all. A collective, as its backward.
-
-    Args:
-        x: rows for each rank in turn, shape [sum of `to`, ...].
-        to: number of rows for each rank.
-        back: number of rows from each rank.
-        group: of more than one rank.
-    """
+    """Send `to[i]` rows of a tensor to rank i; return the `back[i]` rows of each, by rank. A collective, as its
+    backward."""
     return _through(x, lambda rows: _exchanged(rows, to, back, group), lambda grad: _exchanged(grad, back, to, group))
 
 
 def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
-    """Begin to send tensors to the rank that comes `by` later, in one message. A collective without a gradient.
+    """Begin to send tensors to the rank `by` later, round and round, in one message. A collective without a gradient.
 
-    Args:
-        tensors: of one dtype, and of the same shapes on all ranks of the group; unchanged until the wait.
-        by: number of ranks to go on, round and round; negative to go back.
-        group: of more than one rank.
-
-    Returns:
-        A function that waits, and returns the tensors of the rank `by` earlier.
+    Returns a function that waits, and returns the tensors of the rank `by` earlier. Tensors have one dtype, and the
+    same
+    shapes on all ranks; they stay unchanged until the wait.
     """
     size = group.size()
     flat = torch.cat([each.reshape(-1) for each in tensors])
@@ -118,6 +74,7 @@ def start_shift(tensors: Sequence[Tensor], by: int, group: dist.ProcessGroup) ->
     source = (group.rank() - by) % size
     send = dist.P2POp(dist.isend, flat, group=group, group_peer=to)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    # both at once: a ring in which all ranks send first would never end on NCCL
     works = dist.batch_isend_irecv([send, receive])
 
     def wait() -> list[Tensor]:
@@ -154,6 +111,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # a copy: the tensor belongs to the caller, or to autograd
     total = x.clone(memory_format=torch.contiguous_format)
     _dist.all_reduce(total, group=group)
     return total
@@ -174,6 +132,7 @@ def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    # contiguous, as a view would keep the whole tensor in memory
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 

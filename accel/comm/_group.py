@@ -25,6 +25,7 @@ from accel.errors import ConfigError, ContextClosedError, PeerError
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Above it, the first message of every rank for every rank costs more than log2(W) rounds of pairs.
 MOST_GATHERED = 64
 
 
@@ -34,9 +35,9 @@ class ThreadExchange(Protocol):
     def __call__(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
         """Begin to pass an object to all ranks; return a function that waits for the common result. A collective.
 
-        Args:
-            mine: this rank's object, unchanged until the wait.
-            combine: maps the objects of all ranks, by rank, to the result. It is called once; all ranks get one object.
+        `mine` stays unchanged until the wait. `combine` maps the objects of all ranks, by rank, to the result. It is
+        called
+        once; all ranks get one object.
         """
         ...
 
@@ -145,21 +146,13 @@ class Comm:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, None for a single process.
-
-        Raises:
-            ContextClosedError: the scope that opened it has ended.
-        """
+        """The process group, None for a single process; raises `ContextClosedError` once its scope has ended."""
         self.check_open()
         return self._group
 
     @property
     def share(self) -> ThreadExchange | None:
-        """The exchange between ranks of one process; None where ranks are processes.
-
-        Raises:
-            ContextClosedError: the scope that opened this has ended.
-        """
+        """The exchange between ranks of one process, None where ranks are processes; raises as `group` does."""
         self.check_open()
         return self._share
 
@@ -175,10 +168,8 @@ class Comm:
 
     @property
     def alarm(self) -> Alarm | None:
-        """The alarm for ranks in collectives of torch; None where the group cannot be opened again.
-
-        Further groups of a mesh cannot: modules refer to them by name.
-        """
+        """The alarm for ranks in collectives of torch; None where the group cannot be opened again, as one with further
+        groups of a mesh: modules refer to those by name."""
         self.check_open()
         return None if self.opened else self.bell
 
@@ -194,10 +185,12 @@ class Comm:
     def carrier(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         """Return the group for tensors on a tensor's device."""
         group = self.group
+        # a group on XLA carries no CPU tensors, so that control messages take the gloo group beside it
         return group if self.beside is None or tensor.device.type != "cpu" else self.beside
 
     def check_open(self) -> None:
         """Raise `ContextClosedError` if the scope that opened this has ended, `PeerError` if its group has."""
+        # first, as it says more than that the scope has ended
         if self.lost:
             raise PeerError(
                 "the ranks of this context no longer communicate",
@@ -229,20 +222,19 @@ class Comm:
             _ = self.unfinished.result()
 
     def close(self) -> None:
-        """Drop the group and destroy groups that were opened here. Later use raises; a second close does nothing.
-
-        Waits for background work without raising, as other ranks may be gone.
-        """
+        """Drop the group and destroy groups that were opened here; waits for background work without raising, as other
+        ranks may be gone. Later use raises; a second close does nothing."""
         if self._closed:
             return
         if self.unfinished is not None:
             self.unfinished.wait()
             self.unfinished = None
+        # as large as a checkpoint: a closed handle must not keep it
         self.spare.clear()
         # the user may have destroyed the group and opened another, which is not ours to destroy
         owned = self.owned and self._group is not None and dist.group.WORLD is self._group
         if owned and self.roll is not None:
-            self.roll.leave()
+            self.roll.leave()  # before the group goes, so that ranks still in a call learn why it cannot complete
         opened = self.opened
         self.along.clear()
         self._closed = True
@@ -269,17 +261,14 @@ def alone() -> Comm:
 def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s: float) -> Comm:
     """Open the default process group, or adopt it if it is open. A collective.
 
-    A single process gets a group, too. On XLA devices, XLA assigns ranks of its own.
-
-    Args:
-        env: from `read_env`.
-        device: this rank's device.
-        backend: c10d backend for tensors on that device; None for that of its kind, such as nccl on CUDA.
-        timeout_s: time-out of collectives, in seconds.
+    A single process gets a group, too. On XLA devices, XLA assigns ranks of its own. `backend` is c10d's for tensors on
+    the
+    device; None for that of its kind, such as nccl on CUDA.
 
     Raises:
         ConfigError: an open default group disagrees with the environment, or with the backend asked for; or XLA does
-            not connect the processes.
+            not
+            connect the processes.
         PeerError: other ranks cannot be reached.
     """
     if dist.is_initialized():
@@ -289,6 +278,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         where = "backend=, ACCEL_BACKEND"
         raise ConfigError("XLA tensors travel by XLA alone", expected="xla, or none", got=backend, where=where)
     chosen = backend or backend_of(device)
+    # a backend for each kind of device: control messages and objects stay on the CPU, without a wait for the GPU
     both = chosen if device.type in ("cpu", "xla") else f"cpu:gloo,{device.type}:{chosen}"
     # before the group is open: functions of this module keep the group of their import as a default argument
     _ = importlib.import_module("torch.distributed.nn.functional")
@@ -323,20 +313,16 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         roll=RollCall(store, rank, env.world_size),
         beside=beside,
     )
+    # a lone rank waits for nobody; XLA's collectives cannot be cut
     comm.bell = alarm if env.world_size > 1 and device.type != "xla" else None
     return comm
 
 
 def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Return a handle on a group that its maker destroys.
-
-    Args:
-        group: a process group of torch, or of a subclass.
-        device: this rank's device. On XLA this opens a group for the CPU beside it, a collective.
-    """
+    """Return a handle on a group that its maker destroys; on XLA open a group for the CPU beside it, a collective."""
     if device.type == "xla":
         return _adopt_xla(group)
-    share: ThreadExchange | None = getattr(group, "share", None)
+    share: ThreadExchange | None = getattr(group, "share", None)  # of a simulated group
     comm = Comm(
         group,
         group.rank(),
@@ -385,6 +371,7 @@ def _adopt_default(env: LaunchEnv, device: torch.device, backend: str | None) ->
     group = dist.group.WORLD
     assert group is not None  # as it is initialized
     rank = group.rank() if device.type == "xla" else env.rank  # XLA assigns its own ranks
+    # a launcher's variables and an open group must not mean different jobs
     if (group.rank(), group.size()) != (rank, env.world_size):
         raise ConfigError(
             "a process group is open already and disagrees with the environment",
@@ -395,7 +382,7 @@ def _adopt_default(env: LaunchEnv, device: torch.device, backend: str | None) ->
         )
     if env.init_method:
         raise ConfigError(
-            "a process group is open already, so nobody meets by init_method",
+            "a process group is open already, so init_method has no effect",
             expected="no open group",
             got=repr(env.init_method),
             where="init_method=",

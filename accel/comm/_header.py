@@ -31,6 +31,7 @@ from accel.errors import CollectiveMismatch, ErrorRecord, rebuild
 
 _LAYOUT = struct.Struct("<16s16sQ8sI3x?Q")  # the fields of Head; `failed` is the highest byte of its word
 HEADER_BYTES = _LAYOUT.size  # a multiple of 16
+# Large groups reduce headers by the minimum alone; the maximum is the complement of the complements' minimum.
 _ONES = (1 << 8 * HEADER_BYTES) - 1
 
 
@@ -75,6 +76,7 @@ def complement(header: bytes | bytearray) -> bytes:
     return (int.from_bytes(header, "little") ^ _ONES).to_bytes(HEADER_BYTES, "little")
 
 
+# A loop makes the same few calls; hashing costs more than the rest of a header.
 @functools.lru_cache(maxsize=64)
 def fingerprint(name: str, detail: str) -> bytes:
     """Hash a call's name and detail to at most 16 bytes."""
@@ -114,19 +116,15 @@ class Answers(NamedTuple):
         return bytes(self.received[begin : begin + self.sizes[rank]])
 
     def elements(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
-        """View the elements at one offset of all payloads.
+        """View the elements at one offset of all payloads, shape [size, count], on the CPU.
 
         Args:
-            dtype: of the elements.
             start: offset in each payload, in bytes; a multiple of 16.
-            count: number of elements in each payload.
-
-        Returns:
-            Shape [size, count], on the CPU.
         """
         ranks = len(self.sizes)
         size = dtype.itemsize
         stride = len(self.received) // ranks
+        # a view across the messages: no copy for each rank
         return torch.frombuffer(self.received, dtype=dtype).as_strided(
             (ranks, count), (stride // size, 1), (HEADER_BYTES + start) // size
         )
@@ -134,6 +132,7 @@ class Answers(NamedTuple):
 
 def as_bytes(data: torch.Tensor) -> bytes:
     """Copy a uint8 tensor on the CPU to bytes."""
+    # one copy, without NumPy, which is no requirement
     data = data.contiguous()
     return ctypes.string_at(data.data_ptr(), data.numel())
 
@@ -142,25 +141,19 @@ def as_tensor(data: bytes) -> torch.Tensor:
     """Copy bytes to a uint8 tensor on the CPU."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
+    # a bytearray, as torch warns about tensors on immutable bytes
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def raise_failure(
     comm: Comm, heads: list[Head], answers: Answers, failure: bytes, cause: BaseException | None
 ) -> NoReturn:
-    """Raise the lowest failing rank's error. A collective if the error is longer than a first message.
-
-    Args:
-        comm: an open handle of more than one rank.
-        heads: the headers of all ranks.
-        answers: their first messages.
-        failure: this rank's encoded error; empty without one.
-        cause: the error itself.
-    """
+    """Raise the lowest failing rank's error. A collective if the error is longer than a first message."""
     comm.steps.clear()  # the error may have come between two ranks' decisions about a step; all know it now
     rank = next(i for i, head in enumerate(heads) if head.failed)
     size = heads[rank].payload_bytes
     data = answers.inline[rank, :size]
+    # all ranks know from the headers that the error was cut, so all gather the rest
     if size > data.numel():
         mine = as_tensor(failure if comm.rank == rank else b"")
         gathered = gather_bytes(comm, mine, [size if i == rank else 0 for i in range(comm.size)])
@@ -176,6 +169,7 @@ def raise_mismatch(comm: Comm, call: Call, heads: list[Head]) -> NoReturn:
     """Raise `CollectiveMismatch` for rank 0's call and the first that differs from it. A collective."""
     other = next(i for i, head in enumerate(heads) if head.fingerprint != heads[0].fingerprint)
     detail = call.explain() if call.explain is not None else call.detail
+    # only the two ranks that the error quotes send their texts
     texts = _texts(comm, f"{call.label}\n{call.name}\n{detail}".encode(errors="backslashreplace"), (0, other))
     (label, *left), (other_label, *right) = (text.decode().split("\n") for text in texts)
     differing = ((a, b) for a, b in zip_longest(left, right, fillvalue="nothing") if a != b)
@@ -195,7 +189,7 @@ def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
     if other is None:
         return
     texts = _texts(comm, msgspec.json.encode(comm.steps.latest()), (0, other))
-    comm.steps.clear()
+    comm.steps.clear()  # else a caller that goes on would meet this error at every later call
     kept = [msgspec.json.decode(text, type=list[TakenStep]) for text in texts]
     left, right = (each or "no further step" for each in first_difference(*kept))
     raise CollectiveMismatch(
@@ -212,7 +206,7 @@ def check_order(comm: Comm, call: Call, earlier: Met | None, heads: list[Head]) 
     """Raise `CollectiveMismatch` if ranks made this call and the one before in opposite orders. A collective then."""
     places = [head.place for head in heads]
     if places.count(places[0]) == len(places):
-        return
+        return  # the headers differ in size or variant alone
     now = Met(heads[0].fingerprint, places, call_trace())
     comm.met = now
     ranks = crossed(earlier, now)
@@ -231,10 +225,6 @@ def check_reduced_order(comm: Comm, call: Call, earlier: Met | None, head: Head,
     """Do as `check_order` in a large group where the places of a call differ. A collective unless they are known.
 
     Args:
-        comm: an open handle of more than one rank.
-        call: the expected call of all ranks.
-        earlier: the ordered call before, if ranks made it from different places.
-        head: this rank's header.
         is_right: whether one earlier comparison had the same places on all ranks, and found nothing.
     """
     now = Met(head.fingerprint, [head.place], call_trace())
@@ -249,6 +239,7 @@ def check_reduced_order(comm: Comm, call: Call, earlier: Met | None, head: Head,
     if ranks is not None:
         _check_traces(comm, call, earlier, now, ranks)
     else:
+        # the number is alike on all ranks, so that the next headers show whether all compared the same places
         comm.right_orders[head.fingerprint, before, place] = comm.next_number()
 
 
@@ -275,6 +266,7 @@ def _check_traces(comm: Comm, call: Call, earlier: Met, now: Met, ranks: tuple[i
 def _texts(comm: Comm, mine: bytes, ranks: Sequence[int]) -> list[bytes]:
     """Gather texts of some ranks on every rank. A collective."""
     text = as_tensor(mine if comm.rank in ranks else b"")
+    # texts exceed any fixed size, and errors may take a second message
     length = torch.tensor([text.numel()], dtype=torch.int64, device=comm.control)
     sizes = [int(size) for size in all_gather_flat(comm, length).flatten()]
     gathered = gather_bytes(comm, text, sizes)

@@ -43,10 +43,8 @@ def read_notes(store: Store, key: str) -> list[str]:
 
 
 def answer_of(question: Callable[[], T], seconds: float = SILENCE_S) -> T | None:
-    """Return the answer of a store; None after the limit.
-
-    A thread asks, because a stopped server keeps its clients waiting for ever.
-    """
+    """Return the answer of a store, None after the limit. A thread asks, because a stopped server keeps its clients
+    waiting for ever."""
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(question()), daemon=True)
     thread.start()
@@ -89,33 +87,27 @@ class RollCall:
 
     def leave(self) -> None:
         """Note that this rank makes no further calls."""
+        # at most one note a rank, never removed: the group ends with it
         if self._store is not None and _is_served(self._store):
             with contextlib.suppress(RuntimeError):  # no rank is left to read it
                 append_note(self._store, "left", str(self._rank))
 
     def ask(self, number: int, waited_s: float) -> Notes:
-        """Note that this rank reached a collective; return the notes of all ranks, within 3 s.
-
-        Args:
-            number: of the collective.
-            waited_s: seconds that this rank waited; 0 if it was cut off earlier.
-        """
+        """Note that this rank reached a collective, and waited so long; 0 if it was cut off earlier. Return the notes
+        of all ranks, within 3 s."""
         notes = [Notes({}, set(), answered=False)]
         if self._store is not None:
             store = self._store
             _ = answer_of(lambda: self._ask(store, number, waited_s, notes), _GRACE_S + SILENCE_S)
+        # a store that did not answer once would cost 3 s at every later error
         if not notes[-1].answered:
             self._store = None
         return notes[-1]
 
     def tell(self, subject: str, note: str) -> dict[int, str]:
-        """Leave a note; return the notes of all ranks that leave one within 1 s of this one, by rank.
+        """Leave a note, one word; return the notes of all ranks that leave theirs within 1 s of this one, by rank.
 
-        It is no collective: ranks that do not come are not waited for longer.
-
-        Args:
-            subject: of the notes; its repetitions are told apart by their number.
-            note: one word.
+        No collective: ranks that do not come are not waited for longer. Repetitions of a subject are numbered.
         """
         found = {self._rank: note}
         self._told += 1
@@ -147,6 +139,7 @@ class RollCall:
             while not notes[-1].answered and _is_served(store):
                 pairs = [note.split(":") for note in read_notes(store, f"came to {number}")]
                 waited = {int(rank): float(seconds) for rank, seconds in pairs}
+                # a rank may reach the failed call and close its context before we look
                 left = set(map(int, read_notes(store, "left"))) - set(waited)
                 complete = len(waited) + len(left) == self._size or time.monotonic() > until
                 notes.append(Notes(waited, left, answered=complete))
@@ -167,16 +160,9 @@ def _is_served(store: Store) -> bool:
 def absence(
     roll: RollCall | None, rank: int, size: int, number: int, waited_s: float, error: BaseException
 ) -> PeerError:
-    """Make the error of a collective that did not complete; it names the missing ranks where they are known.
-
-    Args:
-        roll: notes of the ranks; None without a store.
-        rank, size: rank of this process and number of ranks.
-        number: of the collective.
-        waited_s: duration of the collective, in seconds.
-        error: the backend's.
-    """
+    """Make the error of a collective that did not complete; it names the missing ranks where a store knows them."""
     label = public_call()
+    # a rank that was cut off waited for less than the time-out, which says nothing of the missing rank
     timed_out = "imed out" in str(error) or isinstance(error, dist.DistBackendError)
     notes = roll.ask(number, waited_s if timed_out else 0.0) if roll is not None else Notes({}, set(), answered=True)
     waited = max([waited_s if timed_out else 0.0, *notes.waited.values()])
@@ -193,6 +179,7 @@ def _problem(notes: Notes, size: int, waited_s: float, *, known: bool) -> str:
     absent = sorted(set(range(size)) - set(notes.waited))
     if not known:
         return "another rank has left or hangs; which one is not known, because this group has no store to ask"
+    # rank 0 serves the store of most launches
     if not notes.answered and 0 in absent:
         return "rank 0 has left or hangs: it keeps the list of who came, and does not answer"
     if notes.left:
@@ -215,10 +202,8 @@ _PAUSE_S = 0.001
 
 
 def await_idle_threads() -> None:
-    """Wait until gloo's threads in this process are idle, for 2 s at most; returns at once on systems other than Linux.
-
-    A thread that waits for the GIL looks idle. It gets the GIL in the pause, so a thread that looks idle twice is.
-    """
+    """Wait until gloo's threads in this process are idle, for 2 s at most; return at once on systems but Linux."""
+    # A thread that waits for the GIL looks idle. It gets the GIL in the pause, so a thread that looks idle twice is.
     idle = 0
     until = time.monotonic() + _LONGEST_S
     while idle < 2 and time.monotonic() < until and (states := thread_states()):
@@ -300,6 +285,7 @@ class StoreAlarm:
         before = _open_sockets()
         yield
         own = {at: number for at, number in _open_sockets().items() if before.get(at) != number}
+        # by number, not by object: gloo opens its sockets in C++
         self._sockets = {**self._sockets, **{at: own[at] for at in own if not _is_of(self._store, at)}}
 
     @property
@@ -309,6 +295,7 @@ class StoreAlarm:
 
     def end(self, note: bytes) -> None:
         """Leave a note of what ends the group for good, and cut this rank's connections."""
+        # the first note stays: later ranks only report that their connection broke
         _ = self._store.compare_set(_ENDED, "", note.decode())
         self.cut()
 
@@ -323,6 +310,7 @@ class StoreAlarm:
         def look() -> None:
             while not ended.wait(_WATCH_S):
                 with self._lock:
+                    # this thread runs while the rank waits inside of C++, where no exception could reach it
                     if _is_noted(self._store) or _is_noted(self._store, _ENDED):
                         self.cut()
 
@@ -339,6 +327,7 @@ class StoreAlarm:
                 thread.join(SILENCE_S)  # a stopped server would keep the thread for ever
 
     def ring(self, note: bytes) -> bytes:
+        # note before cut: a rank whose connection breaks looks for the note at once
         first = self._store.compare_set(_KEY, "", note.decode())
         self.cut()
         return first
@@ -349,6 +338,7 @@ class StoreAlarm:
     def renew(self) -> None:
         self._times += 1
         with self._lock:
+            # a prefix of its own: notes and counts of the group before must not be read again
             self._store = PrefixStore(f"renewed {self._times}", self._whole)
         gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
         dist.destroy_process_group()
@@ -370,6 +360,7 @@ class StoreAlarm:
         group = cast(Any, dist.group.WORLD)
         if hasattr(group, "abort"):  # torch 2.7
             with contextlib.suppress(RuntimeError):
+                # NCCL: kernels in flight end with an error, and the host goes on
                 group.abort()
         for at, number in self._sockets.items():
             _shut_down(at, number)

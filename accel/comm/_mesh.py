@@ -21,11 +21,8 @@ from accel.topology import MeshPosition, mesh_position
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of a mesh's ranks: the default group, or that of its only dimension.
-
-    Raises:
-        ConfigError: torch has no group of these ranks, or this rank is not on the mesh.
-    """
+    """Return the process group of a mesh's ranks, the default group or that of its only dimension; raise `ConfigError`
+    where torch has none, or this rank is not on the mesh."""
     _ = _coordinate(mesh)
     ranks = _ranks(mesh)
     world = dist.group.WORLD
@@ -43,16 +40,8 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | None) -> MeshPosition:
-    """Return this rank's position on a mesh; see `accel.topology.mesh_position`.
-
-    Args:
-        comm: handle of the mesh's ranks.
-        mesh: with axes named by their role.
-        data_dims: as of `mesh_position`.
-
-    Raises:
-        ConfigError: not a mesh, or a mesh of other ranks; or as `mesh_position`.
-    """
+    """Return this rank's position on a mesh, see `accel.topology.mesh_position`; raise `ConfigError` unless it is a
+    mesh of the handle's ranks."""
     coordinate = _coordinate(mesh)
     ranks = _ranks(mesh)
     own = _group_ranks(comm)
@@ -68,13 +57,7 @@ def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | No
 
 
 def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeout_s: float) -> DeviceMesh:
-    """Make a mesh of all ranks, in their order. A collective. The handle owns the groups opened for it.
-
-    Args:
-        comm: a handle on the default group.
-        sizes: of the dimensions by name, the slowest first; their product is the number of ranks.
-        device: of the mesh's type.
-        timeout_s: time-out of collectives along a dimension, in seconds.
+    """Make a mesh of all ranks, in their order, the slowest dimension first; the handle owns its groups. A collective.
 
     Raises:
         ConfigError: the handle's group is not the default one.
@@ -91,11 +74,12 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
             fix="Open the mesh with accel.session(mesh=...).",
         )
     dimensions = "\n".join(f"{name}={size}" for name, size in sizes.items())
+    # compared before anything opens: ranks that open different groups would wait for ever
     barrier(comm, Call("mesh", dimensions, call_site()))
     grid = torch.arange(comm.size).view(*sizes.values())
     groups: list[dist.ProcessGroup] = []
     for dim, (name, size) in enumerate(sizes.items()):
-        if size == comm.size:
+        if size == comm.size:  # no second group of the same ranks, whose buffers would cost memory
             groups.append(world)
             continue
         rows = cast("list[list[int]]", cast(Any, grid.movedim(dim, -1).reshape(-1, size)).tolist())
@@ -109,17 +93,7 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
 def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: float) -> dist.ProcessGroup | None:
     """Return the group of ranks that differ from this rank only along some axes; None if there are none.
 
-    The first call for several axes opens the group, which the handle owns: a collective.
-
-    Args:
-        comm: handle of the mesh's ranks.
-        mesh: with named axes.
-        axes: names of the mesh.
-        timeout_s: time-out of collectives of the group, in seconds.
-
-    Raises:
-        CollectiveMismatch: ranks name other axes.
-        PeerError: another rank was lost.
+    The first call for several axes opens the group, which the handle owns: a collective, as `group_of_rows`.
     """
     names = mesh.mesh_dim_names or ()
     dims = [at for at, name in enumerate(names) if name in axes and mesh.shape[at] > 1]
@@ -143,7 +117,6 @@ def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_
         comm: handle of all ranks, which owns the group.
         rows: ranks, each in at most one row; rows are of one length. None for a rank in no row.
         name: of the groups, for errors and for torch.
-        timeout_s: time-out of collectives of the group, in seconds.
 
     Raises:
         CollectiveMismatch: ranks name other axes.
@@ -153,6 +126,7 @@ def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_
         return None
     if len(rows[0]) == comm.size:
         return comm.group
+    # all rows, not only this rank's: torch opens the groups of all rows on every rank
     key = tuple(map(tuple, rows))
     if key not in comm.along:
         barrier(comm, Call("group_of", name, call_site()))
@@ -164,16 +138,8 @@ def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_
 
 
 def mesh_of_group(comm: Comm, device_type: str, name: str) -> DeviceMesh:
-    """Return a mesh of one dimension over all ranks of a handle. No communication.
-
-    Args:
-        comm: a handle of more than one rank.
-        device_type: of the mesh.
-        name: of the dimension.
-
-    Raises:
-        ConfigError: torch does not know the handle's group.
-    """
+    """Return a mesh of one dimension over all ranks of a handle. No communication; `ConfigError` if torch does not know
+    the group."""
     try:
         return cast(Any, DeviceMesh).from_group(comm.group, device_type, mesh_dim_names=(name,))
     except (KeyError, ValueError) as error:
@@ -187,17 +153,13 @@ def mesh_of_group(comm: Comm, device_type: str, name: str) -> DeviceMesh:
 
 
 def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
-    """Return the part of a mesh around this rank along some dimensions, in any order. No communication.
-
-    Args:
-        mesh: with named dimensions if it has several.
-        dims: indices of dimensions in it.
-    """
+    """Return the part of a mesh around this rank along some dimensions, in any order. No communication."""
     names = mesh.mesh_dim_names
     if names is None or list(dims) == list(range(mesh.ndim)):
         return mesh
     if list(dims) == sorted(dims):
         return cast(Any, mesh)[tuple(names[at] for at in dims)]
+    # torch slices dimensions in their order only; another order is a mesh made of the same groups
     here = mesh.get_coordinate()
     assert here is not None  # this rank is on its context's mesh
     place = tuple(slice(None) if at in dims else here[at] for at in range(mesh.ndim))
@@ -209,11 +171,8 @@ def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
 
 
 def ranks_of_group(group: dist.ProcessGroup | None) -> frozenset[int] | None:
-    """Return the ranks of a group, as the default group counts them; None of a group that torch has not opened.
-
-    Args:
-        group: None for this rank alone.
-    """
+    """Return the ranks of a group (None: this rank alone), as the default group counts them; None of a group that torch
+    has not opened."""
     try:
         if group is None:
             return frozenset([dist.get_rank(dist.group.WORLD)])
@@ -277,11 +236,9 @@ def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], ti
     slice of the other, and nothing is opened.
 
     Args:
-        comm: handle of the mesh's ranks.
-        mesh: with named dimensions.
         parts: sets of dimensions by number, each for one dimension of the new mesh, named "dp_shard+cp"; an empty set
-            for a dimension of this rank alone.
-        timeout_s: time-out of collectives of the new groups, in seconds.
+            for
+            a dimension of this rank alone.
 
     Raises:
         CollectiveMismatch: ranks merge other dimensions.
@@ -301,17 +258,14 @@ def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], ti
     titles = [MERGED.join(names[dim] for dim in part) or "whole" for part in order]
     kind = cast(Any, DeviceMesh)
     whole = kind.from_group(groups, mesh.device_type, grid.reshape(sizes), mesh_dim_names=tuple(titles))
+    # a slice of a mesh of all ranks: FSDP2 combines its dimensions with those of meshes on the same ranks
     return whole[tuple(titles[order.index(tuple(part))] for part in parts)]
 
 
 def merged_order(ndim: int, parts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the sets of dimensions in the order of the mesh that has them merged; a dimension of no part is one alone.
 
-    If the numbers ascend, ranks lie as before, and torch can combine dimensions of both meshes.
-
-    Args:
-        ndim: number of the mesh's dimensions.
-        parts: as of `merged_mesh`.
+    If the numbers ascend, ranks are laid out as before, and torch can combine dimensions of both meshes.
     """
     merged = {dim for part in parts for dim in part}
     first = min(merged, default=0)
@@ -321,17 +275,13 @@ def merged_order(ndim: int, parts: Sequence[Sequence[int]]) -> list[tuple[int, .
 
 
 def lone_group(comm: Comm, timeout_s: float) -> dist.ProcessGroup:
-    """Return a group of this rank alone, which the handle owns. No communication.
-
-    Args:
-        comm: handle on torch's default group.
-        timeout_s: time-out of collectives of the group, in seconds.
-    """
+    """Return a group of this rank alone, which the handle owns. No communication."""
     own = dist.get_rank(dist.group.WORLD)
     key = ((own,),)
     known = comm.along.get(key)
     if known is None:
         timeout = timedelta(seconds=timeout_s)
+        # local synchronization: the other ranks need not call
         known = cast(Any, dist).new_group([own], timeout=timeout, use_local_synchronization=True, group_desc="alone")
         comm.along[key] = known
         comm.opened.append(known)
@@ -346,9 +296,6 @@ def grid_mesh(
     Args:
         comm: handle of all ranks, on torch's default group.
         grids: all ranks, each in one grid; the ranks of a grid in the order of its dimensions, the last fastest.
-        sizes: of the dimensions by name; a grid has their product of ranks.
-        device_type: of the mesh.
-        timeout_s: time-out of collectives of the groups, in seconds.
 
     Raises:
         CollectiveMismatch: ranks make other meshes.

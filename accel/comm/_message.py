@@ -57,8 +57,10 @@ def start_gathered(comm: Comm, sent: bytearray) -> Callable[[], Heads]:
     if comm.share is not None:
         return comm.share(sent, _join)
     received = bytearray(len(sent) * comm.size)
+    # shares memory with `sent` and `received`, which the function below keeps alive until the wait
     mine = torch.frombuffer(sent, dtype=torch.uint8)
     rows = arriving = torch.frombuffer(received, dtype=torch.uint8)
+    # NCCL alone: the message goes through the device, and `copy_` below makes the host wait for it
     if comm.control.type != "cpu":
         mine = mine.to(comm.control)
         arriving = rows.to(comm.control)
@@ -74,13 +76,9 @@ def start_gathered(comm: Comm, sent: bytearray) -> Callable[[], Heads]:
 
 
 def start_range(comm: Comm, sent: bytearray, combine: Combine | None) -> Callable[[], Range]:
-    """Begin to reduce one message of each rank. A collective; returns a function that waits.
-
-    Args:
-        comm: an open handle of more than one rank.
-        sent: the header, the payload and room for another header; overwritten.
-        combine: reduces payloads; None for none.
-    """
+    """Begin to reduce one message of each rank, header and payload; return a function that waits. A collective.
+    Overwrites `sent`, whose end has room for another header."""
+    # one minimum gives both ends of every word: any difference shows as lowest != highest
     sent[_COMPLEMENT] = complement(sent[_WORDS])
     if comm.share is not None:
         return comm.share(sent, partial(_reduce, combine=combine))
@@ -100,6 +98,7 @@ def _start_all_reduce(comm: Comm, message: torch.Tensor) -> Callable[[], torch.T
 
     def wait() -> torch.Tensor:
         arrive()
+        # the host waits here for the device
         return words.cpu().view(torch.uint8)
 
     return wait
@@ -108,6 +107,7 @@ def _start_all_reduce(comm: Comm, message: torch.Tensor) -> Callable[[], torch.T
 def _reduce(messages: Sequence[bytearray], combine: Combine | None) -> Range:
     """Reduce the messages of ranks of one process."""
     first = messages[0]
+    # the way of nearly every call, without a stack of all rows
     if combine is None and all(message == first for message in messages):
         return _range(torch.frombuffer(first, dtype=torch.uint8))
     rows = torch.frombuffer(bytearray().join(messages), dtype=torch.uint8).view(len(messages), -1)
@@ -137,6 +137,7 @@ def _read(received: bytearray, ranks: int) -> Heads:
     length = len(received) // ranks
     header = received[:HEADER_BYTES]
     first = read_head(header)
+    # the way of nearly every call: headers compare as bytes, and none but the first is parsed
     if not first.failed and all(received.startswith(header, rank * length) for rank in range(1, ranks)):
         return Heads(Answers(True, first.payload_bytes, [first.payload_bytes] * ranks, received), [])
     heads = [read_head(received, rank * length) for rank in range(ranks)]
@@ -145,6 +146,7 @@ def _read(received: bytearray, ranks: int) -> Heads:
     return Heads(Answers(same, max(sizes), sizes, received), heads)
 
 
+# Larger first messages save second ones, but each call pays for them, times the number of ranks.
 _MOST_BYTES = 8192
 _LEAST_BYTES = 512
 _RECEIVED_BYTES = 64 * 1024  # by each rank from all others together, between these limits
@@ -152,18 +154,13 @@ _REDUCED_BYTES = 1024
 
 
 def inline_bytes(comm: Comm) -> int:
-    """Return the room for a payload that all ranks receive in the first message, in bytes; 0 in a large group.
-
-    It is a multiple of 16, equal on all ranks.
-    """
+    """Return the room in the first message for payloads to all ranks, a multiple of 16; 0 in a large group."""
     return 0 if comm.is_large else _message_bytes(comm) - HEADER_BYTES
 
 
 def reduced_bytes(comm: Comm) -> int:
-    """Return the room for a payload that is reduced in the first message, in bytes; 0 in a small group.
-
-    It is a multiple of 16, equal on all ranks. Messages through a device's memory have none.
-    """
+    """Return the room in the first message for a payload that is reduced, a multiple of 16; 0 in a small group, and
+    where messages go through a device."""
     return _REDUCED_BYTES - 2 * HEADER_BYTES if comm.is_large and comm.has_pairs else 0
 
 
@@ -188,25 +185,20 @@ def start(
     """Send the first message of a call; return a function that waits for those of all ranks. A collective.
 
     Args:
-        comm: an open handle of more than one rank.
-        call: the expected call of all ranks.
         message: from `blank`, filled with as much of the payload as fits; None for no payload.
         payload_bytes: size of the whole payload.
         variant: facts that may differ between ranks of one call; a hash of them above 16 bytes.
         combine: reduces payloads in a large group; None for no payload there.
         failure: this rank's encoded error, sent in place of a payload; empty without one.
-        cause: the error itself, the cause of the error raised here.
-
-    Raises:
-        CollectiveMismatch: ranks made different calls, or this call and the one before in different orders, or decided
-            differently about an optimizer step before; on every rank, by the returned function.
-        AccelError: a rank failed; the same error on every rank, by the returned function.
+        cause: the error itself, the cause of the error raised by the returned function.
     """
     sent = blank(comm) if message is None else message
     if failure:
+        # as the variant, so that ranks see whether all failed alike
         payload_bytes, variant = len(failure), failure
     place = call_place() if call.ordered else b""
     head = Head(fingerprint(call.name, call.detail), variant, payload_bytes, place, comm.steps.digest, bool(failure))
+    # the call before matters to ordered calls alone; unordered ones between them keep it
     earlier = comm.met
     if call.ordered:
         comm.met = None
@@ -234,11 +226,9 @@ def fill(message: bytearray, payload: bytes | memoryview) -> None:
 
 
 def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
-    """Send this rank's error to all ranks, whatever they are calling; every rank raises it. A collective.
-
-    Raises:
-        AccelError: always; the lowest failing rank's error, with the rank unless all failed alike.
-    """
+    """Send this rank's error to all ranks, in the place of the call that they make; every rank raises the lowest
+    failing rank's. A collective."""
+    # the peers of a lost group receive nothing any more
     if comm.size == 1 or comm.lost:
         raise error
     record = describe(error)
@@ -259,8 +249,10 @@ def _start_large(
     cause: BaseException | None,
 ) -> Callable[[], Answers]:
     """Reduce the first messages; gather the headers of all ranks only to report an error."""
+    # each rank states the comparison that it knows; lowest == highest below if all know the same
     head = head._replace(order=right_order(comm, earlier, head))
     write_head(sent, head)
+    # a copy, as the reduction overwrites the message
     own = sent[:HEADER_BYTES]
     arrive = start_range(comm, sent, combine)
 
@@ -271,6 +263,7 @@ def _start_large(
             _raise_differences(comm, call, heads, answers, failure, cause)
         if lowest.place != highest.place:
             check_reduced_order(comm, call, earlier, head, 0 < lowest.order == highest.order)
+        # without the headers of all, sizes are known only where both ends agree
         even = lowest.payload_bytes == highest.payload_bytes
         sizes = [highest.payload_bytes] * comm.size if even else []
         return Answers(lowest.is_like(highest), highest.payload_bytes, sizes, bytearray(), reduced)
@@ -281,6 +274,7 @@ def _start_large(
 def _raise_differences(
     comm: Comm, call: Call, heads: list[Head], answers: Answers, failure: bytes, cause: BaseException | None
 ) -> None:
+    # failures first: a rank that failed sends its error in whatever call the others make
     if any(head.failed for head in heads):
         raise_failure(comm, heads, answers, failure, cause)
     if any(head.fingerprint != heads[0].fingerprint for head in heads):
@@ -289,6 +283,7 @@ def _raise_differences(
 
 
 def _message_bytes(comm: Comm) -> int:
+    # of one size on all ranks, however much each has to send: unequal messages could not be exchanged at all
     share = _RECEIVED_BYTES // comm.size // HEADER_BYTES * HEADER_BYTES
     return max(_LEAST_BYTES, min(share, _MOST_BYTES))
 

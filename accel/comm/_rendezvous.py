@@ -61,11 +61,8 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
     """Return an empty store that every rank has reached. A collective.
 
     A process may open one group after another. torchrun's store outlives them all, so each opening has a prefix of its
-    own in it. A store of rank 0 may be the previous one, about to close, so the other ranks try again.
-
-    Args:
-        env: this process's rank and the master's address.
-        timeout_s: seconds to wait for the other ranks.
+    own
+    in it. A store of rank 0 may be the previous one, about to close, so the other ranks try again.
 
     Raises:
         PeerError: a rank did not come in time; or the address cannot be served or reached.
@@ -91,6 +88,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
     store = None
     try:
         shared = _serve_here(env, timeout) or _join(env, timeout)
+        # all ranks add once an opening, so the quotient is alike on all of them without a message
         opening = (shared.add("accel/openings", 1) - 1) // env.world_size
         store = PrefixStore(f"accel/{opening}", shared)
         store.set_timeout(timeout)
@@ -129,15 +127,13 @@ def _join(env: LaunchEnv, timeout: timedelta) -> Store:
 
 
 def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
-    """Serve an address of the loopback interface on that interface only; torch would listen on all of them.
-
-    Returns:
-        None for another address, and for one that torchrun or an earlier opening serves.
-    """
+    """Serve an address of the loopback interface on that interface only, as torch would listen on all of them; None for
+    another address, and for one that torchrun or an earlier opening serves."""
     if env.rank or env.master_addr not in _LOOPBACK or env.master_port is None:
         return None
     if meeting_file(env.init_method) is not None:
         return None
+    # somebody serves it: torchrun's agent, or the store of an earlier opening
     if probe(env.master_addr, env.master_port, _SILENT_S) is None:
         return None
     family = socket.AF_INET6 if ":" in env.master_addr else socket.AF_INET
@@ -160,10 +156,7 @@ def _serve_here(env: LaunchEnv, timeout: timedelta) -> Store | None:
 
 
 def _await_server(env: LaunchEnv, timeout_s: float) -> None:
-    """Wait until the master's address is served. torch's own wait would print, and hide the cause.
-
-    Under a scheduler the name of the address may become known only with rank 0.
-    """
+    """Wait until the master's address is served; torch's own wait would print, and hide the cause."""
 
     def notice(error: OSError, waited_s: float) -> bool:
         silent_s = _STARTING_S if isinstance(error, ConnectionRefusedError) else _SILENT_S
@@ -174,6 +167,7 @@ def _await_server(env: LaunchEnv, timeout_s: float) -> None:
         return True
 
     try:
+        # under a scheduler the name of the address may become known only with rank 0, so no answer is final
         _ = retry(lambda limit_s: probe(env.master_addr, env.master_port or 0, limit_s), timeout_s, notice=notice)
     except (OSError, UnicodeError) as error:
         raise _unreachable(env, error) from error
@@ -183,6 +177,7 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
     """Register this rank in the store, and compare its settings with those of the first rank to come."""
     mine = _Member(host=os.uname().nodename, pid=os.getpid(), rank=env.rank, settings=_settings(env, timeout_s))
     encoded = msgspec.json.encode(mine).decode()
+    # who comes first sets the terms: the error names that rank and the one that differs
     first, here = (_decode(store.compare_set(key, "", encoded)) for key in ("first", f"rank {env.rank}"))
     append_note(store, _CAME, str(env.rank))
     differing = next((name for name, value in first.settings.items() if value != mine.settings[name]), None)
@@ -202,6 +197,7 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         )
     else:
         return
+    # the error before the sign that all may go on: whoever sees the sign finds the error
     _ = store.compare_set(_TROUBLE, "", msgspec.json.encode(describe(error)).decode())
     store.set(_SETTLED, "")
 
@@ -217,6 +213,7 @@ def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"{store.add('here', 0)} of them after {timeout_s:g} s")
         time.sleep(pause_s)
+        # ranks of one host come within milliseconds, those of a cluster within minutes
         pause_s = min(2 * pause_s, longest_s)
     if store.check([_TROUBLE]):
         trouble = msgspec.json.decode(store.get(_TROUBLE), type=ErrorRecord)

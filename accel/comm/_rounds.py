@@ -57,6 +57,7 @@ def reduction_rounds(rank: int, size: int) -> list[ReduceRound]:
     if rank < 2 * pairs and rank % 2:
         return [ReduceRound(rank - 1, None), ReduceRound(None, rank - 1, final=True)]
     place = rank // 2 if rank < 2 * pairs else rank - pairs
+    # partners differ in one bit a round; both combine the same two runs, so all ranks get the same bits
     partners = [place ^ (1 << bit) for bit in range(power.bit_length() - 1)]
     ranks = [2 * partner if partner < pairs else partner + pairs for partner in partners]
     doubling = [ReduceRound(partner, partner) for partner in ranks]
@@ -74,6 +75,7 @@ def gather_rounds(rank: int, size: int) -> list[GatherRound]:
     held = 1
     while held < size:
         count = min(held, size - held)
+        # rows held double each round, so the last round may be a part of them
         rounds.append(GatherRound((rank - held) % size, (rank + held) % size, count, count))
         held += count
     return rounds
@@ -110,12 +112,8 @@ _LOST = (
 
 
 def start_transfer(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
-    """Begin transfers of all ranks; return a function that waits for their end.
-
-    Args:
-        comm: an open handle of more than one rank.
-        begin: begins the transfers; returns torch's handles on them.
-    """
+    """Begin transfers of all ranks by a function that returns torch's handles; return a function that waits for
+    them."""
     return start_rounds(comm, (begin() for _ in range(1)), cuts=False)
 
 
@@ -123,11 +121,11 @@ def start_rounds(comm: Comm, rounds: Iterator[list[Any]], *, cuts: bool = True) 
     """Begin the first round of transfers; return a function that waits for it and runs the others.
 
     Args:
-        comm: an open handle of more than one rank.
         rounds: begins a round at each step, once the one before has ended; gives torch's handles.
         cuts: whether a rank that loses a peer cuts its connections. A peer that waits for it in a later round has no
             message under way with the lost rank, and would notice nothing.
     """
+    # at the start, not at the wait: all ranks start their calls in one order
     number = comm.next_number()
     began = time.monotonic()
 
@@ -137,6 +135,7 @@ def start_rounds(comm: Comm, rounds: Iterator[list[Any]], *, cuts: bool = True) 
         except AccelError:  # from a simulated group
             raise
         except RuntimeError as error:
+            # a search for a batch size rings: its caller handles the error, and no rank is missing
             if comm.alarm is not None and comm.alarm.rung():
                 raise peer_error(error, public_call()) or error from error
             if cuts and comm.alarm is not None:
@@ -171,12 +170,8 @@ def guarded(action: Callable[[], T], others: Iterable[int]) -> T:
 
 
 def peer_error(error: BaseException, name: str) -> PeerError | None:
-    """Convert the error of a lost connection to a `PeerError`; return None for any other error.
-
-    Args:
-        error: raised by a forward or backward in which torch runs collectives.
-        name: the call, for the message.
-    """
+    """Convert the error of a lost connection in the call `name` to a `PeerError`; return None for any other error."""
+    # torch has one class for all of these errors, so their texts decide
     text = str(error)
     if isinstance(error, PeerError) or not (isinstance(error, dist.DistError) or any(sign in text for sign in _LOST)):
         return None
@@ -196,26 +191,16 @@ _TAG = 0xACCE1  # keeps these messages apart from the user's own sends
 
 
 def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-    """Send 1-d tensors to ranks that call `receive_flat`; return when all have received theirs.
-
-    Args:
-        comm: an open handle of more than one rank.
-        tensors: contiguous, by receiving rank.
-    """
+    """Send contiguous 1-d tensors to ranks that call `receive_flat`; return when all have received theirs."""
     pairs = [(rank, tensor.to(comm.control)) for rank, several in tensors.items() for tensor in several]
+    # all sends before the first wait: receivers may take them in any order of ranks
     works = guarded(lambda: [(rank, start_send(comm, tensor, rank)) for rank, tensor in pairs], tensors)
     for rank, work in works:
         guarded(work.wait, [rank])
 
 
 def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-    """Receive 1-d tensors from another rank; sends and receives match by order.
-
-    Args:
-        comm: an open handle of more than one rank.
-        tensors: contiguous, of the lengths and dtypes sent; overwritten.
-        source: the sending rank.
-    """
+    """Overwrite contiguous 1-d tensors with those of another rank; sends and receives match by order."""
     buffers = [tensor.to(comm.control) for tensor in tensors]
     works = guarded(lambda: [start_receive(comm, buffer, source) for buffer in buffers], [source])
     for tensor, buffer, work in zip(tensors, buffers, works, strict=True):
@@ -238,25 +223,16 @@ class Combine(Protocol):
     """Combines the values of two runs of neighbouring ranks."""
 
     def __call__(self, lower: torch.Tensor, upper: torch.Tensor, /) -> None:
-        """Overwrite the value of the lower ranks with that of both.
-
-        Args:
-            lower: shape [..., length]; any bytes are a value.
-            upper: that of the higher ranks, of the same shape.
-        """
+        """Overwrite the value of the lower ranks, shape [..., length], with that of both; any bytes are a value."""
         ...
 
 
 def start_reduction(comm: Comm, mine: torch.Tensor, combine: Combine) -> Callable[[], torch.Tensor]:
-    """Begin to reduce a small tensor over all ranks; return a function that waits for the result. A collective.
+    """Begin to reduce a small tensor on the CPU over all ranks; return a function that waits. A collective.
 
-    Args:
-        comm: an open handle of more than one rank.
-        mine: this rank's value, on the CPU, contiguous, of one size on all ranks; overwritten.
-        combine: associative; its order of operands is that of ranks, so that all ranks get the same bits.
-
-    Returns:
-        A function that gives the result, which must not be changed, as ranks of one process share it.
+    Overwrites `mine`. The result is shared by ranks of one process: not to be changed. `combine` is associative, and
+    gets
+    its operands in the order of ranks, so that all ranks compute the same bits.
     """
     if comm.share is not None:
         return comm.share(mine, lambda values: reduce_rows(torch.stack(list(values)), combine))
@@ -274,7 +250,6 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
     """Begin to gather small tensors of one length; return a function that waits. A collective.
 
     Args:
-        comm: an open handle of more than one rank.
         out: shape [size * length], on the CPU, contiguous; overwritten on ranks that receive.
         mine: shape [length], contiguous; unchanged until the wait.
         dst: the receiving rank; None for all.
@@ -289,6 +264,7 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
 
         return receive
     rounds = gather_rounds(comm.rank, comm.size) if dst is None else gather_to_rounds(comm.rank, comm.size, dst)
+    # rounds collect rows from this rank on, so they need a buffer besides `out`, whose first row is rank 0's
     rows = torch.empty_like(out).view(comm.size, -1)
     _ = rows[0].copy_(mine)
     wait = start_rounds(comm, _gathering(comm, rows, rounds))
@@ -304,15 +280,11 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
 
 
 def reduce_rows(rows: torch.Tensor, combine: Combine) -> torch.Tensor:
-    """Reduce the values of all ranks in one process, to the bits that `start_reduction` gives.
-
-    Args:
-        rows: shape [size, length]; overwritten.
-        combine: as there, for any number of rows at once.
-    """
+    """Reduce rows of all ranks in one process, to the bits of `start_reduction`. Overwrites them."""
     power = 1 << (len(rows).bit_length() - 1)
     pairs = len(rows) - power
     if pairs:
+        # the ranks beyond a power of two first, as `reduction_rounds` does: another order has other rounding
         combine(rows[: 2 * pairs : 2], rows[1 : 2 * pairs : 2])
         rows = torch.cat([rows[: 2 * pairs : 2], rows[2 * pairs :]])
     while len(rows) > 1:
@@ -333,6 +305,7 @@ def _reduction(comm: Comm, state: list[torch.Tensor], combine: Combine) -> Itera
             continue
         if each.final:
             state[0] = theirs
+        # the lower run is always the first operand
         elif each.source > comm.rank:
             combine(state[0], theirs)
         else:
@@ -352,6 +325,7 @@ def _exchange(
 ) -> list[Any]:
     works: list[Any] = []
     if each.source is not None and received is not None:
+        # receives first, so that no send waits in the peer for a buffer
         works.append(start_receive(comm, received, each.source))
     if each.target is not None:
         works.append(start_send(comm, sent, each.target))

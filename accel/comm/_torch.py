@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on flat tensors, always on an explicit group."""
+"""Collectives on flat, contiguous tensors, always on an explicit group of more than one rank."""
 
 from __future__ import annotations
 
@@ -43,25 +43,15 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 
 def all_gather_flat(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
-    """Gather 1-d tensors of equal length into one of shape [size, length]. A collective.
-
-    Args:
-        comm: an open handle of more than one rank.
-        mine: this rank's tensor, shape [length], contiguous.
-    """
+    """Gather 1-d tensors of equal length into one of shape [size, length]. A collective."""
     out = mine.new_empty(comm.size * mine.numel())
     start_all_gather(comm, out, mine)()
     return out.view(comm.size, -1)
 
 
 def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-    """Begin to gather 1-d tensors of equal length into `out`; return a function that waits. A collective.
-
-    Args:
-        comm: an open handle of more than one rank.
-        out: shape [size * length], contiguous; overwritten.
-        mine: shape [length], contiguous; unchanged until the wait.
-    """
+    """Begin to gather 1-d tensors of equal length into `out`; return a function that waits. A collective; `mine` stays
+    unchanged until the wait."""
     group = comm.carrier(mine)
     if comm.is_large and mine.device.type == "cpu" and out.nbytes <= _IN_ROUNDS_BYTES:
         return start_gather(comm, out, mine)
@@ -74,16 +64,9 @@ def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Calla
 
 
 def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int | None = None) -> torch.Tensor | None:
-    """Gather the bytes of all ranks, one after another, without a copy of large ones. A collective.
+    """Gather the bytes of all ranks, one after another; None on ranks other than `dst`. A collective.
 
-    Args:
-        comm: an open handle of more than one rank.
-        mine: this rank's bytes, uint8, shape [sizes[comm.rank]], contiguous.
-        sizes: bytes of each rank, the same list on all ranks.
-        dst: the receiving rank; None for all.
-
-    Returns:
-        All ranks' bytes, uint8, shape [sum of sizes]; None on ranks other than `dst`.
+    Large payloads are not copied. `sizes` is the same list on all ranks.
     """
     if _goes_by_control(comm, mine):
         gathered = gather_bytes(comm, mine.to(comm.control), sizes, dst)
@@ -99,6 +82,7 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
         return out
     filled = [rank for rank, size in enumerate(sizes) if size]
     if few and len(filled) > 2:
+        # one all-gather of equal rows starts faster than a broadcast from each rank
         padded = mine.new_zeros(max(sizes))
         padded[: mine.numel()] = mine
         rows = all_gather_flat(comm, padded)
@@ -106,32 +90,24 @@ def gather_bytes(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int 
     else:
         parts = torch.split(out, list(sizes))
         _ = parts[comm.rank].copy_(mine)
+        # views of `out`: each broadcast writes to its final place
         start_transfer(comm, lambda: [_broadcast(comm, parts[rank], rank) for rank in filled])()
     return out
 
 
 def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Reduce a tensor over all ranks in place and return it. A collective.
-
-    Args:
-        comm: an open handle of more than one rank.
-        mine: this rank's tensor, of one shape and dtype on every rank; overwritten.
-        op: the reduction.
-    """
+    """Reduce a tensor of one shape and dtype over all ranks in place and return it. A collective."""
     if mine.device.type == "xla" and mine.dtype not in _XLA_REDUCES:
         return mine.copy_(all_reduce_flat(comm, mine.to(comm.control), op))
     if comm.is_large and mine.device.type == "cpu" and mine.nbytes <= _REDUCED_IN_ROUNDS_BYTES:
+        # a copy, so that a lost peer leaves `mine` as it was
         return mine.copy_(start_reduction(comm, mine.clone(), partial(_combine, op=op))())
     start_all_reduce(comm, mine, op)()
     return mine
 
 
 def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[], None]:
-    """Begin `all_reduce_flat`; return a function that waits for its end. A collective.
-
-    Args:
-        comm, mine, op: as of `all_reduce_flat`; `mine` stays unchanged until the wait.
-    """
+    """Begin `all_reduce_flat`; return a function that waits. A collective; `mine` stays unchanged until the wait."""
     group = comm.carrier(mine)
     kinds = {
         "sum": dist.ReduceOp.SUM,
@@ -143,13 +119,7 @@ def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[
 
 
 def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
-    """Broadcast a tensor from one rank, in place. A collective.
-
-    Args:
-        comm: an open handle of more than one rank.
-        tensor: of one shape and dtype on every rank; overwritten on all but `source`.
-        source: the sending rank.
-    """
+    """Broadcast a tensor of one shape and dtype from one rank, in place. A collective."""
     plain = tensor.contiguous()
     if _goes_by_control(comm, plain):
         plain = plain.to(comm.control)
@@ -193,12 +163,8 @@ def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
 
 
 def fills(operator: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operator of torch's collectives, of namespace c10d, writes to its first argument on this rank.
-
-    Args:
-        operator: as `__torch_dispatch__` gets it; its schema marks no argument as written.
-        args: its positional arguments.
-    """
+    """Return whether an operator of torch's collectives (namespace c10d) writes to its first argument on this rank; its
+    schema marks no argument as written."""
     schema = operator._schema
     names = [each.name for each in schema.arguments]
     if names[0].startswith("output"):

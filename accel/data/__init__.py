@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data: order by arithmetic, sharding as a pure plan, and batches that know where the run stands after them."""
+"""Data: `prepare_loader` makes a `Loader`, `batches` reads it from a cursor.
+
+Begin with `_batches.py`, the loop. `_loader.py` turns torch's DataLoader into a plan: `_epoch.py` has the order of an
+epoch as arithmetic, `_plan.py` its cut into steps and ranks, both free of torch.distributed. `_requests.py` sends a
+rank's samples to workers, `_transfer.py` moves batches to the device, a step ahead. Each batch carries the cursor
+(`_cursor.py`) that follows it. `stream/` does the same for datasets without a length.
+"""
 
 from accel.data._batches import Batch as Batch, batches as batches
 from accel.data._cursor import (

@@ -179,7 +179,7 @@ def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor, *, trains
     arrive = start_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
     wanted = requests(epoch, loader.rank, loader.world_size)
     first = list(islice(wanted, 1))  # puts the first samples in order while the message travels
-    data_ranks = arrive()
+    data_ranks = arrive()  # the host waits here, once an epoch
     copies = copies_of(data_ranks, loader.world_size)
     duplicate = loader.rank in data_ranks[: ctx.rank]
     read = _read(ctx, loader, epoch, chain(first, wanted))
@@ -189,7 +189,7 @@ def _sharded_batches(ctx: DistContext, loader: Loader, cursor: Cursor, *, trains
         wait = perf_counter() - asked
         try:
             yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
-        except GeneratorExit:
+        except GeneratorExit:  # the loop was left: the next pass may not begin at its start again
             if trains:
                 loader.passes.leave(start, part.next)
             raise

@@ -35,10 +35,8 @@ class WorkerPosition(msgspec.Struct, frozen=True):
     ended: bool = False
 
     def check_saveable(self) -> None:
-        """Raise `ConfigError` for a record or enum of the user's in `state`.
-
-        A run that loads the checkpoint passes a new cursor, without their classes.
-        """
+        """Raise `ConfigError` for a record or enum of the user's in `state`: a run that loads the checkpoint has no
+        class to decode it."""
         for path, name in _user_classes(self.state, "$"):
             raise ConfigError(
                 "the state of a stream holds a record, which could not be loaded again",
@@ -189,13 +187,7 @@ def beyond(cursor: Cursor, end: int) -> DataError:
 
 
 def check_entry(here: Coordinates, prepared_for: Coordinates, cursor: object) -> None:
-    """Raise `DataError` for a loader that was prepared for another rank, or for anything but a cursor.
-
-    Args:
-        here: the context's coordinates.
-        prepared_for: the coordinates that the loader was prepared for.
-        cursor: the start position.
-    """
+    """Raise `DataError` for a loader that was prepared for another rank, or for anything but a cursor."""
     if here != prepared_for:
         raise DataError(
             "the loader was prepared for another rank",

@@ -43,13 +43,7 @@ class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
 
 
 def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> SamplerDraw:
-    """Return the samples of one epoch. No communication; restores the global random streams.
-
-    Args:
-        sampler: iterable of positions in the dataset, or of lists of them; has a length, unless it yields lists.
-        cursor: position in the epoch to draw.
-        in_batches: whether the sampler yields lists.
-        dataset: the user's dataset, with or without a length.
+    """Return the samples of one epoch, drawn from the user's sampler; the global random streams are restored.
 
     Raises:
         DataError: the sampler fails, or yields nothing, more than its length, no integers, or positions outside the
@@ -109,14 +103,8 @@ def _fresh_streams(sampler: Any, cursor: Cursor, dataset: object) -> Generator[A
 
 
 def _fresh(sampler: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
-    """Return a copy at an epoch, with copies of the attributes that iteration may change.
-
-    Args:
-        sampler: the original.
-        key: start of its generators.
-        epoch: argument of its `set_epoch`.
-        known: copies by the identity of their originals, so that shared attributes stay shared.
-    """
+    """Return a copy of a sampler at an epoch, with copies of the attributes that iteration may change; `known` keeps
+    shared ones shared."""
     clone = known[id(sampler)] = copy.copy(sampler)
     for name, value in getattr(clone, "__dict__", {}).copy().items():
         if (new := _fresh_part(value, key.fold_in(name), epoch, known)) is not value:
@@ -198,11 +186,7 @@ class Order(msgspec.Struct, frozen=True):
         return self.at(torch.tensor([position]))[0]
 
     def at(self, positions: torch.Tensor) -> Any:
-        """Return the samples at several positions, as nested lists of the positions' shape.
-
-        Args:
-            positions: any shape, int64, each from 0 to n - 1; overwritten.
-        """
+        """Return the samples at positions, int64 of any shape, each from 0 to n - 1; overwrites them."""
         if self.keys and self.n <= _TABLE:
             positions = _ranked(self.n, self.keys)[positions]
         elif self.keys:
@@ -291,15 +275,8 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
 
 
 def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
-    """Return the epoch of the cursor. No communication.
-
-    Args:
-        source: a loader's.
-        cursor: the start position.
-
-    Raises:
-        DataError: the cursor belongs to another order or lies beyond its end, or a sampler yields nothing.
-    """
+    """Return the epoch of the cursor, or raise `DataError` where it belongs to another order or exceeds its end, or a
+    sampler yields nothing. No communication."""
     check_cursor(cursor)
     this, count, bounds, name = _ordered(source, cursor)
     if cursor.of not in ("", name):
@@ -325,11 +302,7 @@ def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
 
 
 def skip_steps(epoch: Epoch, steps: int) -> Cursor:
-    """Return the cursor after some more steps of the epoch.
-
-    Raises:
-        DataError: the rest of the epoch has fewer steps.
-    """
+    """Return the cursor after some more steps of the epoch; raise `DataError` if the rest has fewer."""
     plan, cursor = epoch.plan, epoch.cursor
     left = plan.steps_after(cursor.consumed)
     if steps > left:

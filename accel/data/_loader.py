@@ -29,11 +29,8 @@ _SHARDED_BATCHES, _SHARDED_STREAM = "BatchSamplerShard", "IterableDatasetShard" 
 
 
 def unwrapped_loader(loader: Any) -> Any:
-    """Return the DataLoader that Lightning Fabric has wrapped; anything else as it is. No communication.
-
-    Raises:
-        DataError: a stream that reads one process's part already.
-    """
+    """Return the DataLoader that Lightning Fabric has wrapped, anything else as it is; raise `DataError` for a stream
+    that reads one process's part already."""
     wrapped = type(loader).__name__ == _FABRIC
     held: Any = cast(dict[str, Any], vars(loader)).get("_dataloader", loader) if wrapped else loader
     source: Any = held.dataset if isinstance(cast(object, held), DataLoader) else held
@@ -43,11 +40,8 @@ def unwrapped_loader(loader: Any) -> Any:
 
 
 def unwrapped_batches(batcher: Any) -> Any:
-    """Return the batch sampler of which Accelerate gives each process a part; anything else as it is.
-
-    Raises:
-        DataError: one that splits each batch among processes, whose size is that of all.
-    """
+    """Return the batch sampler inside of Accelerate's shard for each process, anything else as it is; raise `DataError`
+    for one that splits each batch, whose size is that of all."""
     if type(batcher).__name__ != _SHARDED_BATCHES:
         return batcher
     if batcher.split_batches:
@@ -146,15 +140,13 @@ def _batcher(loader: Any) -> Any:
 
 
 def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int, bool, int | None, Any]:
-    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from.
-
-    Arithmetic replaces only torch's own plain samplers; a subclass may order in its own way.
-    """
+    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from."""
     generators = (getattr(sampler, "generator", None), loader.generator)
     salt = next((each.initial_seed() for each in generators if each is not None), None)
     name = type(sampler).__name__
     kind = cast(type[object], type(sampler))
     shuffled = kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    # arithmetic replaces only torch's own plain samplers; a subclass may order in its own way
     if kind is SequentialSampler or shuffled:
         unsized = dataset is None or not isinstance(sampler.data_source, Sized)
         _refuse(unsized, "the dataset has no length", "no __len__", "Give it one.")

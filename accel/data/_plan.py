@@ -139,20 +139,13 @@ class BatchBounds(msgspec.Struct, frozen=True):
         return hashlib.blake2b(array("q", self.bounds), digest_size=6).hexdigest()
 
     def steps_after(self, consumed: int) -> int:
-        """Steps from a position to the end of the epoch.
-
-        Raises:
-            DataError: the position lies within a batch.
-        """
+        """Steps from a position to the end of the epoch; raises `DataError` for one within a batch."""
         batches = len(self.bounds) - 1 - self.batch_at(consumed)
         return batches // self.batches_per_step if self.drop else -(-batches // self.batches_per_step)
 
     def shard(self, cursor: Cursor, rank: int, world_size: int) -> Shard:
-        """Return a rank's part of the step at the cursor: whole batches, one after another, in rank order.
-
-        Raises:
-            DataError: the cursor lies beyond the end of the epoch, or within a batch.
-        """
+        """Return a rank's part of the step at the cursor: whole batches, one after another, in rank order; `DataError`
+        past the end, or within a batch."""
         steps = self.steps_after(cursor.consumed)
         first = self.batch_at(cursor.consumed)
         if not steps:
@@ -167,11 +160,7 @@ class BatchBounds(msgspec.Struct, frozen=True):
         return Shard(start, stop, max(stop - start, 1), valid, steps == 1, after)
 
     def batch_at(self, consumed: int) -> int:
-        """Return the number of the batch that starts at a position.
-
-        Raises:
-            DataError: no batch starts there.
-        """
+        """Return the number of the batch that starts at a position, or raise `DataError`."""
         at = bisect_left(self.bounds, consumed)
         if at == len(self.bounds) or self.bounds[at] != consumed:
             raise DataError(
@@ -184,17 +173,9 @@ class BatchBounds(msgspec.Struct, frozen=True):
 
 
 def shard(plan: EpochPlan, cursor: Cursor, rank: int, world_size: int) -> Shard:
-    """Return a rank's part of the global batch at the cursor.
+    """Return a rank's part of the global batch at the cursor, or raise `DataError` past the end of the epoch.
 
     Shards are contiguous in the epoch's order, in rank order, and differ by at most one sample.
-
-    Args:
-        plan: plan of the dataset's epochs.
-        cursor: position before the step.
-        rank, world_size: data-parallel rank, and the number of these.
-
-    Raises:
-        DataError: the cursor lies beyond the end of the epoch, as one of another dataset would.
     """
     end = plan.end
     if cursor.consumed >= end:
@@ -211,17 +192,9 @@ def shard(plan: EpochPlan, cursor: Cursor, rank: int, world_size: int) -> Shard:
 
 
 def token_bounds(lengths: Iterable[int], batch_tokens: int, start: int = 0) -> list[int]:
-    """Cut samples into batches, in their order, each as large as its tokens allow.
+    """Cut samples into batches, in their order, each as large as its tokens allow; return `start` and the ends.
 
     A batch counts its rows times its longest sample: its size once padded.
-
-    Args:
-        lengths: tokens of each sample from `start` on, at most `batch_tokens`.
-        batch_tokens: largest number of tokens in a batch.
-        start: the position of the first sample.
-
-    Returns:
-        Positions: `start`, and the end of each batch.
     """
     bounds, stop, longest = [start], start, 0
     for length in lengths:
@@ -234,15 +207,7 @@ def token_bounds(lengths: Iterable[int], batch_tokens: int, start: int = 0) -> l
 
 
 def copies_of(data_ranks: list[int], world_size: int) -> int:
-    """Return the number of ranks that take each part of the data.
-
-    Args:
-        data_ranks: data-parallel rank, by rank.
-        world_size: number of data-parallel ranks.
-
-    Raises:
-        DataError: parts have unequal numbers of ranks.
-    """
+    """Return the number of ranks that read each part of the data; unequal numbers are a `DataError`."""
     taken = Counter(data_ranks)
     copies = max(len(data_ranks) // world_size, 1)
     if len(data_ranks) > 1 and any(taken[part] != copies for part in range(world_size)):

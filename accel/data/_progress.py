@@ -192,13 +192,7 @@ def total_steps(
 
 
 def _prepared(loader: object, ctx: DistContext | None, cut: dict[str, Any]) -> Loader:
-    """Return the prepared loader whose steps are counted.
-
-    Args:
-        loader: as the user passed it.
-        ctx: the context, if one was passed.
-        cut: those keywords of `prepare_loader` that were passed.
-    """
+    """Return the prepared loader whose steps are counted; `cut` has the passed keywords of `prepare_loader`."""
     if isinstance(loader, Loader):
         if ctx is not None or cut:
             raise ConfigError(

@@ -84,12 +84,7 @@ class Workers:
 
     @contextlib.contextmanager
     def lend(self, make: Callable[[Any], DataLoader[Any]], asked: Iterable[Any]) -> Generator[Iterable[Any]]:
-        """Read with these workers; while they are lent, another epoch reads with workers of its own.
-
-        Args:
-            make: builds a reader around a batch sampler.
-            asked: the requests.
-        """
+        """Read with these workers; while they are lent, another epoch reads with workers of its own."""
         if self._busy:
             yield make(asked)
             return
@@ -201,20 +196,18 @@ def _at_epoch(dataset: Any, epoch: int) -> Any:
     if type(dataset) is Subset:
         subset = cast(Any, dataset)
         return Subset(_at_epoch(subset.dataset, epoch), subset.indices)
-    told = twin(dataset)
-    told.set_epoch(epoch)
-    return told
+    there = twin(dataset)
+    there.set_epoch(epoch)
+    return there
 
 
 def twin(source: Any) -> Any:
-    """Return a shallow copy: an epoch or a position set on it does not change the user's object.
-
-    `copy.copy` would not do: a class that pickles its own `__dict__` shares it with the copy.
-    """
+    """Return a shallow copy: an epoch or a position set on it does not change the user's object."""
     kind = cast(Any, type(source))
     if hasattr(kind, "__del__"):  # which may close what both hold
         return source
     try:
+        # `copy.copy` would not do: a class that pickles its own `__dict__` shares it with the copy
         other = kind.__new__(kind)
         other.__dict__.update(source.__dict__)
     except (TypeError, AttributeError):  # not made of attributes: it is read itself
@@ -223,13 +216,7 @@ def twin(source: Any) -> Any:
 
 
 def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any]) -> Iterator[Any]:
-    """Read batches lazily in this process.
-
-    Args:
-        dataset: source of samples; reads a batch at once if it has `__getitems__`.
-        collate: makes a batch of samples.
-        asked: the requests.
-    """
+    """Read the requests' batches lazily in this process, a batch at once if the dataset has `__getitems__`."""
     several = getattr(dataset, "__getitems__", None)
 
     def read(samples: Any) -> Any:
@@ -304,12 +291,12 @@ def read_error(error: BaseException) -> ReadError:
         return ReadError(f"{type(error).__name__}: {error}", _users(frames))
     lines = text.splitlines()
     at = max((i for i, line in enumerate(lines) if _FRAME.fullmatch(line)), default=0)
-    said = [line for line in lines[at + 1 :] if not line.startswith("    ")]
+    message = [line for line in lines[at + 1 :] if not line.startswith("    ")]
     begins = max((i for i, line in enumerate(lines) if line.endswith("(most recent call last):")), default=0)
     found = [match.groups() for line in lines[begins:] if (match := _FRAME.fullmatch(line))]
     frames = [(file, number, name) for file, number, name in found]
     place = ", ".join(filter(None, (_users(frames), in_worker[1])))
-    return ReadError("\n".join(said).strip() or type(error).__name__, place)
+    return ReadError("\n".join(message).strip() or type(error).__name__, place)
 
 
 def _users(frames: list[tuple[str, str, str]]) -> str:

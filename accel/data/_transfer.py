@@ -24,11 +24,7 @@ def moved(
 ) -> Iterator[tuple[Any, T]]:
     """Yield each batch on the device, with its companion.
 
-    Args:
-        items: pairs of a batch, any nesting of containers or an object with `.to`, and a companion of any kind.
-        device: destination.
-        containers: further kinds of containers.
-        ahead: on CUDA, whether to read and copy one batch ahead of the one in use. The first is yielded at once.
+    On CUDA, `ahead` reads and copies one batch ahead of the one in use; the first is yielded at once.
     """
     if device.type == "cpu":
         return items
@@ -44,13 +40,7 @@ def moved(
 def to_device(data: Any, device: torch.device, containers: Sequence[Container] = ()) -> Any:
     """Return a batch on the device, itself if that is the CPU; the host waits for the copy.
 
-    Args:
-        data: nested containers of tensors and of objects with `.to`, or one such object; the rest is kept.
-        device: destination.
-        containers: further kinds of containers.
-
-    Raises:
-        TreeError: a container of an unknown kind, without `.to`.
+    Tensors and objects with `.to` move, the rest is kept. Raises `TreeError` for a container of an unknown kind.
     """
     return data if device.type == "cpu" else map_movable(lambda leaf: leaf.to(device), data, containers)
 
@@ -69,10 +59,7 @@ def pin(data: Any) -> Any:
 
 
 def one_ahead(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Generator[tuple[P, T]]:
-    """Read one item ahead of the one in use; the first is yielded at once.
-
-    An error in reading ahead is raised after the items before it.
-    """
+    """Read one item ahead of the one in use, but for the first; an error of reading comes after the items before it."""
     for data, other in items:
         yield start(data), other
         break

@@ -80,17 +80,11 @@ class IndependentReaders:
         self.step_bytes = 0
 
     def agree(self, steps: list[ReadStep]) -> list[AgreedStep]:
-        """Agree on the next steps with the other ranks. A collective.
-
-        Args:
-            steps: this rank's; none once its stream has ended.
-
-        Returns:
-            The steps that are known of every rank; none at the end.
+        """Agree on the next steps with the other ranks; return those known of every rank. A collective.
 
         Raises:
             DataError: ranks of one data-parallel rank read different streams; on every rank.
-            TreeError: a batch to stand in for others cannot be sent; on every rank.
+            TreeError: a stand-in batch cannot be sent; on every rank.
         """
         reports = exchange_values(self._ctx.comm, self._call, self._report(steps), _Report)
         if self._compares and self._ctx.is_main_process:
@@ -122,7 +116,7 @@ class IndependentReaders:
         )
 
     def _lend(self, steps: list[ReadStep], bare: list[bool]) -> LocalBatch:
-        """Send ranks that have never had a batch the first one of a rank that has, to stand in."""
+        """Send the first batch of a rank that has one to ranks that never had any, as their stand-in."""
         ctx = self._ctx
         own = steps[0].batches[0] if steps else self._latest
         lender = bare.index(False)
@@ -130,6 +124,7 @@ class IndependentReaders:
         if ctx.rank == lender and own is not None:
             with shared_failure(ctx.comm, Call("batches")):
                 packed = BatchPacker().pack([own.data], whole=True)
+            # one message: the receivers do not know the size of a batch that they never had
             payload = torch.cat([torch.tensor([packed.header_bytes, own.rows]).view(torch.uint8), packed.buffer])
         lent = broadcast_bytes(ctx.comm, self._call, payload, source=lender)
         if own is not None:
@@ -169,12 +164,8 @@ def _agreed_totals(reports: list[_Report], data_ranks: list[int], *, drops: bool
 
 
 def _warn_of_equal(digests: Sequence[str], data_ranks: Sequence[int]) -> None:
-    """Log a warning if two data-parallel ranks begin with the same samples: the stream was not divided.
-
-    Args:
-        digests: of each rank's first batch; empty where it is not known.
-        data_ranks: data-parallel rank by rank.
-    """
+    """Log a warning if two data-parallel ranks begin with the same samples: the stream was not divided. Digests are of
+    each rank's first batch."""
     readers: dict[str, int] = {}
     for rank, (digest, data_rank) in enumerate(zip(digests, data_ranks, strict=True)):
         other = readers.setdefault(digest, rank) if digest else rank
@@ -239,13 +230,8 @@ class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
 
 
 def stream_batches(ctx: DistContext, loader: StreamLoader, cursor: Cursor) -> Generator[tuple[Any, StreamStep]]:
-    """Yield this rank's batches from the cursor to the end of its epoch. A collective, now and then.
-
-    Args and errors are those of `batches`.
-
-    Yields:
-        Batches on the context's device, each with its step.
-    """
+    """Yield this rank's batches, each with its step, from the cursor to the end of its epoch, as `batches`. A
+    collective, now and then."""
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
         check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)

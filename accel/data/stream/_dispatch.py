@@ -59,16 +59,8 @@ class BatchPacker:
         self._known: Spec | None = None
 
     def pack(self, batches: Sequence[object], *, whole: bool = False) -> PackedBatches:
-        """Return batches as bytes; large tensors share their memory with the batches.
-
-        Args:
-            batches: dicts, mappings such as UserDict, lists, tuples, namedtuples, dataclasses and Structs of tensors,
-                numbers, text, bytes and None.
-            whole: whether large tensors are copied into the buffer too.
-
-        Raises:
-            TreeError: something else is inside, named by its path.
-        """
+        """Return batches as bytes; large tensors share their memory with the batches, unless `whole`. Raises
+        `TreeError` for leaves but tensors, numbers, text, bytes and None."""
         tensors: list[torch.Tensor] = []
         headers: list[_BatchHeader] = []
         for batch in batches:
@@ -309,15 +301,9 @@ class Dispatcher:
         return tuple(sorted({self._data_ranks[rank] for rank in self._served}))
 
     def agree(self, steps: list[ReadStep]) -> list[AgreedStep]:
-        """Send and receive the next steps, as many as all readers have read. A collective.
+        """Send and receive the next steps, as many as all readers have read; return this rank's batches. A collective.
 
         A reader that has read fewer steps reports its error in the next message.
-
-        Args:
-            steps: this rank's, if it reads; none at the end.
-
-        Returns:
-            This rank's batches; none at the end of an empty stream.
 
         Raises:
             TreeError: a batch that cannot be sent; on every rank.

@@ -113,12 +113,7 @@ def stream_loader(
     replay: bool,
     steps_per_message: int | None,
 ) -> StreamLoader:
-    """Prepare a loader over a stream; see `prepare_loader`. No communication.
-
-    Raises:
-        DataError: no mode, or a loader or dataset that cannot be read in this mode.
-        ConfigError: an unknown mode or tail, or a global batch that does not fit.
-    """
+    """Prepare a loader over a stream; see `prepare_loader`. No communication."""
     if mode is None:
         raise DataError(
             "a stream has no positions to shard",
@@ -162,13 +157,7 @@ def stream_loader(
 
 
 def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
-    """Return the treatment of an epoch's end: the stated one, or the loader's.
-
-    Args:
-        tail: the user's choice, None for the loader's.
-        drops: whether the loader has `drop_last`.
-        whole: whether the stream yields batches.
-    """
+    """Return the treatment of an epoch's end: the stated one, or the loader's."""
     if tail is not None and drops and tail != "drop":
         raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
     chosen: Tail = tail or ("drop" if drops else "ragged")

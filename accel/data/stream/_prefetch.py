@@ -71,27 +71,11 @@ def read_steps(
     replay: bool,
     options: dict[str, Any],
 ) -> Generator[ReadStep | Skipped]:
-    """Read a stream from a position to the end of its epoch. No communication.
+    """Read a stream from a position to the end of its epoch, in steps; workers take turns. No communication.
 
     A step is yielded once one more element is known to follow; with tail `drop`, one more step. Without workers,
-    reading does not restore the global random streams.
-
-    Args:
-        source: iterable from its beginning, or from the position of its `load_state_dict`; not changed.
-        plan: plan of its shards.
-        collate: makes batches, in the process that reads.
-        epoch: argument of the source's `set_epoch`, if it has one.
-        key: key of the random streams that reading draws from.
-        start: position to begin at.
-        replay: whether to ignore the source's own state, and read again from the beginning to resume.
-        options: arguments of torch's DataLoader.
-
-    Yields:
-        Steps; workers take turns. Before them, now and then, the progress of a reader that replays skipped elements.
-
-    Raises:
-        DataError: the stream ends before the position.
-        TreeError: a batch holds a container of an unknown kind.
+    reading
+    does not restore the global random streams. A reader that replays skipped elements yields its progress first.
     """
     _warn_of_replay(source, start, replay)
     steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
@@ -133,19 +117,14 @@ class Prefetcher:
         self._failure: AccelError | None = None
 
     def catch_up(self) -> None:
-        """Wait until all ranks have read the elements that they skip. A collective, now and then.
-
-        Reading again can take longer than a message may, so ranks that still skip report it.
-        """
+        """Wait until all ranks have read the elements that they skip. A collective, now and then."""
+        # reading again can take longer than a message may, so ranks that still skip report it
         while any(reduce_ints(self._ctx.comm, self._call, [int(self._skips())], "max")):
             pass
 
     def take(self, count: int) -> list[ReadStep]:
-        """Return that many steps, or fewer at the end or before an error.
-
-        Raises:
-            AccelError: the first of them cannot be read; on every rank.
-        """
+        """Return that many steps, or fewer at the end or before an error; if the first cannot be read, raise its error
+        on every rank."""
         taken: list[ReadStep] = []
         with self._guard():  # once for all steps: it takes as long as a small one
             while len(taken) < count and (step := self._next()) is not None:
@@ -184,13 +163,8 @@ class Prefetcher:
 
 
 def next_count(count: int, limit: int, step_bytes: int) -> int:
-    """Return the steps of the next message: twice as many, as long as they are few and small.
-
-    Args:
-        count: steps in this message; the first holds one, so that nobody waits for more.
-        limit: largest number of steps.
-        step_bytes: size of one step.
-    """
+    """Return the steps of the next message: twice as many, as long as they are few and small. The first has one, so
+    that nobody waits for more."""
     return max(1, min(2 * count, limit, _MOST_BYTES // max(step_bytes, 1)))
 
 

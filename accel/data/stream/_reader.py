@@ -203,14 +203,9 @@ class _SeededElements:
         return copy.deepcopy(self._owner.state_dict()) if self._owner is not None else None
 
     def skip_to(self, elements: int, strides: tuple[int, ...]) -> Iterator[int]:
-        """Read and drop elements up to a position; yield the position now and then.
-
-        Args:
-            elements: the position.
-            strides: the counts of `take`, in turns, when these elements were read for use. Random streams are seeded
-                at each, so skipping has to repeat them.
-        """
+        """Read and drop elements up to a position; yield the position now and then."""
         reported = time.monotonic()
+        # random streams are seeded at each `take`, so skipping repeats the counts of the first reading
         counts = itertools.cycle(strides)
         while self.at < elements:
             count = min(next(counts), elements - self.at)
@@ -229,13 +224,9 @@ class _SeededElements:
 def _shard_step(
     plan: StepPlan, elements: Sequence[Any], collate: Callable[[Any], Any]
 ) -> tuple[dict[int, LocalBatch], list[int]]:
-    """Shard the elements of one step: contiguous, in rank order, sizes differing by at most one.
+    """Shard the elements of one step, contiguous in rank order; return the batches made here, and real samples by rank.
 
-    Returns:
-        The batches that are made here by rank, and the real samples of every rank.
-
-    Raises:
-        DataError: elements are batches already, and one has no rows that can be counted.
+    Raises `DataError` where elements are batches already, and one has no rows that can be counted.
     """
     if plan.whole:
         return _deal_batches(plan, [collate(element) for element in elements])

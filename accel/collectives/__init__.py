@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over nested containers of tensors: one packed message per call, checked against the other ranks'."""
+"""Collectives over nested containers of tensors: one packed message per call, compared between ranks.
+
+Begin with `_reduce.py`, the shortest way: a tree is listed, checked and described (`_packing.py`), its first message
+compares the calls and carries small tensors (`accel.comm`), and the leaves go back into the tree. `_gather.py` joins
+rows of any number; `_objects.py` pickles.
+"""
 
 from accel.collectives._gather import gather as gather, pad_across_processes as pad_across_processes
 from accel.collectives._objects import broadcast_object_list as broadcast_object_list, gather_object as gather_object

@@ -137,17 +137,8 @@ class _Bucket(NamedTuple):
 
 
 def _gather_rows(ctx: DistContext, leaves: TreeTensors, call: Call, dst: int | None) -> list[torch.Tensor] | None:
-    """Join the tensors of all ranks along the first dimension. A collective of more than one rank.
-
-    Args:
-        ctx: the context.
-        leaves: this rank's tensors.
-        call: the description that ranks compare.
-        dst: the rank that gets the result; None for all.
-
-    Returns:
-        New tensors; None on ranks other than `dst`.
-    """
+    """Join the tensors of all ranks along the first dimension; None on ranks other than `dst`. A collective of several
+    ranks."""
     room = inline_bytes(ctx.comm) if leaves.on_cpu else 0
     own = _rank_plan(leaves.dtypes, leaves.shapes, leaves.device_types, room)
     wait = start(ctx.comm, call, *_first_message(ctx, leaves, own), variant=own.head)

@@ -56,14 +56,7 @@ def is_large(dtype: torch.dtype, count: int) -> bool:
 def plan_buckets(
     dtypes: Sequence[torch.dtype], counts: Sequence[int], device_types: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """Put tensors that travel together into buckets: small ones by type of device, each large one alone.
-
-    Args:
-        dtypes, counts, device_types: dtype, elements and type of device of each tensor of a list.
-
-    Returns:
-        The numbers of the tensors in each bucket.
-    """
+    """Put tensors that travel together into buckets, by number: small ones by type of device, each large one alone."""
     small: dict[str, list[int]] = {}
     large: list[tuple[int, ...]] = []
     for i, (dtype, count, place) in enumerate(zip(dtypes, counts, device_types, strict=True)):
@@ -78,12 +71,7 @@ def plan_buckets(
 def plan_packing(
     dtypes: tuple[torch.dtype, ...], counts: tuple[int, ...], chosen: tuple[int, ...] | None = None
 ) -> Packing:
-    """Lay out some of a list of tensors.
-
-    Args:
-        dtypes, counts: dtype and elements of each tensor of the list.
-        chosen: the numbers of those to pack; None for all.
-    """
+    """Lay out the chosen tensors of a list, by number; None for all."""
     chosen = tuple(range(len(counts))) if chosen is None else chosen
     members: dict[torch.dtype, list[int]] = {}
     for i in chosen:
@@ -99,12 +87,7 @@ def plan_packing(
 
 
 def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy tensors into a new buffer: uint8, shape [packing.nbytes], on the device of the first.
-
-    Args:
-        packing: their layout.
-        tensors: the planned list.
-    """
+    """Copy tensors into a new buffer: uint8, shape [packing.nbytes], on the device of the first."""
     device = tensors[packing.groups[0].members[0]].device if packing.groups else "cpu"
     buffer = torch.empty(packing.nbytes, dtype=torch.uint8, device=device)
     for group, elements in sections(packing, buffer):
@@ -113,14 +96,7 @@ def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def write(packing: Packing, tensors: Sequence[torch.Tensor], message: bytearray, at: int) -> None:
-    """Copy tensors on the CPU into a message.
-
-    Args:
-        packing: their layout.
-        tensors: the planned list.
-        message: buffer with room for them; overwritten.
-        at: their first byte, a multiple of 16.
-    """
+    """Copy tensors on the CPU into a message, whose byte `at` is a multiple of 16."""
     for group in packing.groups:
         if count := sum(group.counts):
             room = torch.frombuffer(message, dtype=group.dtype, count=count, offset=at + group.start)
@@ -128,42 +104,28 @@ def write(packing: Packing, tensors: Sequence[torch.Tensor], message: bytearray,
 
 
 def bytes_of(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As `to_bytes`, but a single tensor whose elements lie in order is viewed and not copied."""
+    """As `to_bytes`, but a single tensor in contiguous memory is viewed and not copied."""
     if not packing.nbytes or len(packing.groups) != 1 or len(packing.groups[0].members) != 1:
         return to_bytes(packing, tensors)  # an empty tensor's strides need not allow a view
     return flat_bytes(tensors[packing.groups[0].members[0]])
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bytes of a tensor that is not empty, shape [bytes]; copied if its elements do not lie in order."""
+    """View the bytes of a tensor that is not empty, shape [bytes]; copied unless it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[DtypeGroup, torch.Tensor]]:
-    """View the parts of a buffer by dtype.
-
-    Args:
-        packing: the layout.
-        buffer: uint8, shape [..., packing.nbytes or more].
-
-    Yields:
-        Each group, and its elements, shape [..., elements of the group].
-    """
+    """View the parts of a uint8 buffer, shape [..., packing.nbytes or more], by dtype: each group with its elements."""
     for group in packing.groups:
         yield group, buffer[..., group.start : group.stop].view(group.dtype)
 
 
 def split(group: DtypeGroup, elements: torch.Tensor, *, give: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-    """Take the elements of a group apart, each tensor into memory of its own.
+    """Take the elements of a group apart, each tensor into memory of its own; yield numbers and elements, [..., count].
 
-    Args:
-        group: layout of `elements`.
-        elements: shape [..., elements of the group].
-        give: whether a single tensor may keep the memory of `elements`, if that holds nothing else.
-
-    Yields:
-        The number of each tensor, and its elements, shape [..., count].
+    With `give`, a single tensor may keep the memory of `elements`, if that holds nothing else.
     """
     if len(group.members) == 1:
         own = give and elements.untyped_storage().nbytes() == elements.nbytes
@@ -230,11 +192,8 @@ class TreeTensors(NamedTuple):
 
 
 def read_tensors(ctx: DistContext, tree: object) -> TreeTensors:
-    """List the tensors of a tree, once all can be sent. No communication.
-
-    Raises:
-        TreeError: a leaf that is no tensor, other than None; or a tensor that cannot be sent; by its path.
-    """
+    """List the tensors of a tree; raise `TreeError`, by path, for another leaf but None, or a tensor of no plain
+    kind."""
     found, structure = trees.flatten(tree, ctx.containers)
     tensors = [leaf for leaf in found if leaf is not None]
     classes: set[type[object]] = set(map(type, tensors))
@@ -267,16 +226,9 @@ def make_call(
     tag: str | None,
     open_dim: int | None = None,
 ) -> Call:
-    """Describe a call on a tree, for ranks to compare.
+    """Describe a call on a tree, with its options and tag, for ranks to compare.
 
-    Args:
-        ctx: the context.
-        name: name of the public function.
-        tree: its argument.
-        leaves: the tree's tensors.
-        options: further arguments that must agree.
-        tag: the user's name for the call, which must agree as well; None without one.
-        open_dim: dimension whose size may differ between ranks, as the first one's may then; None for none.
+    `open_dim` may differ in size between ranks, and the first dimension may then, too; None for no such dimension.
     """
 
     options = tagged(options, tag)
@@ -361,7 +313,7 @@ def _sendable(leaf: object) -> str:
 
 
 def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
-    """Raise `TreeError` for a tensor that has no plain memory, or lies on neither the CPU nor the rank's device."""
+    """Raise `TreeError` for a tensor without plain memory, or on neither the CPU nor the rank's device."""
     if leaf.is_nested or _is_wrapper(type(leaf)) or leaf.layout is not torch.strided or not _is_plain(leaf.dtype):
         parts = "its padded values and its lengths: nested.to_padded_tensor(0.0)"
         raise TreeError(
@@ -382,7 +334,7 @@ def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
 
 
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class, such as DTensor, stand for others."""
+    """Whether tensors of a class, such as DTensor, wrap others."""
     plain = cast(Any, torch.Tensor)
     own = cast(Any, kind)
     return own.__torch_dispatch__ is not plain.__torch_dispatch__

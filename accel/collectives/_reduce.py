@@ -132,12 +132,7 @@ def _reduce(ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction) ->
 def _reduce_on_the_way(
     ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction, packing: Packing
 ) -> dict[int, torch.Tensor]:
-    """Reduce small tensors of a large group, in the checked message.
-
-    Args:
-        ctx, leaves, call, op: as of `_reduce`.
-        packing: layout of the tensors, those of 16 bits as float32.
-    """
+    """Reduce small tensors of a large group, those of 16 bits as float32, in the checked message."""
     message = blank(ctx.comm)
     mine = [leaf.to(_WIDER.get(leaf.dtype, leaf.dtype)) for leaf in leaves.tensors]
     write(packing, mine, message, HEADER_BYTES)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DistContext`, what a rank knows about itself and its peers, as a frozen value; and the ways to make one.
+"""`DistContext`: a rank's place, device, settings and handle on its peers as a frozen value; and the ways to make one.
 
+Begin with `_record.py`, the value, which all that communicates takes as its first argument. `_make.py` has the ways:
 `session` opens what a launcher asked for and closes it again; `from_group` and `from_mesh` adopt what another framework
-made; `single` needs nothing. Whatever talks to other ranks takes the context as its first argument.
+made; `single` needs nothing.
 """
 
 from accel.context._make import (

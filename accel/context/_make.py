@@ -30,16 +30,9 @@ _CHECKED_ELSEWHERE = ("device", "precision")  # they take values of torch's and 
 
 
 def settle(keywords: Mapping[str, Any], asked: Settings, known: type[GroupKeywords] = GroupKeywords) -> Settings:
-    """Return the settings that hold: a keyword beats the setting before, which beats the fallback.
+    """Return the settings that hold: a keyword beats the setting before, which beats the fallback; None leaves it.
 
-    Args:
-        keywords: values by name of the setting; None says nothing.
-        asked: settings of the environment, or of a context before.
-        known: keywords that have an effect here.
-
-    Raises:
-        ConfigError: a keyword's value is outside its range.
-        TypeError: there is no such keyword.
+    Raises `ConfigError` for a value outside its range, `TypeError` for an unknown keyword.
     """
     if unknown := sorted(keywords.keys() - known.__annotations__):
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}. {keyword_fix(unknown[0], known.__annotations__)}")
@@ -67,11 +60,7 @@ def check_backend(name: str, where: str) -> None:
 
 
 def check_containers(containers: Sequence[Container]) -> tuple[Container, ...]:
-    """Return kinds of containers as a tuple.
-
-    Raises:
-        ConfigError: one of them is no `Container`.
-    """
+    """Return kinds of containers as a tuple; raise `ConfigError` for anything but a `Container`."""
     for container in containers:
         if not isinstance(container, Container):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass classes
             raise ConfigError(
@@ -90,7 +79,7 @@ def choose_device(explicit: torch.device | str | None, env: LaunchEnv) -> torch.
     """Return the device of a rank: the argument's, else the environment's, else the machine's accelerator.
 
     Raises:
-        DeviceError: no such device, or it is not there.
+        DeviceError: no such device, or it is missing.
         EnvError: one of several TPU hosts, and a process without a place among theirs.
         MissingExtraError: an XLA device without torch_xla.
     """

@@ -164,9 +164,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def context_first(function: F) -> F:
     """Decorate a public function of `ctx`: a call that begins with something else raises `ConfigError`.
 
-    The error of an unknown keyword says what to write in its place.
-
-    The check stands around the function, because Python reports a missing last argument before the body runs.
+    Python reports a missing last argument before the body runs, so the check wraps the function. The error of an
+    unknown
+    keyword names the right one.
     """
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -185,12 +185,8 @@ def context_first(function: F) -> F:
 
 
 def check_context(ctx: object, call: str) -> None:
-    """Raise `ConfigError` for what a method got in place of the context.
-
-    Args:
-        ctx: the method's argument.
-        call: the right call, such as "mean.value(ctx)".
-    """
+    """Raise `ConfigError` for another first argument than a context; `call` is the right call, such as
+    "mean.value(ctx)"."""
     if not isinstance(ctx, DistContext):
         raise forgotten(call, type(ctx).__name__)
 

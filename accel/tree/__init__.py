@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested containers: taken apart, mapped and rebuilt; and the functions of batches that are made of them."""
+"""Nested containers of tensors. Begin with `_walk.py`: leaves with their paths, and trees rebuilt from other leaves.
+
+`_batches.py` has functions of batches made of these two. An unknown container is an error, never a leaf.
+"""
 
 from accel.tree._batches import (
     concatenate as concatenate,

@@ -18,14 +18,11 @@ _COMPARED = (str, int, float, bool, tuple)
 
 
 def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any] | None:
-    """Return a mapping of the same class and attributes with other values; None if the class cannot be rebuilt.
+    """Return a mapping of the same class and attributes with other values, in its order; None if it cannot be rebuilt.
 
     A UserDict is copied, so that a subclass keeps its attributes. Another class must give the same mapping back when it
-    is called with a dict of it.
-
-    Args:
-        mapping: not a dict. Unchanged.
-        values: new values, by the keys of the mapping in their order.
+    is
+    called with a dict of it.
     """
     if isinstance(mapping, UserDict):
         clone = copy.copy(mapping)

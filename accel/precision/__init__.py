@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision as the context's record says: autocast, formats of a model's parts, fp8, the loss scale."""
+"""Mixed precision by the context's record. Begin with `_support.py`: which device supports which format.
+
+`_model.py` gives a model its formats, once, in `prepare`; `_autocast.py` those of a block's arithmetic, at each step;
+`_loss_scale.py` is the scale that `backward` multiplies by and `optimizer_step` updates. `_fp8.py` converts layers.
+"""
 
 from accel.precision._autocast import autocast as autocast, matmul_precision as matmul_precision
 from accel.precision._fp8 import convert_qat as convert_qat

@@ -20,13 +20,11 @@ _backends = cast(Any, torch.backends)
 
 @contextlib.contextmanager
 def fp32_products(device: torch.device, *, rounded: bool) -> Generator[None]:
-    """Round the operands of fp32 products to tf32, or not, during the block. No effect on devices other than CUDA.
-
-    torch 2.9 added newer settings beside the older ones, and refuses to read the older where the two differ.
-    """
+    """Round the operands of fp32 products to tf32, or not, during the block. No effect on devices other than CUDA."""
     if device.type != "cuda":
         yield
         return
+    # torch 2.9 added these beside the older settings, and refuses to read the older where the two differ
     newer = _newer()
     before = [each.fp32_precision for each in newer]
     older = _older()

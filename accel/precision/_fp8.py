@@ -25,12 +25,7 @@ _MULTIPLE = 16  # the hardware multiplies matrices with sizes of multiples of th
 
 
 def check_fp8(device: torch.device, recipe: Fp8) -> None:
-    """Raise unless this machine supports a recipe.
-
-    Raises:
-        MissingExtraError: the package is missing.
-        DeviceError: the device does not support the recipe.
-    """
+    """Raise `MissingExtraError` or `DeviceError` unless this machine supports a recipe."""
     _ = _package(recipe)
     if recipe.emulate:
         return
@@ -50,16 +45,7 @@ def check_fp8(device: torch.device, recipe: Fp8) -> None:
 
 
 def fp8_layers(model: nn.Module, recipe: Fp8, spared: set[str]) -> list[str]:
-    """Return the names of the linear layers that a recipe converts, in the model's order. No communication.
-
-    Args:
-        model: without wrappers.
-        recipe: with `skip` and `first_and_last`.
-        spared: names of submodules to leave out.
-
-    Raises:
-        ConfigError: no layer is left.
-    """
+    """Return the names of the linear layers that a recipe converts, in the model's order; none is a `ConfigError`."""
     linear = [(name, module) for name, module in submodules(model) if type(module) is nn.Linear and name]
     spared = spared | matched(model, recipe.skip, "Fp8.skip")
     ends = set[str]() if recipe.first_and_last or not linear else {linear[0][0], linear[-1][0]}
@@ -103,11 +89,7 @@ def convert_layers(model: nn.Module, recipe: Fp8, names: list[str]) -> None:
 
 @contextlib.contextmanager
 def fp8_scope(ctx: DistContext, recipe: Fp8, around: AbstractContextManager[object]) -> Generator[None]:
-    """Compute converted layers in fp8 during the block, within another scope.
-
-    Raises:
-        MissingExtraError, DeviceError: as `check_fp8`.
-    """
+    """Compute converted layers in fp8 during the block, within another scope; raises as `check_fp8`."""
     check_fp8(ctx.device, recipe)
     with around:
         if recipe.backend == "torchao":
@@ -159,16 +141,7 @@ _TRAINED = "torchao.quantization.qat"  # module of the classes of prepared layer
 
 
 def qat_layers(model: nn.Module, recipe: Qat, spared: set[str]) -> list[str]:
-    """Return the names of the linear layers that a recipe rounds, in the model's order. No communication.
-
-    Args:
-        model: without wrappers.
-        recipe: with `skip`.
-        spared: names of submodules to leave out.
-
-    Raises:
-        ConfigError: no layer is left.
-    """
+    """Return the names of the linear layers that a recipe rounds, in the model's order; none is a `ConfigError`."""
     spared = spared | matched(model, recipe.skip, "Qat.skip")
     linear = [(name, module) for name, module in submodules(model) if type(module) is nn.Linear]
     size = recipe.group_size or 1

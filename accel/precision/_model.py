@@ -25,10 +25,6 @@ _HALVES = (torch.bfloat16, torch.float16)
 def check_masters(model: nn.Module, formats: Mapping[int, torch.dtype]) -> None:
     """Raise unless master weights have an effect on a model, and all of its gradients fit float32.
 
-    Args:
-        model: without wrappers.
-        formats: dtypes that parameters will get, by `id`.
-
     Raises:
         ConfigError: no parameter in 16 bits.
         PrepareError: a sharded parameter in 16 bits, or a trainable one in another format than 16 or 32 bits.

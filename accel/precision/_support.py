@@ -18,11 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_compute(device: torch.device, compute: Compute) -> None:
-    """Raise unless a device supports a format. The CPU supports bf16 and fp16, slowly; only CUDA has tf32.
-
-    Raises:
-        DeviceError: an unsupported format; lists the supported ones.
-    """
+    """Raise `DeviceError` unless a device supports a format; the CPU has bf16 and fp16, slowly, only CUDA tf32."""
     if reason := _reason(device, compute):
         formats: tuple[Compute, ...] = ("fp32", "bf16", "fp16")
         others = [other for other in formats if not _reason(device, other)]
@@ -69,16 +65,8 @@ def submodules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
-    """Return the names of submodules that match a pattern, and of those inside them; of a shared one, the first name.
-
-    Args:
-        model: without wrappers.
-        patterns: names with `*` for any text, such as "blocks.*.router".
-        where: for errors.
-
-    Raises:
-        ConfigError: a pattern without a match.
-    """
+    """Return the submodules that match a pattern, such as "blocks.*.router", with those inside; a pattern without a
+    match raises `ConfigError`."""
     every = list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)))
     names = [name for name, _ in every if name]
     found: set[str] = set()

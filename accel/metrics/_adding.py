@@ -62,14 +62,7 @@ class Scalars(msgspec.Struct, frozen=True, eq=False):
 def add_on_device(
     scalars: Scalars, kinds: Mapping[str, Kind], weight: Weight, values: Mapping[str, torch.Tensor]
 ) -> Scalars:
-    """Return the states with values on a device added. No wait for the device.
-
-    Args:
-        scalars: the states; they stay as they are.
-        kinds: kind of each name.
-        weight: a number above 0, or a tensor of shape [] on the device.
-        values: tensors of shape [] on one device, by name.
-    """
+    """Return the states with values on a device added, by name; arguments stay unchanged. No wait for the device."""
     after = Scalars(scalars.numbers.copy(), scalars.weights.copy(), scalars.groups.copy())
     by_kind: dict[Kind, list[str]] = {}
     for name in values:
@@ -81,15 +74,7 @@ def add_on_device(
 
 
 def add_contribution(scalars: Scalars, kind: Kind, name: str, added: torch.Tensor, weight: torch.Tensor) -> Scalars:
-    """Return the states with a contribution on a device added. No wait for the device.
-
-    Args:
-        scalars: the states; they stay as they are.
-        kind: kind of the metric.
-        name: its name.
-        added: the contribution, shape [], wide.
-        weight: its weight, shape [].
-    """
+    """Return the states with one wide contribution of shape [] on a device added. No wait for the device."""
     after = Scalars(scalars.numbers.copy(), scalars.weights.copy(), scalars.groups.copy())
     for part in _place(after, kind, (name,), added.device):
         group = _with_weights(after, part)
@@ -141,12 +126,10 @@ def _with_weights(after: Scalars, names: tuple[str, ...]) -> ScalarGroup:
 
 
 def _place(after: Scalars, kind: Kind, names: tuple[str, ...], device: torch.device) -> list[tuple[str, ...]]:
-    """Return the groups that hold the names, made of the host's states where they are new.
-
-    Names that come together again in other company stand alone from then on.
-    """
+    """Return the groups that hold the names, made of the host's states where they are new."""
     if names in after.groups:
         return [names]
+    # names in a new combination leave their groups for good: each state has one place
     held = [group for group in after.groups if not set(group).isdisjoint(names)]
     for group in held:
         _take_apart(after, group)
@@ -188,13 +171,9 @@ class States(msgspec.Struct, frozen=True, eq=False):
 
 @torch.no_grad()
 def add_others(states: States, kinds: Mapping[str, Kind], weight: Weight, values: Mapping[str, Any]) -> States:
-    """Return the states with values added. No wait for a device.
+    """Return the states with values added, tensors or numbers or containers of them. No wait for a device.
 
-    Args:
-        states: the states; they stay as they are.
-        kinds: kind of each name.
-        weight: a number from 0, a tensor of shape [] on a device, or one for each sample, shape [rows].
-        values: tensors, numbers or nested containers of them, by name.
+    `weight` is a number from 0, a tensor of shape [] on a device, or one for each sample, shape [rows].
 
     Raises:
         DataError: values of another form than before, or without a row for each weight.
@@ -265,7 +244,7 @@ def _with_number(scalars: Scalars, name: str, kind: Kind, added: float, weight: 
 
 
 def _device_of(scalars: Scalars, name: str) -> torch.device | None:
-    """Return the device that a name's state lies on; None for the host or no state yet."""
+    """Return the device of a name's state; None for the host or no state yet."""
     return next((group.values.device for names, group in scalars.groups.items() if name in names), None)
 
 

@@ -167,12 +167,7 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
-    """Return the peak FLOP/s of a device in a run's format; None if it is not known.
-
-    Args:
-        device_name: as of `torch.cuda.get_device_name`.
-        precision: number formats of the run.
-    """
+    """Return the peak FLOP/s of a device by torch's name of it, in a run's format; None if it is not known."""
     found = next((peak for name, peak in _PEAKS.items() if name in device_name), None)
     if found is None:
         return None

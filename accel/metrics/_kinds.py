@@ -40,15 +40,8 @@ def started(kind: Kind, like: torch.Tensor) -> torch.Tensor:
 
 
 def contribution(kind: Kind, values: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Return what values add to a metric's state.
-
-    A value of weight 0 may be anything, such as the mean of no tokens, which is nan.
-
-    Args:
-        kind: kind of the metric.
-        values: any shape, wide.
-        weight: a number above 0, or a tensor of shape [].
-    """
+    """Return the contribution of wide values to a metric's state; a value of weight 0 may be anything, such as the nan
+    mean of no tokens."""
     if not isinstance(weight, torch.Tensor):
         return values * weight if kind == "mean" else values
     weight = weight.to(values.device, values.dtype)
@@ -59,16 +52,7 @@ def contribution(kind: Kind, values: torch.Tensor, weight: Weight) -> torch.Tens
 
 
 def contribution_of_rows(kind: Kind, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return what per-sample values add to a metric's state.
-
-    Args:
-        kind: kind of the metric.
-        values: shape [rows, ...], wide.
-        weights: shape [rows]; rows of weight 0 do not count.
-
-    Returns:
-        Shape [...].
-    """
+    """Return the contribution, shape [...], of per-sample values, shape [rows, ...]; rows of weight 0 do not count."""
     if not len(weights):
         return values.new_full(values.shape[1:], START[kind])
     each = weights.to(values.device, values.dtype).reshape(-1, *[1] * (values.ndim - 1))
@@ -85,14 +69,7 @@ def contribution_of_rows(kind: Kind, values: torch.Tensor, weights: torch.Tensor
 
 
 def merged(kind: Kind, state: torch.Tensor, added: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Return the state with a contribution added.
-
-    Args:
-        kind: kind of the metric.
-        state: any shape, wide.
-        added: the contribution, same shape.
-        weight: the contribution's: a number, or a tensor of shape [].
-    """
+    """Return the state with a contribution of the same shape added."""
     if kind == "min":
         return torch.minimum(state, added)
     if kind == "max":
@@ -105,14 +82,7 @@ def merged(kind: Kind, state: torch.Tensor, added: torch.Tensor, weight: Weight)
 
 
 def merged_values(kind: Kind, state: torch.Tensor, values: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Return the state with values added, in as few kernels as give the bits of `contribution` and `merged`.
-
-    Args:
-        kind: kind of the metric.
-        state: any shape, wide.
-        values: same shape, of any real dtype.
-        weight: a number above 0, or a tensor of shape [].
-    """
+    """Return the state with values added, in as few kernels as give the bits of `contribution` and `merged`."""
     narrow = values.dtype in (torch.float32, torch.bfloat16, torch.float16) and state.dtype == torch.float64
     if kind == "mean" and narrow and isinstance(weight, int) and weight < _EXACT_WEIGHT:
         return torch.add(state, values, alpha=weight)  # one kernel; fused or not, the product is exact
@@ -150,11 +120,7 @@ def shapes_of(values: object) -> Shapes:
 
 
 def wide_tensors(name: str, values: object) -> Any:
-    """Return containers with their tensors and numbers as wide tensors.
-
-    Raises:
-        TreeError: a container that cannot be taken apart, or a leaf that is no real number.
-    """
+    """Return containers with their tensors and numbers as wide tensors; other leaves are a `TreeError`."""
     try:
         found = leaves(values)
     except TreeError as error:
@@ -164,33 +130,17 @@ def wide_tensors(name: str, values: object) -> Any:
 
 
 def add_nested(name: str, state: Nested | None, kind: Kind, values: Any, weight: Weight) -> Nested:
-    """Return the state with values added. No wait for the device.
+    """Return the state with values from `wide_tensors` added; None before the first. No wait for the device.
 
-    Args:
-        name: name of the metric, for errors.
-        state: None before the first values.
-        kind: kind of the metric.
-        values: from `wide_tensors`, the same containers and shapes at every call.
-        weight: a number from 0, or a tensor of shape [].
-
-    Raises:
-        DataError: values of another structure or shape than before.
+    Raises `DataError` for values of another structure or shape than before.
     """
     return _merged(name, state, kind, values, weight, [leaf for _, leaf in tensors(values)], ready=False)
 
 
 def add_nested_rows(name: str, state: Nested | None, kind: Kind, values: Any, weights: torch.Tensor) -> Nested:
-    """Return the state with per-sample values added. No wait for the device.
+    """Return the state with per-sample values added, those of shape [] as one for all rows. No wait for the device.
 
-    Args:
-        name: name of the metric, for errors.
-        state: None before the first values.
-        kind: kind of the metric.
-        values: from `wide_tensors`, tensors of shape [rows, ...]; those of shape [] are one value for all rows.
-        weights: shape [rows].
-
-    Raises:
-        DataError: as `add_nested`, or a tensor without a row for each weight.
+    Raises `DataError` as `add_nested`, or for a tensor without a row for each weight.
     """
     total = wide(weights).sum()
     added = [sum_of_rows(f"{name}{path[1:]}", leaf, kind, weights, total) for path, leaf in tensors(values)]
@@ -200,11 +150,8 @@ def add_nested_rows(name: str, state: Nested | None, kind: Kind, values: Any, we
 def sum_of_rows(
     path: str, values: torch.Tensor, kind: Kind, weights: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """Return the contribution of per-sample values; of one value of shape [] with the rows' weights together.
-
-    Raises:
-        DataError: no row for each weight.
-    """
+    """Return the contribution of per-sample values, or of one value of shape [] with the sum of weights; `DataError`
+    without a row a weight."""
     if values.ndim == 0:
         return contribution(kind, values, total)
     if len(values) != len(weights):

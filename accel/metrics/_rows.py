@@ -72,11 +72,7 @@ def combine_nested(kind: Kind, rows: Sequence[NestedRow]) -> tuple[torch.Tensor,
 
 
 def value_of(kind: Kind, name: str, state: float, weight: float) -> float:
-    """Return the value of a metric's state; of a count as an int.
-
-    Raises:
-        DataError: a count of parts.
-    """
+    """Return the value of a metric's state, of a count as an int; raise `DataError` for a count of parts."""
     if kind == "mean":
         return state / weight
     if kind != "count":
@@ -89,13 +85,8 @@ def value_of(kind: Kind, name: str, state: float, weight: float) -> float:
 def values_of(kinds: Mapping[str, Kind], rows: Sequence[MetricsRow], own: Mapping[str, Nested]) -> dict[str, Any]:
     """Return the values over all ranks by name, in the order of the declaration; none where all weights are 0.
 
-    Args:
-        kinds: kind of each name.
-        rows: all ranks', in rank order.
-        own: this rank's states of metrics of several numbers, whose containers the values get.
-
-    Raises:
-        DataError: ranks added values of different forms; the same on every rank.
+    `rows` are all ranks', in rank order; `own` gives the values their containers. Ranks that added values of different
+    forms are a `DataError`, the same on every rank.
     """
     found: dict[str, Any] = {}
     for name, kind in kinds.items():
@@ -128,13 +119,7 @@ def spread_of(name: str, by_rank: Mapping[int, float]) -> dict[str, float]:
 
 
 def filled(containers: Any, shapes: Shapes, elements: torch.Tensor) -> Any:
-    """Return containers with tensors in the place of their leaves.
-
-    Args:
-        containers: of a state, or an outline.
-        shapes: paths and shapes of the tensors.
-        elements: their elements one after another.
-    """
+    """Return containers with tensors in the place of their leaves, by paths and shapes."""
     counts = [math.prod(shape) for _, shape in shapes]
     parts = iter(torch.split(elements, counts))
     new = iter([part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)])
@@ -168,17 +153,7 @@ def _form(shapes: Shapes) -> str:
 def gather_rows(
     ctx: DistContext, name: str, kinds: Mapping[str, Kind], own: Callable[[], MetricsRow]
 ) -> list[MetricsRow]:
-    """Return the rows of all ranks, in rank order. A collective.
-
-    Args:
-        ctx: the context.
-        name: name of the call, for errors.
-        kinds: the declared names, which ranks compare.
-        own: returns this rank's row; waits for its device.
-
-    Raises:
-        CollectiveMismatch: ranks declare different metrics; on every rank.
-    """
+    """Return the rows of all ranks, in rank order; `own` waits for its device. A collective that compares names."""
     call = Call(name, "\n".join(f"{metric}: {kind}" for metric, kind in kinds.items()), call_site())
     with shared_failure(ctx.comm, call):
         row = own()

@@ -60,14 +60,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     own: float = 0.0
 
     def after(self, batch: TimedBatch, now: float, backward_at: float | None, *, ends: bool) -> RankTimes:
-        """Return the times with a batch added; a batch without times is left out.
-
-        Args:
-            batch: the batch.
-            now: time at its end, of `time.perf_counter`.
-            backward_at: time at which its backward began; None if that is not known.
-            ends: whether a step ends with it.
-        """
+        """Return the times with a batch added that ended at `now`, by `perf_counter`; one without times is left out."""
         if batch.asked_at is None:
             return self
         began = batch.asked_at + batch.wait_s if backward_at is None else max(backward_at, batch.asked_at)
@@ -81,11 +74,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_times(ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Return times of a step and rates over all ranks; nothing without a step.
-
-    Args:
-        ranks: each rank's times, in rank order.
-    """
+    """Return times of a step and rates over all ranks, in rank order; nothing without a step."""
     timed = {rank: each for rank, each in enumerate(ranks) if each.steps and each.seconds > 0}
     if not timed:
         return {}
@@ -128,7 +117,7 @@ def straggler(values: Mapping[str, Any]) -> str | None:
     if time["slowest_own_s"] <= _UNEVEN * time["own_s"] or late < _SHARE * time["step_s"]:
         return None
     for_data = time["slowest_data_wait_s"] - time["data_wait_s"] > late / 2
-    cause = "it takes longer before the backward"  # to compute, or to sleep: nothing here tells which
+    cause = "it takes longer before the backward"  # to compute, or to sleep: times alone do not show which
     if for_data:
         cause = f"it waits for data, {_ms(time['slowest_data_wait_s'])} a step"
     own = f"rank {int(time['slowest_rank'])} takes {_ms(time['slowest_own_s'])} a step of its own"
@@ -282,7 +271,7 @@ class StepStatistics(msgspec.Struct, frozen=True, eq=False, dict=True):
         Returns:
             The values by name, equal on every rank. `samples`, `tokens` and `skipped_steps` count since the run began;
             `grad_norm`, `grad_norm_max`, `loss_scale` and the declared metrics are of the steps since the last `read`.
-            Under `time` what clocks say: `step_s` (mean of the ranks, `step_s_median`, `step_s_max`), `data_wait`
+            Under `time` the measurements: `step_s` (mean of the ranks, `step_s_median`, `step_s_max`), `data_wait`
             (share of the time spent on waiting for data), `samples_per_s` and `tokens_per_s` of all ranks,
             `peak_memory_bytes` of an accelerator, `flops_per_s`, `mfu`, and the readings that `straggler` explains.
 

@@ -19,11 +19,7 @@ _RANGE = re.compile(r"\[(\d+)[^\]]*\]")
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return how many tasks each node has: "2(x3),1" is [2, 2, 2, 1].
-
-    Raises:
-        EnvError: the text is no such list.
-    """
+    """Return the number of tasks of each node: "2(x3),1" is [2, 2, 2, 1]. Raises `EnvError` for another text."""
     counts: list[int] = []
     for part in text.split(","):
         found = _COUNT.fullmatch(part.strip())
@@ -35,11 +31,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a list: of "n[08-10,12],login" it is "n08".
-
-    Raises:
-        EnvError: the text is no such list.
-    """
+    """Return the first host of a list: of "n[08-10,12],login" it is "n08". Raises `EnvError` for another text."""
     first = _FIRST.match(text)
     host = _RANGE.sub(r"\1", first[1]) if first else ""
     if not host or "[" in host:
@@ -66,11 +58,8 @@ def pod_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def read_pod(environ: Mapping[str, str]) -> TpuPod | None:
-    """Return which of several TPU hosts this is; None for a host alone, and for one that says nothing.
-
-    Raises:
-        EnvError: a host without a number among the others.
-    """
+    """Return the position among several TPU hosts, or raise `EnvError` for a host without a number; None for a host
+    alone, or without variables."""
     hosts = pod_hosts(environ)
     if len(hosts) < 2:
         return None
@@ -82,8 +71,7 @@ def read_pod(environ: Mapping[str, str]) -> TpuPod | None:
 def process_hosts(environ: Mapping[str, str]) -> list[str]:
     """Return the host of each process that `torch_xla.launch` has started; none for other processes.
 
-    Raises:
-        EnvError: processes do not fill one host after another, or hosts have different numbers of them.
+    Raises `EnvError` where processes do not fill one host after another, or hosts have different numbers of them.
     """
     if "CLOUD_TPU_TASK_ID" not in environ:
         return []
@@ -150,10 +138,8 @@ _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNR
 def find_place(environ: Mapping[str, str]) -> LaunchEnv | None:
     """Return this process's place by the first launcher that left its variables; None if none did.
 
-    An MPI inside of Slurm's allocation comes first, for Slurm sees its daemons and not its ranks.
-
-    Raises:
-        EnvError: a launcher's variables are incomplete, contradict each other, or hold what they cannot mean.
+    An MPI inside of Slurm's allocation comes first, for Slurm sees its daemons and not its ranks. Variables that are
+    incomplete, contradictory or invalid are an `EnvError`.
     """
     return (
         _kubernetes(environ)
@@ -168,10 +154,9 @@ def find_place(environ: Mapping[str, str]) -> LaunchEnv | None:
 
 
 def check_unplaced(environ: Mapping[str, str]) -> None:
-    """Refuse the environment of a rank without a place: each rank would believe to be rank 0 of 1.
+    """Raise `EnvError` for a rank whose place on its host is unknown: it would run as rank 0 of 1.
 
-    Raises:
-        EnvError: an MPI names a rank or a number of ranks above one, and not the rank's place on its host.
+    That is where an MPI names a rank or a number of ranks above one, and not the rank's place on its host.
     """
     for names in (_OPEN_MPI, _MVAPICH, _MPICH):
         present = [name for name in (names.rank, names.world_size) if name in environ]
@@ -213,7 +198,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnv | None:
 
 
 def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
-    # Slurm speaks PMI, too, but says more by itself.
+    # Slurm sets variables of PMI, too, but its own have more.
     if names.rank not in environ or names.local_rank not in environ:
         return None
     beside = (names.rank, names.local_rank)
@@ -247,7 +232,7 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
-    # A batch script has all of them but the step's: it is no rank, whatever SLURM_PROCID says.
+    # A batch script has all of them but the step's: it is no rank, whatever the value of SLURM_PROCID.
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     beside = ("SLURM_PROCID", "SLURM_STEP_ID")
@@ -398,7 +383,7 @@ class Tasks(NamedTuple):
     """Processes that run the same command.
 
     Attributes:
-        variable: the variable that says so, with its value.
+        variable: the variable that shows it, with its value.
         number: number of processes.
         first_host: host of the first; empty if unknown.
     """
@@ -411,7 +396,7 @@ class Tasks(NamedTuple):
 def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
     """Return the processes that Slurm, an MPI or SageMaker has started with this one; None if it is alone.
 
-    A rank is alone: what it launches belongs to it. So is a batch script, which has its job's variables, and no step's.
+    A rank is alone: its own children belong to it. So is a batch script, which has its job's variables, and no step's.
     """
     if "RANK" in environ:
         return None

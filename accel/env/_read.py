@@ -17,11 +17,7 @@ from accel.topology import fit_axes
 
 
 def with_meeting(environ: Mapping[str, str], init_method: str) -> Mapping[str, str]:
-    """Return a launcher's variables with the address that an `init_method` names.
-
-    Raises:
-        ConfigError: not a place where ranks can meet.
-    """
+    """Return a launcher's variables with the address of an `init_method`, or raise `ConfigError` for an invalid one."""
     host, port = _address(init_method)
     return {**environ, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
@@ -32,7 +28,7 @@ def meeting_file(init_method: str) -> str | None:
 
 
 def _address(init_method: str) -> tuple[str, int]:
-    """Return host and port; of a file those that stand for it."""
+    """Return host and port; of a file, placeholders."""
     try:
         parts = urlsplit(init_method)
         host, port = parts.hostname or "", parts.port or 0
@@ -87,11 +83,7 @@ def read_env(environ: Mapping[str, str], *, init_method: str | None = None) -> L
 
 
 def _alone(environ: Mapping[str, str]) -> LaunchEnv:
-    """Return the place of a process that no launcher started.
-
-    Raises:
-        EnvError: variables of a launcher are there all the same.
-    """
+    """Return the place of a process that no launcher started, or raise `EnvError` if a launcher's variables are set."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if name in environ:
             raise EnvError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of what the environment says, and variables as numbers, or an error that names them."""
+"""The record of a launch's environment, and variables as numbers, or an error that names them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LaunchEnv(Settings, frozen=True, kw_only=True):
             address.
         restarts: number of times that the launcher, or Slurm, has started the job again.
         launcher: program that set the variables.
-        tpu_hosts: hosts of the TPU slice that this machine belongs to, as far as variables say.
+        tpu_hosts: hosts of this machine's TPU slice, as far as variables name them.
         sources: for each setting of the environment the place where the user wrote it: a variable, or a flag or file
             of `accel launch`.
     """
@@ -55,17 +55,10 @@ def integer(
     default: int | None = None,
     beside: Iterable[str] = (),
 ) -> int:
-    """Return the integer that a variable holds.
+    """Return the integer of a variable, from `least` to `most`; a missing or invalid one is an `EnvError`.
 
-    Args:
-        environ: variable names to values.
-        name: the variable.
-        least, most: accepted range.
-        default: value of a variable that is not set; None if it must be.
-        beside: variables that it belongs to, for the message.
-
-    Raises:
-        EnvError: it is missing, or holds something else.
+    `default` is for a variable that is not set, None if it must be; `beside` names variables it belongs to, for the
+    error.
     """
     text = environ.get(name)
     if text is None:
@@ -93,11 +86,7 @@ def integer(
 
 
 def below(name: str, value: int, bound_name: str, bound: int) -> None:
-    """Refuse a position that is not below the number of positions.
-
-    Raises:
-        EnvError: so it is.
-    """
+    """Raise `EnvError` for a position that is not below the number of positions."""
     if value >= bound:
         raise EnvError(
             "the environment contradicts itself",

@@ -127,7 +127,7 @@ def test_no_text_is_no_mesh() -> None:
         ("dp=2,", "got 'dp=2,'"),
         ("dp=2\n", r"got 'dp=2\\n'"),
         ((2, 2), r"got \(2, 2\)"),
-        ("dp=2,dp=2", "an axis stands twice: got 'dp=2,dp=2' - at here. Name dp once."),
+        ("dp=2,dp=2", "an axis is repeated: got 'dp=2,dp=2' - at here. Name dp once."),
         ("dp_shards=2", "unknown axis of a mesh: got 'dp_shards' in 'dp_shards=2' .* Did you mean `dp_shard`?"),
         ("fsdp=2", "unknown axis of a mesh: got 'fsdp'"),
         ("dp=-1,tp=-1", "two sizes are open: got 'dp=-1,tp=-1'"),

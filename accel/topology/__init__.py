@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axes and plans of a mesh of ranks, as plain values. Free of torch."""
+"""Axes of a mesh of ranks, as plain values, free of torch; one file, `_axes.py`.
+
+A text such as "dp=2,tp=4" becomes `Axes`, the sizes; these give rows of ranks and a rank's `MeshPosition`; `Plan` is
+the
+user's choice of how a model is spread along them.
+"""
 
 from accel.topology._axes import (
     AXES as AXES,

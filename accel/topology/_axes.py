@@ -24,10 +24,10 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pp: pipeline stages; each rank holds the layers of its own.
-        dp: data parallel, where there is one way of it: replicas or shards, as the strategy says.
+        dp: data parallel, where there is one way of it: replicas or shards, by the strategy.
         dp_replicate: data parallel, beside `dp_shard`: along it ranks hold the same shards.
         dp_shard: data parallel, beside `dp_replicate`: along it each rank holds shards of its own.
-        cp: context parallel; ranks share the positions of a sequence. Shards lie along it too.
+        cp: context parallel; ranks share the positions of a sequence. Shards are divided along it too.
         tp: tensor parallel; ranks share each layer's product.
         ep: expert parallel; each rank holds experts of its own. It takes its ranks from those along dp or dp_shard, cp
             and tp, neighbours first, and so is no factor of the number of ranks.
@@ -84,21 +84,17 @@ FACTORS = tuple(name for name in AXES if name != "ep")
 def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) -> dict[str, int]:
     """Return the sizes of the axes that a text names, in the order of ranks: of "tp=2,dp=-1", {"dp": -1, "tp": 2}.
 
-    Args:
-        text: sizes by axis, in any order; -1 for all ranks that the others leave. No mesh if empty.
-        where: source of the text, for errors.
-        error: class of the errors.
-
     Raises:
-        AccelError: the text is none of these; an axis stands twice, is unknown, or cannot stand beside another; two
-            sizes are -1, or that of `ep` is.
+        AccelError: of the class `error`. The text is none of these; an axis is repeated, unknown, or excluded by
+            another;
+            two sizes are -1, or that of `ep` is.
     """
     if not isinstance(text, str) or not re.fullmatch(MESH_TEXT, text):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise error("not a mesh", expected="a text such as dp=2,tp=2 or dp=-1,tp=4", got=repr(text), where=where)
     pairs = [part.split("=") for part in text.split(",") if part]
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
-            raise error("an axis stands twice", got=repr(text), where=where, fix=f"Name {name} once.")
+            raise error("an axis is repeated", got=repr(text), where=where, fix=f"Name {name} once.")
         if name not in AXES:
             fix = did_you_mean(name, AXES) or f"Axes are {', '.join(AXES)}."
             raise error("unknown axis of a mesh", got=f"{name!r} in {text!r}", where=where, fix=fix)
@@ -113,14 +109,7 @@ def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) 
 def fit_axes(text: str, world_size: int, *, where: str, error: type[AccelError] = ConfigError) -> Axes | None:
     """Return the axes of a mesh of so many ranks: of "dp=-1,tp=2" and 8 ranks, dp=4 and tp=2. None of an empty text.
 
-    Args:
-        text: as for `mesh_sizes`.
-        world_size: number of ranks of the mesh.
-        where: source of the text, for errors.
-        error: class of the errors.
-
-    Raises:
-        AccelError: the sizes multiply to another number of ranks; or as `mesh_sizes`.
+    Raises `error` where the sizes multiply to another number of ranks; or as `mesh_sizes`.
     """
     sizes = mesh_sizes(text, where=where, error=error)
     if not sizes:
@@ -142,7 +131,7 @@ def fit_axes(text: str, world_size: int, *, where: str, error: type[AccelError] 
 
 
 def check_axes_sizes(sizes: Mapping[str, int], *, where: str, error: type[AccelError] = ConfigError) -> None:
-    """Raise for sizes by name that no mesh has; -1 stands for all ranks that the others leave."""
+    """Raise for sizes by name that no mesh has; -1 means all ranks that the others leave."""
     for name, size in sizes.items():
         is_open = size == -1 and name != "ep"
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not is_open):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -154,7 +143,7 @@ def check_axes_sizes(sizes: Mapping[str, int], *, where: str, error: type[AccelE
             expected="dp alone, or dp_replicate and dp_shard",
             got=f"dp={sizes['dp']} beside {' and '.join(parts)}",
             where=where,
-            fix="dp is of replicas or of shards as the strategy says; name both where there are both.",
+            fix="dp is of replicas or of shards, by the strategy; name both where there are both.",
         )
     taken = [sizes.get(name, 1) for name in ("dp", "dp_shard", "cp", "tp")]
     experts = sizes.get("ep", 1)
@@ -168,12 +157,7 @@ def check_axes_sizes(sizes: Mapping[str, int], *, where: str, error: type[AccelE
 
 
 def coordinates(axes: Axes, rank: int) -> Mapping[str, int]:
-    """Return a rank's index along each axis, `ep` too.
-
-    Args:
-        axes: of the mesh.
-        rank: 0 to `axes.world_size` - 1.
-    """
+    """Return a rank's index along each axis, `ep` too."""
     found: dict[str, int] = {}
     rest = rank
     for name in reversed(FACTORS):
@@ -182,19 +166,18 @@ def coordinates(axes: Axes, rank: int) -> Mapping[str, int]:
 
 
 def rank_rows(axes: Axes, *along: str) -> tuple[tuple[int, ...], ...]:
-    """Return rows of ranks, one for each place off some axes: the ranks of a row differ along these axes alone.
+    """Return rows of ranks that differ along some axes alone, one for each position on the others.
 
-    Args:
-        axes: of the mesh.
-        along: names of axes. "ep" divides the ranks along dp or dp_shard, cp and tp anew: beside it these are left, and
-            "efsdp" stands for those of them that hold the same experts.
+    "ep" divides the ranks along dp or dp_shard, cp and tp anew: with it, `along` may have these, and "efsdp" for those
+    of
+    them that hold the same experts.
     """
     if {"ep", "efsdp"} & set(along):
         shape = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "efsdp": axes.expert_ranks // axes.ep, "ep": axes.ep}
     else:
         shape = {name: getattr(axes, name) for name in FACTORS}
     unknown = set(along) - shape.keys()
-    assert not unknown, f"{sorted(unknown)} cannot stand in one row with {along}"
+    assert not unknown, f"{sorted(unknown)} cannot be in one row with {along}"
     rows: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(itertools.product(*map(range, shape.values()))):
         off = tuple(at for name, at in zip(shape, place, strict=True) if name not in along)
@@ -234,7 +217,7 @@ Schedule = Literal[
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Styles, stages and units by which a model is spread along the axes of a mesh.
 
-    What it says of an axis of one rank has no effect, so one plan and one script serve all meshes. Patterns are paths
+    Fields of an axis of one rank have no effect, so one plan and one script serve all meshes. Patterns are paths
     of modules in the model, in which `*` stands for one component, as in "layers.*.mlp.up".
 
     Raises:
@@ -244,7 +227,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         tensor: tensor-parallel styles by pattern; "model" for what `tensor_plan` finds in the model. Modules that no
             pattern names are replicated, so an empty mapping leaves the model whole on every rank along tp.
         sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
-            beside `tensor="model"`, since styles of one's own say it themselves.
+            beside `tensor="model"`; styles of one's own include it.
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
             rank's after another's, or "heads" of the whole sequence for some of the heads each.
         stages: paths of the modules of each pipeline stage; None for what `stage_plan` finds in the model.
@@ -252,7 +235,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         stages_per_rank: number of stages on each rank along pp.
         micro_batches: number of micro-batches that `forward_backward` makes of a batch; None for the number of stages,
             1 without a pipeline.
-        experts: expert-parallel styles by pattern; "model" for what the model says of itself.
+        experts: expert-parallel styles by pattern; "model" for the model's own declaration.
         units: modules that `fully_shard` shards one by one: "auto" for the repeated blocks and what the model names in
             `_no_split_modules`; patterns or class names; or the least number of parameters of a module.
         ignored: patterns of modules that sharding leaves alone; every rank along dp holds them whole.
@@ -261,7 +244,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         gather_dtype: dtype in which sharded parameters travel; "auto" for that in which the context computes.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of units whose parameters are gathered ahead; None for torch's choice.
-        offload: whether sharded parameters, gradients and optimizer state lie in the host's memory between uses.
+        offload: whether sharded parameters, gradients and optimizer state are in the host's memory between uses.
     """
 
     tensor: Mapping[str, TensorStyle] | FromModel = "model"
@@ -316,7 +299,7 @@ def _check_styles(field: str, styles: object, known: tuple[str, ...]) -> None:
 
 Dimension = Literal["data", "replicate", "shard", "expert", "tensor", "context", "sequence", "pipeline"]
 
-# Names of a mesh's axes by what their ranks do; along "data" ranks hold replicas or shards, as the strategy says. A
+# Names of a mesh's axes by what their ranks do; along "data" ranks hold replicas or shards, by the strategy. A
 # text knows the first of each alone: the others are those of meshes that other frameworks make.
 AXIS_NAMES: Mapping[Dimension, tuple[str, ...]] = {
     "data": ("dp", "data", "data_parallel", "hsdp"),
@@ -344,7 +327,7 @@ class Axis(NamedTuple):
 
 
 def dimension_of(name: str) -> Dimension | None:
-    """Return the dimension that an axis's name stands for; None for a name that only its user knows."""
+    """Return the dimension of an axis's name; None for a name that only its user knows."""
     return _DIMENSION_OF.get(name)
 
 
@@ -355,7 +338,7 @@ class MeshPosition:
     Attributes:
         data: index among the shares of the samples, and their number.
         axes: index and size along each named axis, in the mesh's order; not part of equality, as the mesh is not.
-        opened: whether a text such as "dp=2,cp=2" named the mesh, so that its axes are used as the names say; a mesh of
+        opened: whether a text such as "dp=2,cp=2" named the mesh, so that its axes are used by their names; a mesh of
             the user's may serve other ends. Not part of equality.
     """
 
@@ -366,15 +349,12 @@ class MeshPosition:
     def find(self, name: str, data: Dimension = "data") -> tuple[str, ...]:
         """Return the mesh's own names of an axis, which may be others of the same dimension; none without one.
 
-        "dp" of a mesh of both `dp_replicate` and `dp_shard` is both.
+        "dp" of a mesh of both `dp_replicate` and `dp_shard` is both. Raises `ConfigError` for a name that no mesh has.
 
         Args:
-            name: of the axis.
-            data: dimension of an axis such as "dp", of which the strategy says whether its ranks hold replicas
-                ("replicate") or shards ("shard"); "data" where nobody says.
-
-        Raises:
-            ConfigError: no mesh has an axis of that name.
+            data: dimension of an axis such as "dp", by the strategy: replicas ("replicate") or shards ("shard"); "data"
+                where
+                it is not known.
         """
         names = [own for own, _ in self.axes]
         if name in names:
@@ -392,11 +372,7 @@ class MeshPosition:
         return tuple(own for own, dimension in both if dimension in ("replicate", "shard"))
 
     def axis(self, name: str, data: Dimension = "data") -> Axis:
-        """Return index and size along an axis; (0, 1) where the mesh has none. Arguments as for `find`.
-
-        Raises:
-            ConfigError: as `find`.
-        """
+        """Return index and size along an axis, (0, 1) where the mesh has none; arguments and errors as of `find`."""
         own = self.find(name, data)
         return _joint(axis for each, axis in self.axes if each in own)
 
@@ -419,8 +395,6 @@ def mesh_position(
 
     Args:
         names: of the mesh's axes; None for a mesh without, which is data parallel if it has one axis.
-        shape: of the mesh.
-        coordinate: the rank's.
         data_dims: names of the data dimensions; None for those in `DATA_DIMS`, all others being in `SHARED_DIMS`.
 
     Raises:
@@ -434,13 +408,7 @@ def mesh_position(
 
 
 def axes_position(axes: Axes, names: Iterable[str], rank: int) -> MeshPosition:
-    """Return a rank's position on a mesh of axes.
-
-    Args:
-        axes: of the mesh.
-        names: of the axes to list, in their order.
-        rank: 0 to `axes.world_size` - 1.
-    """
+    """Return a rank's position on a mesh of axes, with `names` listed in their order."""
     at = coordinates(axes, rank)
     listed = tuple((name, Axis(at[name], getattr(axes, name))) for name in names)
     share = _joint(axis for name, axis in listed if name in ("dp", "dp_replicate", "dp_shard"))
@@ -462,7 +430,7 @@ def _known(names: Sequence[str] | None, ndim: int) -> list[bool]:
     if names is None:
         if ndim > 1:
             raise ConfigError(
-                "the mesh does not say which of its ranks share samples",
+                "the mesh's names do not show which of its ranks share samples",
                 expected="a name for each dimension, or one dimension alone",
                 got=f"{ndim} dimensions without names",
                 where="mesh=",

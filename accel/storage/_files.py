@@ -50,7 +50,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         size: bytes.
-        sha256: digests in hex: of every 16 MiB of it, the last of what is left; or one of all of it.
+        sha256: digests in hex: of every 16 MiB, the last of the rest; or one of the whole.
     """
 
     size: Annotated[int, msgspec.Meta(ge=0)]
@@ -91,16 +91,7 @@ def is_file_name(name: str) -> bool:
 
 
 def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
-    """Write a new file, return once it is on the disk.
-
-    Args:
-        folder: an existing folder.
-        name: must not exist there.
-        chunks: its bytes, in order; hashed by threads while they are written.
-
-    Raises:
-        CheckpointError: the disk failed, is full or forbids it.
-    """
+    """Write a new file to an existing folder, flushed to the disk on return; threads hash its chunks meanwhile."""
     assert is_file_name(name), name
     with disk_errors(folder / name), hashed_beside(chunks) as entry:
         file = os.open(folder / name, _WRITE_FLAGS, 0o666)
@@ -115,18 +106,8 @@ def write_file(folder: Path, name: str, chunks: Sequence[Bytes]) -> FileEntry:
 
 
 def try_flock(file: int, *, shared: bool = False) -> bool | None:
-    """Lock an open file or folder without waiting.
-
-    Args:
-        file: descriptor.
-        shared: whether other shared locks may be held beside it.
-
-    Returns:
-        True if it is locked, False if another holder prevents that, None where the file system has no locks.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """Lock an open file or folder without waiting: True if locked, False if another holder prevents it, None without
+    locks in the file system."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,10 +127,7 @@ def unlock(file: int) -> None:
 
 @contextlib.contextmanager
 def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]:
-    """Hash chunks on threads while the block writes them; yields a function that waits and returns the file's entry.
-
-    The threads are not a pool's: a pool would not start while the interpreter waits for the last save.
-    """
+    """Hash chunks on threads while the block writes them; yields a function that waits and returns the file's entry."""
     waiting = deque(enumerate(cut(chunks)))
     found = dict[int, str]()
     count = len(waiting)
@@ -165,6 +143,7 @@ def hashed_beside(chunks: Sequence[Bytes]) -> Generator[Callable[[], FileEntry]]
                 digest.update(part)
             found[at] = digest.hexdigest()
 
+    # not a pool's threads: a pool would not start any while the interpreter waits for the last save
     threads = [threading.Thread(target=work, name="accel-hash") for _ in range(min(_HASHERS_BESIDE, count))]
 
     def entry() -> FileEntry:

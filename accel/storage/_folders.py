@@ -48,11 +48,7 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to the disk.
-
-    Raises:
-        CheckpointError: the disk failed.
-    """
+    """Flush a folder's list of names to the disk."""
     with disk_errors(folder):
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -62,11 +58,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, each on the disk before the next.
-
-    Raises:
-        CheckpointError: the disk failed, or forbids it.
-    """
+    """Make a folder and its missing parents, each on the disk before the next."""
     if folder.is_dir():
         return
     if folder.parent != folder:
@@ -74,16 +66,12 @@ def make_folder(folder: Path) -> None:
     with disk_errors(folder), contextlib.suppress(FileExistsError):
         os.mkdir(folder)
     if not folder.is_dir():
-        raise CheckpointError("a file stands where a folder should be", where=str(folder), fix="Choose another `out`.")
+        raise CheckpointError("a file is in the place of a folder", where=str(folder), fix="Choose another `out`.")
     sync_folder(folder.parent)
 
 
 def make_stage(target: Path) -> Path:
-    """Make an empty folder beside the target, named after this process.
-
-    Raises:
-        CheckpointError: the disk failed, or forbids it.
-    """
+    """Make an empty folder beside the target, named after this process."""
     stage = _beside(target, "tmp")
     with disk_errors(stage):
         os.mkdir(stage)
@@ -91,18 +79,8 @@ def make_stage(target: Path) -> Path:
 
 
 def commit(stage: Path, target: Path) -> Path | None:
-    """Give a filled stage its target's name, durably; a former holder of the name is moved aside first.
-
-    Args:
-        stage: a folder whose files are on the disk.
-        target: its final path, in the same folder.
-
-    Returns:
-        Where the former holder of the name is now, None if there was none.
-
-    Raises:
-        CheckpointError: the disk failed; a former holder has its name back.
-    """
+    """Give a filled stage its target's name, durably; return the new path of a former holder of the name, who has it
+    back if the disk fails."""
     sync_folder(stage)
     aside = _beside(target, "old") if os.path.lexists(target) else None
     with disk_errors(target):
@@ -114,16 +92,12 @@ def commit(stage: Path, target: Path) -> Path | None:
             if aside is not None:
                 os.rename(aside, target)
             raise
-    sync_folder(target.parent)
+    sync_folder(target.parent)  # a rename is durable only once the parent's list of names is
     return aside
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder for deletion; if this process ends before, the next writer deletes it.
-
-    Raises:
-        CheckpointError: the disk failed, or forbids it.
-    """
+    """Rename a folder for deletion; if this process ends before, the next writer deletes it."""
     gone = _beside(path, "tmp")
     with disk_errors(path):
         os.rename(path, gone)
@@ -131,11 +105,7 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_flat(folder: Path) -> None:
-    """Delete a folder of files; a folder with folders inside is not ours and stays.
-
-    Raises:
-        CheckpointError: the disk failed, forbids it, or there is a folder inside.
-    """
+    """Delete a folder of files; one with folders inside is not ours: it stays, and raises."""
     with disk_errors(folder):
         with os.scandir(folder) as entries:
             found = list(entries)
@@ -148,11 +118,7 @@ def remove_flat(folder: Path) -> None:
 
 
 def leftovers(parent: Path) -> list[Leftover]:
-    """List the folders in `parent` that writers used beside their targets, in order of name.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    """List the folders in `parent` that writers used beside their targets, in order of name."""
     with disk_errors(parent), os.scandir(parent) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     found: list[Leftover] = []

@@ -15,11 +15,7 @@ from accel.storage._safetensors import read_header
 
 
 def read_reference(folder: OpenDirectory, name: str) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a file in an open folder, in memory that the file backs.
-
-    Raises:
-        CheckpointError: the file is missing, a link or damaged, or torch has no such dtype.
-    """
+    """Return the tensors of a file in an open folder, in memory that the file backs."""
     where = str(folder.path / name)
     found = dict[str, torch.Tensor]()
     header = read_header(folder.read(name), where)  # bounded in time and memory, unlike the library's own

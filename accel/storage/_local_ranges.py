@@ -48,11 +48,7 @@ class OpenFile:
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
-        """Open a file.
-
-        Raises:
-            CheckpointError: it is missing, unreadable or no regular file.
-        """
+        """Open a regular file."""
         self.path = path
         self.counts = Counter[str]()
         self._guard = threading.Lock()
@@ -79,17 +75,12 @@ class OpenFile:
         self._sample[start, len(memory)] = zlib.crc32(memory)
 
     def check(self) -> None:
-        """Raise if the file has been written to since it was opened.
-
-        The time of its last change tells, unless a writer has set that back. Then the inode's has changed, as it does
-        by a rename, a link or chmod, too: the ranges of `watch` decide.
-
-        Raises:
-            CheckpointError: it has.
-        """
+        """Raise if the file has been written to since it was opened."""
         with disk_errors(self.path):
             found = os.fstat(self._buffered)
             if (found.st_mtime_ns, found.st_size) == self._written:
+                # A writer can set the time of its change back, and a rename, a link or chmod changes the inode's: then
+                # the watched ranges decide.
                 if found.st_ctime_ns == self._touched:
                     return
                 if self._is_as_watched():
@@ -112,13 +103,11 @@ class OpenFile:
         return True
 
     def read_cached(self, start: int, memory: Sequence[memoryview]) -> int:
-        """Fill memory from the page cache, as far as that holds the range; return the bytes. Never waits for a disk.
-
-        Nothing is read unless the cache holds both ends: a read that misses makes the system read ahead, and what it
-        fetches that way costs more than reading past the cache.
-        """
+        """Fill memory from the page cache, as far as that holds the range; return the bytes. Never waits for a disk."""
         if not _NOWAIT or self._direct is None:
             return 0
+        # A read that misses makes the system read ahead, which costs more than reading past the cache. So both ends are
+        # probed first.
         last = start + sum(map(len, memory)) - 1
         probe = [memoryview(bytearray(1))]
         if not self._at_once(last, probe) or not self._at_once(start, probe):
@@ -128,15 +117,8 @@ class OpenFile:
         return got
 
     def read_direct(self, start: int, memory: memoryview) -> int:
-        """Fill whole pages past the page cache.
-
-        Args:
-            start: first byte in the file, a multiple of `PAGE`.
-            memory: whole pages of memory.
-
-        Returns:
-            The bytes; fewer at the file's end, or where the file system refuses.
-        """
+        """Fill whole pages of memory past the page cache; return the bytes, fewer at the file's end or where
+        refused."""
         done = 0
         while done < len(memory) and self._direct is not None:
             try:
@@ -152,11 +134,7 @@ class OpenFile:
         return done
 
     def read_buffered(self, start: int, memory: Sequence[memoryview]) -> None:
-        """Fill memory through the page cache.
-
-        Raises:
-            CheckpointError: the file is too short.
-        """
+        """Fill memory through the page cache; raise if the file is too short."""
         for left in memory:
             while left:
                 got = os.preadv(self._buffered, [left], start)
@@ -172,7 +150,7 @@ class OpenFile:
                 left, start = left[got:], start + got
 
     def mapped(self) -> memoryview:
-        """Return the file as memory of which pages are read when they are touched; writes to it stay in memory.
+        """Return the file as memory, whose pages are read when they are touched; writes to it stay in memory.
 
         It outlives `close`. A file that is cut short meanwhile ends the process where a lost page is touched.
         """
@@ -217,16 +195,7 @@ class LocalRanges:
         readers: int = 4,
         direct: bool = True,
     ) -> None:
-        """Open files; each stays the same file even if its path is replaced.
-
-        Args:
-            paths: path of each file, by name.
-            readers: number of threads.
-            direct: whether to read past the page cache what is not in it.
-
-        Raises:
-            CheckpointError: a file is missing, unreadable or no regular file.
-        """
+        """Open files by name, read by some threads; each stays the same file even if its path is replaced."""
         self._files: dict[str, OpenFile] = {}
         self._mapped: dict[str, memoryview] = {}
         self._mapping = threading.Lock()
@@ -258,12 +227,7 @@ class LocalRanges:
     def read(self, jobs: Iterable[Wanted | Passed], advance: Callable[[int], object] | None = None) -> None:
         """Read ranges, several at once; return once all of them are there. Callable from several threads.
 
-        Args:
-            jobs: ranges in any order.
-            advance: called in this thread with numbers of bytes that have come.
-
-        Raises:
-            CheckpointError: a file is too short or has changed, or the disk failed; memory is then partly filled.
+        `advance` is called in this thread with numbers of bytes. After an error, memory is partly filled.
         """
         used: set[str] = set()
         if self._process != os.getpid():  # a process that another one forks has none of its threads
@@ -273,14 +237,7 @@ class LocalRanges:
         self.check(used)
 
     def watch(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Note bytes that `check` compares where a file may have been rewritten: pages at both ends and in the middle.
-
-        Args:
-            spans: file, start and stop of each; one of up to three pages is noted whole.
-
-        Raises:
-            CheckpointError: as `read`.
-        """
+        """Note pages at both ends and in the middle of each span, which `check` compares in a rewritten file."""
         self.read(
             Passed(name, start, nbytes, partial(self._files[name].watch, start))
             for name, first, stop in spans
@@ -288,20 +245,12 @@ class LocalRanges:
         )
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise if files have been written to since they were opened, as `read` does for those that it reads.
-
-        Raises:
-            CheckpointError: one of them has.
-        """
+        """Raise if files have been written to since they were opened, as `read` does for those that it reads."""
         for name in names:
             self._files[name].check()
 
     def read_bytes(self, name: str, start: int, nbytes: int) -> bytes:
-        """Return a few bytes of a file, through the page cache.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk failed.
-        """
+        """Return a few bytes of a file, through the page cache."""
         file = self._files[name]
         memory = bytearray(nbytes)
         with disk_errors(file.path):
@@ -309,11 +258,7 @@ class LocalRanges:
         return bytes(memory)
 
     def mapped(self, name: str) -> memoryview:
-        """Return a file as memory; see `OpenFile.mapped`. The same memory each time.
-
-        Raises:
-            CheckpointError: the file has changed since it was opened, or cannot be mapped.
-        """
+        """Return a file as memory; see `OpenFile.mapped`. The same memory each time."""
         with self._mapping:
             if name not in self._mapped:
                 self._files[name].check()
@@ -334,7 +279,7 @@ class LocalRanges:
                 yield nbytes, partial(self._fill, self._files[name], request, is_shared)
 
     def _fill(self, file: OpenFile, request: Request, is_shared: bool) -> None:
-        """Carry out a request: from the page cache what is there, the rest past it."""
+        """Carry out a request: cached pages from the page cache, the rest past it."""
         pieces = request.pieces
         with disk_errors(file.path):
             if not is_tiled(pieces) or len(pieces) > _MOST_BUFFERS:
@@ -366,7 +311,7 @@ class LocalRanges:
         job.use(staged)
 
     def _stage(self, file: OpenFile, start: int, stop: int, is_shared: bool, *, cached: bool = True) -> memoryview:
-        """Read a range into the thread's own memory; `cached` says whether the page cache may have it."""
+        """Read a range into the thread's own memory; with `cached` the page cache may have it."""
         memory = self._own_memory()
         first, last = pages_around(start, stop)
         inside = memory[start - first : stop - first]
@@ -390,7 +335,7 @@ class LocalRanges:
 
 
 def _sample(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges that stand for a span of a file: start and number of bytes."""
+    """Yield the ranges that represent a span of a file: start and number of bytes."""
     if stop - start <= 3 * PAGE:
         yield start, stop - start
         return
@@ -399,7 +344,7 @@ def _sample(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _after(pieces: Iterable[WantedBytes], start: int) -> list[memoryview]:
-    """Return the memory of what lies behind a byte of the file."""
+    """Return the memory of the file from a byte on."""
     found: list[memoryview] = []
     for piece in pieces:
         skipped = min(max(start - piece.start, 0), piece.nbytes)

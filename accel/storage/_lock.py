@@ -70,14 +70,8 @@ class FolderLock:
 
 
 def take_lock(folder: Path) -> FolderLock:
-    """Take the folder's lock, if need be from a dead holder; wait less than a second.
-
-    Args:
-        folder: an existing folder.
-
-    Raises:
-        CheckpointError: another writer holds it, named by host and process; or the disk failed.
-    """
+    """Take the folder's lock, if need be from a dead holder, within a second; raise `CheckpointError` with a living
+    holder's host and process."""
     path, start = folder / LOCK, time.monotonic()
     with disk_errors(path):
         while True:
@@ -105,7 +99,7 @@ def is_gone(holder: Holder) -> bool:
 def refusal(path: object, holder: Holder | None) -> CheckpointError:
     """Make the error that names the holder; None for an unknown one."""
     if holder is None:
-        got = "a lock whose holder cannot be told"
+        got = "a lock without a readable holder"
     else:
         here = " (this host)" if holder.host == host_name() else ""
         mine = ", which is this process" if here and holder.pid == os.getpid() else ""
@@ -137,12 +131,7 @@ def _make(path: Path) -> FolderLock | None:
 
 
 def _clear(path: Path, *, late: bool) -> Holder | None:
-    """Remove the file of a dead holder; return a living one.
-
-    Args:
-        path: the file.
-        late: whether an empty file has had the time to be filled.
-    """
+    """Remove the file of a dead holder, return a living one; `late` if an empty file has had the time to be filled."""
     try:
         file = os.open(path, _OPEN)
     except FileNotFoundError:
@@ -251,11 +240,7 @@ class RemoteLock:
         self._beat: Beat | None = Beat(self._renew, _beat_name(lease))
 
     def check(self) -> None:
-        """Raise unless the lock is still held.
-
-        Raises:
-            CheckpointError: another writer has taken it as abandoned, or it was deleted; or the store failed.
-        """
+        """Raise unless the lock is still held: another writer may have taken it as abandoned, or deleted it."""
         if not self._is_mine():
             raise CheckpointError(
                 "another writer has taken the lock meanwhile",
@@ -284,11 +269,8 @@ class RemoteLock:
 
 
 def take_remote_lock(folder: RemotePath) -> RemoteLock:
-    """Take the lock of a folder of a store, if need be from a dead holder.
-
-    Raises:
-        CheckpointError: another writer holds it, named by host and process; or the store failed.
-    """
+    """Take the lock of a folder of a store, if need be from a dead holder; raise `CheckpointError` with a living one's
+    host and process."""
     path, held = folder / LOCK, None
     lease = Lease(me(), secrets.token_hex(8), time.time())
     for _ in range(_TRIALS):
@@ -301,7 +283,7 @@ def take_remote_lock(folder: RemotePath) -> RemoteLock:
         failure = None
         try:
             put_object(path, msgspec.json.encode(lease), new=True)
-        except CheckpointError as error:  # such as that it exists by now; whose it is tells what it was
+        except CheckpointError as error:  # such as that it exists by now; its holder shows which
             failure = error
         held = _read_lease(path)
         if held is not None and held.token == lease.token:
@@ -338,7 +320,7 @@ def _is_over(folder: RemotePath, lease: Lease) -> bool:
 
 
 def _age_in_store(folder: RemotePath) -> float | None:
-    """Return the seconds since the lock was written by the store's own clock; None where it tells no times."""
+    """Return the seconds since the lock was written by the store's own clock; None where it keeps no times."""
     probe = f"{LOCK}.{secrets.token_hex(8)}"
     put_object(folder / probe, b"now")
     written = {each.name: each.changed for each in list_objects(folder)}

@@ -24,7 +24,7 @@ from accel.storage._ranges import Passed, Request, Wanted, WantedBytes, carry_ou
 
 _MOST_PARTS = 9_000  # of an object; S3 takes 10,000
 _THREADS = 4
-_SILENT_S = 20.0  # a request that takes longer is told: clients of stores try again for minutes
+_SILENT_S = 20.0  # a slower request is logged: clients of stores try again for minutes
 LAG = "Some stores list objects only some time after they are written: if that was just now, try again."
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "created")  # each store has its own word
 
@@ -127,12 +127,7 @@ def _typed(place: RemotePath) -> Generator[None]:
 
 
 def connect(place: RemotePath) -> tuple[Any, str]:
-    """Return fsspec's file system for a place, and the place's name in it.
-
-    Raises:
-        MissingExtraError: fsspec, or its package for this store, is not installed.
-        CheckpointError: there is no such kind of store, or it refuses the options.
-    """
+    """Return fsspec's file system for a place, and the place's name in it; `MissingExtraError` without its packages."""
     scheme = place.url.partition("://")[0]
     extra = "s3" if scheme in ("s3", "s3a") else "remote"
     try:
@@ -149,11 +144,7 @@ def connect(place: RemotePath) -> tuple[Any, str]:
 
 
 def list_objects(folder: RemotePath) -> list[StoredObject]:
-    """List the objects in a folder of a store, sorted by name; nothing for no folder.
-
-    Raises:
-        CheckpointError: the store failed.
-    """
+    """List the objects in a folder of a store, sorted by name; nothing for no folder."""
     store, key = connect(folder)
     with remote_errors(folder):
         store.invalidate_cache()  # other processes write there, too
@@ -167,11 +158,7 @@ def list_objects(folder: RemotePath) -> list[StoredObject]:
 
 
 def list_inside(folder: RemotePath) -> dict[str, list[StoredObject]]:
-    """List the objects in each folder of a folder, in one request for a thousand objects where the store can.
-
-    Raises:
-        CheckpointError: the store failed.
-    """
+    """List the objects in each folder of a folder, in one request for a thousand objects where the store can."""
     store, key = connect(folder)
     found: dict[str, list[StoredObject]] = {}
     with remote_errors(folder):
@@ -184,16 +171,7 @@ def list_inside(folder: RemotePath) -> dict[str, list[StoredObject]]:
 
 
 def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
-    """Write a new object in parts, one in memory at a time; it appears after the last.
-
-    Args:
-        folder: the folder.
-        name: the new object's name.
-        chunks: its bytes, in order.
-
-    Raises:
-        CheckpointError: the store failed; nothing has appeared.
-    """
+    """Write a new object in parts, one in memory at a time; it appears after the last, or not at all."""
     store, key = connect(folder / name)
     digests, size = list[str](), 0
     with _typed(folder / name), telling_silence(folder / name) as answered:
@@ -208,7 +186,7 @@ def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
                     size += len(part)
                 digests.append(digest.hexdigest())
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+            with contextlib.suppress(Exception):  # the first error is the one to raise
                 file.discard()
                 file.closed = True  # else it is uploaded when the object is collected
             raise
@@ -217,22 +195,14 @@ def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
 
 
 def put_object(place: RemotePath, data: bytes, *, new: bool = False) -> None:
-    """Write a small object at once.
-
-    Raises:
-        CheckpointError: the store failed; or, if it is to be new and the store can tell, it exists.
-    """
+    """Write a small object at once; if it is to be new and the store can compare, an existing one raises."""
     store, key = connect(place)
     with remote_errors(place):
         store.pipe_file(key, data, mode="create" if new else "overwrite")
 
 
 def get_object(place: RemotePath, start: int, stop: int) -> bytes | None:
-    """Return an object's bytes from `start` to before `stop`, or to its end; None if there is none.
-
-    Raises:
-        CheckpointError: the store failed.
-    """
+    """Return an object's bytes from `start` to before `stop`, or to its end; None if there is none."""
     store, key = connect(place)
     with remote_errors(place):
         try:
@@ -242,11 +212,7 @@ def get_object(place: RemotePath, start: int, stop: int) -> bytes | None:
 
 
 def abort_uploads(folder: RemotePath) -> None:
-    """Abort unfinished uploads to a folder of S3, which no list of objects shows. Nothing in other stores.
-
-    Raises:
-        CheckpointError: the store failed, or forbids it.
-    """
+    """Abort unfinished uploads to a folder of S3, which no list of objects shows. Nothing in other stores."""
     store, key = connect(folder)
     if (call := getattr(store, "call_s3", None)) is None:
         return
@@ -258,11 +224,7 @@ def abort_uploads(folder: RemotePath) -> None:
 
 
 def remove_objects(folder: RemotePath, names: Iterable[str]) -> None:
-    """Delete objects of a folder; missing ones are ignored.
-
-    Raises:
-        CheckpointError: the store failed.
-    """
+    """Delete objects of a folder; missing ones are ignored."""
     store, _ = connect(folder)
 
     def remove(name: str) -> None:
@@ -309,17 +271,7 @@ class RemoteRanges:
     """
 
     def __init__(self, folder: RemotePath, names: Sequence[str], *, readers: int = 4) -> None:
-        """List objects.
-
-        Args:
-            folder: their folder.
-            names: names of the objects.
-            readers: number of threads.
-
-        Raises:
-            CheckpointError: an object is missing, or the store failed.
-            MissingExtraError: fsspec, or its package for this store, is not installed.
-        """
+        """List objects of a folder, to be read by some threads; a missing one raises."""
         self.counts = Counter[str]()
         self._folder = folder
         self._guard = Lock()
@@ -334,11 +286,7 @@ class RemoteRanges:
         self._pool.shutdown()
 
     def read(self, jobs: Iterable[Wanted | Passed], advance: Callable[[int], object] | None = None) -> None:
-        """Fetch ranges, several at once; see `LocalRanges.read`.
-
-        Raises:
-            CheckpointError: an object is shorter than listed or has changed, or the store failed.
-        """
+        """Fetch ranges, several at once; see `LocalRanges.read`."""
         used: set[str] = set()
         carry_out(self._pool, self._tasks(jobs, used), advance)
         now = {each.name: each for each in list_objects(self._folder)} if used else {}
@@ -348,11 +296,7 @@ class RemoteRanges:
             )
 
     def read_bytes(self, name: str, start: int, nbytes: int) -> bytes:
-        """Return a few bytes of an object.
-
-        Raises:
-            CheckpointError: it is too short, or the store failed.
-        """
+        """Return a few bytes of an object."""
         data = get_object(self._folder / name, start, start + nbytes) if nbytes else b""
         if data is None or len(data) != nbytes:
             raise CheckpointError(

@@ -59,11 +59,7 @@ class Lock(Protocol):
     """Keeps other writers out of a place until it is released."""
 
     def check(self) -> None:
-        """Raise unless the lock is still held.
-
-        Raises:
-            CheckpointError: another writer has taken it as abandoned; or the store failed.
-        """
+        """Raise unless the lock is still held: another writer may have taken it as abandoned."""
         ...
 
     def release(self) -> None:
@@ -141,7 +137,7 @@ class Place(Protocol):
         ...
 
     def open(self, *, follow: bool = True) -> AbstractContextManager[OpenDirectory]:
-        """Hold the folder open for reading during the block; `follow` says whether it may be a symbolic link."""
+        """Hold the folder open for reading during the block; with `follow` it may be a symbolic link."""
         ...
 
     def write(self, name: str, chunks: Sequence[Bytes]) -> FileEntry:
@@ -173,17 +169,11 @@ class Place(Protocol):
         ...
 
     def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> Place | None:
-        """Write a stage's last file, and give the stage its name.
+        """Write a stage's last file, without which the folder counts for nothing, and give the stage its name.
 
-        Args:
-            name: last part of the final path.
-            last: the file without which the folder counts for nothing.
-            data: contents of that file.
-            files: the other files, by name.
-
-        Returns:
-            The former holder of the name, moved aside; None if there was none. In a store, this place itself if it
-            holds other objects than these.
+        Returns the former holder of the name, moved aside; None without one. In a store, that is this place itself if
+        it holds
+        other objects than these.
         """
         ...
 
@@ -196,11 +186,8 @@ class Place(Protocol):
         ...
 
     def delete(self, last: str) -> bool:
-        """Delete the folder, so that no reader ever finds half of it; return False if a reader holds it open.
-
-        Args:
-            last: the file without which the folder counts for nothing.
-        """
+        """Delete the folder, its `last` file first, so that no reader ever finds half of it; return False if a reader
+        holds it open."""
         ...
 
 
@@ -210,11 +197,7 @@ def lag_of(where: str | os.PathLike[str] | RemotePath) -> str:
 
 
 def as_place(where: str | os.PathLike[str] | RemotePath) -> Place:
-    """Return the place that a caller named: a text with "://" is a URL, and `file://` one of a path.
-
-    Raises:
-        ConfigError: no file system takes it.
-    """
+    """Return the place of a path or URL; `file://` is a path. Raises `ConfigError` if no file system takes it."""
     if isinstance(where, RemotePath):
         return RemotePlace(where)
     if not isinstance(cast(object, where), str | os.PathLike):

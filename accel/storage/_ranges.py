@@ -55,19 +55,15 @@ class Request(NamedTuple):
 def plan_requests(
     wanted: Iterable[WantedBytes], *, chunk: int = CHUNK, gap: int = _GAP, least: int = _LEAST_STRAIGHT
 ) -> list[Request]:
-    """Plan the requests that fill memory with pieces of one file.
+    """Plan the requests that fill memory with pieces of one file, each wanted byte once, in order of the file.
 
-    Neighbours in the file are joined. Whole pages whose address has the file's alignment go straight to memory; the
-    rest is staged, several pieces by one request.
+    Pieces may overlap in the file, not in memory. Neighbours in the file are joined. Whole pages whose address has the
+    file's alignment go straight to memory; the rest is staged, several pieces by one request.
 
     Args:
-        wanted: pieces in any order; they may overlap in the file, not in memory.
         chunk: largest request in bytes, a multiple of `PAGE`.
         gap: largest number of unwanted bytes to read between two staged pieces.
         least: smallest number of bytes to read straight to memory.
-
-    Returns:
-        Requests in order of the file. Their pieces cover each wanted byte exactly once.
     """
     straight: list[Request] = []
     staged: list[WantedBytes] = []
@@ -193,24 +189,12 @@ class ByteRanges(Protocol):
         ...
 
     def read(self, jobs: Iterable[Wanted | Passed], advance: Callable[[int], object] | None = None) -> None:
-        """Read ranges, several at once; return once all of them are there. Callable from several threads.
-
-        Args:
-            jobs: ranges in any order.
-            advance: called in this thread with numbers of bytes that have come.
-
-        Raises:
-            CheckpointError: a file is too short or has changed, or the disk or store failed; memory is then partly
-                filled.
-        """
+        """Read ranges, several at once; return once all are there. Callable from several threads; see
+        `LocalRanges.read`."""
         ...
 
     def read_bytes(self, name: str, start: int, nbytes: int) -> bytes:
-        """Return a few bytes of a file.
-
-        Raises:
-            CheckpointError: the file is too short, or the disk or store failed.
-        """
+        """Return a few bytes of a file."""
         ...
 
     def close(self) -> None:
@@ -223,13 +207,7 @@ def carry_out(
     tasks: Iterable[tuple[int, Callable[[], object]]],
     advance: Callable[[int], object] | None,
 ) -> None:
-    """Run tasks in a pool; return once all have ended, or none runs after the first error.
-
-    Args:
-        pool: threads.
-        tasks: functions, each with the bytes that it reads.
-        advance: called with the bytes of each task that has ended; None for nothing.
-    """
+    """Run tasks in a pool, each with its number of bytes; return once all have ended, or none runs after an error."""
     reading: dict[Future[object], int] = {}
     try:
         for nbytes, task in tasks:

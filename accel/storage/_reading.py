@@ -32,25 +32,12 @@ class OpenDirectory:
         self.path = path
 
     def check_size(self, name: str, size: int) -> None:
-        """Check that a file exists with the expected size.
-
-        Raises:
-            CheckpointError: it is missing, a link, no regular file, or of another size.
-        """
+        """Check that a file is a regular one, no link, of the expected size."""
         with self._opened(name) as file:
             self._compare_size(name, os.fstat(file).st_size, size)
 
     def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
-        """Return a file's bytes, as private memory backed by the file.
-
-        Args:
-            name: a file of this folder.
-            size: expected bytes; None for any.
-            limit: largest number of bytes; None for any.
-
-        Raises:
-            CheckpointError: it is missing, a link, no regular file, or of another size.
-        """
+        """Return a file's bytes, as private memory backed by the file; check a known size or limit."""
         with self._opened(name) as file:
             found = os.fstat(file).st_size
             self._compare_size(name, found, size, limit)
@@ -59,30 +46,18 @@ class OpenDirectory:
             return memoryview(mmap.mmap(file, found, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
 
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with a file's bytes from `start` on; in one pass, where mapping takes two.
-
-        Raises:
-            CheckpointError: it is missing, a link, no regular file, or too short; or the disk failed.
-        """
+        """Fill memory with a file's bytes from `start` on; in one pass, where mapping takes two."""
         with self._opened(name) as file:
             self._fill(file, name, start, memory)
 
     @contextlib.contextmanager
     def descriptor(self, name: str) -> Generator[str]:
-        """Yield a path by which another library opens a file of this folder during the block; no link is followed.
-
-        Raises:
-            CheckpointError: it is missing, a link, or no regular file.
-        """
+        """Yield a path by which another library opens a file of this folder during the block; no link is followed."""
         with self._opened(name) as file:
             yield f"/proc/self/fd/{file}"
 
     def check(self, name: str, span: Span) -> None:
-        """Compare a part of a file with its digest.
-
-        Raises:
-            CheckpointError: the part is damaged; or as for `read_into`.
-        """
+        """Compare a part of a file with its digest; raise if it is damaged."""
         digest = hashlib.sha256()
         memory = memoryview(bytearray(min(_HASH_BYTES, span.stop - span.start)))
         with self._opened(name) as file:
@@ -93,15 +68,7 @@ class OpenDirectory:
         self._compare_digest(name, span, digest.hexdigest())
 
     def check_all(self, spans: Iterable[tuple[str, Span]], advance: Callable[[int], object] | None = None) -> None:
-        """Compare parts of files with their digests, several at once.
-
-        Args:
-            spans: parts of files, each with the file's name.
-            advance: called with numbers of bytes read.
-
-        Raises:
-            CheckpointError: as for `check`, for the first bad part.
-        """
+        """Compare parts of files with their digests, several at once; raise for the first bad part."""
         listed = list(spans)
         with ThreadPoolExecutor(_HASHERS) as pool:
             done = pool.map(self.check, [name for name, _ in listed], [span for _, span in listed])
@@ -115,13 +82,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[bool]:
-        """Keep retention from deleting the folder during the block, among the processes of one host.
-
-        Yields False if the folder has been deleted or renamed.
-
-        Raises:
-            CheckpointError: the disk failed.
-        """
+        """Keep retention of this host from deleting the folder during the block; yields False if it did already."""
         with disk_errors(self.path):
             locked = try_flock(self._file, shared=True)
         try:
@@ -132,11 +93,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def unread(self) -> Generator[bool]:
-        """Keep readers out of the folder during the block; yields False if a reader holds it by `kept`.
-
-        Raises:
-            CheckpointError: the disk failed.
-        """
+        """Keep readers out of the folder during the block; yields False if a reader holds it by `kept`."""
         with disk_errors(self.path):
             locked = try_flock(self._file)
         try:
@@ -199,15 +156,7 @@ class OpenDirectory:
 
 @contextlib.contextmanager
 def open_directory(path: Path, *, follow: bool = True) -> Generator[OpenDirectory]:
-    """Hold a folder open for the block.
-
-    Args:
-        path: the folder.
-        follow: whether the last part of the path may be a symbolic link.
-
-    Raises:
-        CheckpointError: it is missing, no folder, or cannot be read.
-    """
+    """Hold a folder open for the block; with `follow`, the last part of its path may be a symbolic link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     with disk_errors(path):
         file = os.open(path, flags)

@@ -81,16 +81,7 @@ def encode_header(tensors: Mapping[str, TensorHeader], metadata: Mapping[str, st
 
 
 def header_size(data: bytes | memoryview, size: int, where: str) -> int:
-    """Return the bytes of a header, the eight of its length included.
-
-    Args:
-        data: at least the file's first eight bytes.
-        size: bytes of the file.
-        where: the file's path, for errors.
-
-    Raises:
-        CheckpointError: the header does not fit the file.
-    """
+    """Return the bytes of a header, the eight of its length included; raise if they exceed the file's size."""
     if bytes(data[:_WORD]) == _POINTER:
         fix = "Fetch the files themselves: git lfs pull."
         raise CheckpointError("a pointer of Git LFS in the place of the file", where=where, fix=fix)
@@ -101,16 +92,12 @@ def header_size(data: bytes | memoryview, size: int, where: str) -> int:
 
 
 def read_header(data: memoryview, where: str, names: Collection[str] | None = None, size: int | None = None) -> Header:
-    """Read a header and check it; fast and in little memory for any bytes.
+    """Read a header and check it against itself and the file's length; fast and in little memory for any bytes.
 
     Args:
         data: the file's first bytes, at least those of the header; others are not touched.
-        where: the file's path, for errors.
         names: tensors that a manifest lists for this file; None for a file without a manifest.
         size: bytes of the file; None for those of `data`.
-
-    Raises:
-        CheckpointError: the header contradicts itself or the file's length, or is larger than its tensors need.
     """
     size = len(data) if size is None else size
     after = header_size(data, size, where)
@@ -201,12 +188,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> list[Bytes]:
-    """Return the bytes of a safetensors file: the header, and the memory of the tensors, which is not copied.
-
-    Args:
-        tensors: tensors by name, of any device, stride and shape, and of a dtype that `stored_dtype` accepts.
-        metadata: texts for the header.
-    """
+    """Return the bytes of a safetensors file: the header, and the memory of the tensors, which is not copied."""
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
     order = sorted(plain, key=lambda key: (-plain[key].element_size(), key))  # keeps every tensor aligned
     header, position = dict[str, TensorHeader](), 0
@@ -222,20 +204,13 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
 def write_tensors(
     folder: Path, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write tensors as a new safetensors file, and return once it is on the disk; see `encode_tensors`.
-
-    Raises:
-        CheckpointError: the disk failed, is full or forbids it.
-    """
+    """Write tensors as a new safetensors file, and return once it is on the disk; see `encode_tensors`."""
     return write_file(folder, name, encode_tensors(tensors, metadata))
 
 
 def view_tensors(data: memoryview, header: Header) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file as views of its bytes; copies of unaligned and bool ones.
-
-    Raises:
-        CheckpointError: a tensor has a dtype that is never written here; see `read_reference`.
-    """
+    """Return the tensors of a file as views of its bytes; copies of unaligned and bool ones; for other dtypes, see
+    `read_reference`."""
     payload, dtypes = data[header.end :], torch_dtypes()
     for name, entry in header.tensors.items():
         if entry.dtype not in dtypes:

@@ -35,7 +35,7 @@ from accel.storage._objects import (
 )
 from accel.storage._reading import OpenDirectory
 
-_BLOCK = SPAN_BYTES  # what is in memory of each object that is read
+_BLOCK = SPAN_BYTES  # in memory, of each object that is read
 _THREADS = 4
 
 
@@ -55,25 +55,12 @@ class RemoteDirectory(OpenDirectory):
 
     @override
     def check_size(self, name: str, size: int) -> None:
-        """Check that an object exists with the expected size.
-
-        Raises:
-            CheckpointError: it is missing, no object, or of another size.
-        """
+        """Check that an object exists with the expected size."""
         self._compare_size(name, self._size(name), size)
 
     @override
     def read(self, name: str, *, size: int | None = None, limit: int | None = None) -> memoryview:
-        """Return an object's bytes: of a small one in memory, of a larger one mapped from an unnamed temporary file.
-
-        Args:
-            name: an object of this folder.
-            size: expected bytes; None for any.
-            limit: largest number of bytes; None for any.
-
-        Raises:
-            CheckpointError: it is missing, of another size, or the store or the temporary file failed.
-        """
+        """Return an object's bytes, in memory or mapped from an unnamed temporary file; check its size."""
         found = self._size(name)
         self._compare_size(name, found, size, limit)
         if name not in self._fetched:
@@ -82,11 +69,7 @@ class RemoteDirectory(OpenDirectory):
 
     @override
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with an object's bytes from `start` on.
-
-        Raises:
-            CheckpointError: it is missing or too short, or the store failed.
-        """
+        """Fill memory with an object's bytes from `start` on."""
         if name in self._fetched:
             data: Bytes = self._fetched[name][start : start + len(memory)]
         else:
@@ -97,11 +80,7 @@ class RemoteDirectory(OpenDirectory):
 
     @override
     def check(self, name: str, span: Span) -> None:
-        """Compare a part of an object with its digest; for a fetched object, its fetched bytes.
-
-        Raises:
-            CheckpointError: the part is damaged; or as for `read_into`.
-        """
+        """Compare a part of an object with its digest; of a fetched object, its fetched bytes."""
         digest = hashlib.sha256()
         step = min(_BLOCK, span.stop - span.start)
         memory = memoryview(bytearray(step))

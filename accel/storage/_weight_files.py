@@ -46,11 +46,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def local_target(path: str | os.PathLike[str], where: str) -> Path:
-    """Return the path of a file or folder of weights that is to be written.
-
-    Raises:
-        ConfigError: no path, or a URL.
-    """
+    """Return the path of a file or folder of weights to write; raise `ConfigError` for a URL."""
     if not isinstance(cast(object, path), str | os.PathLike):
         raise ConfigError("no path", expected="a local path", got=type(path).__name__, where=where)
     if "://" in os.fspath(path):
@@ -65,11 +61,7 @@ def local_target(path: str | os.PathLike[str], where: str) -> Path:
 
 
 def parse_size(size: int | str, where: str) -> int:
-    """Return a number of bytes, rounded down: "1.5GB" is 15 * 10**8, "5GiB" is 5 * 2**30.
-
-    Raises:
-        ConfigError: neither an integer nor such a text, or below 1.
-    """
+    """Return a number of bytes, rounded down: "1.5GB" is 15 * 10**8, "5GiB" is 5 * 2**30; else raise `ConfigError`."""
     match = _SIZE.fullmatch(size.strip().upper()) if isinstance(size, str) else None
     if match is not None:
         count = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2] or " "))
@@ -82,15 +74,9 @@ def parse_size(size: int | str, where: str) -> int:
 
 
 def plan_shards(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
-    """Divide tensors among files, in order.
+    """Divide tensors among files, in order; return the names in each file, at least one file.
 
-    Args:
-        sizes: bytes by name.
-        limit: largest number of bytes in a file; a larger tensor has a file of its own. The number of tensors in a file
-            is limited too, as readers do.
-
-    Returns:
-        The names in each file, at least one file.
+    A tensor larger than the limit has a file of its own. The number of tensors in a file is limited too, as readers do.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -116,12 +102,10 @@ def aside_name(name: str, mark: str) -> str:
 
 
 def replaceable(names: Iterable[str], index: Index | None) -> set[str]:
-    """Return the files of a folder that a new save may delete: those of a sharded save that its index lists.
-
-    Names of `aside_name` may always be deleted.
-    """
+    """Return the files of a folder that a new save may delete: those in the index of a sharded save."""
     listed = index.weight_map.values() if index is not None else ()
     found = {name: match for name in names if (match := _SHARD.fullmatch(name)) is not None}
+    # `match[1]`: a name of `aside_name`, which no reader follows and which may always go
     return {name for name, match in found.items() if match[1] is not None or name in listed}
 
 
@@ -145,11 +129,7 @@ _LARGEST_INDEX = 256 * 2**20
 
 
 def stage_files(target: Path) -> Path:
-    """Make a folder beside a target to write its files in; remove those of dead writers.
-
-    Raises:
-        CheckpointError: the disk failed, or forbids it.
-    """
+    """Make a folder beside a target to write its files in; remove those of dead writers."""
     for left in leftovers(target.parent):
         if left.dead and left.kind == "tmp" and left.target == target.name.split(".", 1)[0]:
             remove_flat(left.path)
@@ -157,11 +137,7 @@ def stage_files(target: Path) -> Path:
 
 
 def publish_file(stage: Path, name: str, target: Path) -> None:
-    """Move the only file of a stage to its final path, over a former file.
-
-    Raises:
-        CheckpointError: the disk failed.
-    """
+    """Move the only file of a stage to its final path, over a former file."""
     with disk_errors(target):
         os.rename(stage / name, target)
         os.rmdir(stage)
@@ -169,18 +145,10 @@ def publish_file(stage: Path, name: str, target: Path) -> None:
 
 
 def publish_weights(stage: Path, files: Sequence[str], index: bytes | None) -> None:
-    """Move new weights out of their stage and delete those that they replace.
+    """Move new weights out of their stage and delete those that they replace; after an error, either set is whole.
 
     Readers follow either `model.safetensors` or the index; each appears by one rename, after the files it refers to.
     Older files are deleted only where their names are of this format and the old index lists them.
-
-    Args:
-        stage: from `stage_files`, inside of the folder, with the files in it, all on the disk.
-        files: their names.
-        index: the index of several files; None for one.
-
-    Raises:
-        CheckpointError: the disk failed; the folder holds the old weights or the new ones.
     """
     folder = stage.parent
     names, listed = _read_index(folder)

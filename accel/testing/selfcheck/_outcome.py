@@ -14,7 +14,7 @@ _CAUSES = (
     (r"out of memory|OutOfMemory", "another program holds the memory of the GPU; `nvidia-smi` names it."),
     (r"No space left|Disk quota", "the disk of the folder is full; name another one with --folder."),
     (
-        r"Permission denied|Read-only|No such file|a file stands",
+        r"Permission denied|Read-only|No such file|a file is in the place",
         "the folder may not be written, or hosts do not share it; name another with --folder.",
     ),
     (r"no such backend|backend", "this build of torch lacks the backend; `accel env` lists those that it has."),
@@ -54,12 +54,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             return f"{'skip':6}  {self.name:11}  {self.detail}"
         if self.state != "failed":
             return f"{self.state:6}  {self.name:11}  {self.detail} ({self.seconds:.1f} s)"
-        told = [*self.detail.splitlines(), f"likely: {self.cause}"]
-        return "\n".join([f"FAILED  {self.name}", *(f"        {line}" for line in told)])
+        lines = [*self.detail.splitlines(), f"likely: {self.cause}"]
+        return "\n".join([f"FAILED  {self.name}", *(f"        {line}" for line in lines)])
 
 
 def likely_cause(detail: str, default: str) -> str:
-    """Return what is likely behind a failure: by what it says, else what such a check fails for."""
+    """Return what is likely behind a failure: by its text, else the usual cause of such a check's failure."""
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, detail)), default)
 
 

@@ -52,14 +52,9 @@ class StepValues:
 
 
 def make_values(values: Mapping[str, object]) -> StepValues:
-    """Copy values. Does not wait for a device.
+    """Copy numbers, tensors of one element and scalars of numpy, by name. Does not wait for a device.
 
-    Args:
-        values: numbers, tensors of one element and scalars of numpy, by name; nested mappings join names by "/".
-            Readings of clocks are under "time".
-
-    Raises:
-        ConfigError: a value of another kind, or a name that cannot be one.
+    Nested mappings join names by "/"; readings of clocks are under "time". Other values and names are a `ConfigError`.
     """
     numbers: dict[str, float] = {}
     waiting: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -315,14 +310,14 @@ def _compare(ctx: DistContext, trackers: Trackers, made: StepValues, step: int) 
     alike = trackers.debug and all(tracker.ranks == "main" for tracker in trackers.tracked.all)
     values = tuple((name, repr(value)) for name, value in made.read().items()) if alike else ()
     call = Call("log", f"step {step}", call_site())
-    said = exchange_values(ctx.comm, call, _Said(trackers.tracked.trouble() if trackers.strict else "", values), _Said)
-    raise_lost([each.lost for each in said], f"log, step {step}")
-    for rank, each in enumerate(said):
-        if each.values != said[0].values:
-            differing = sorted(set(each.values) ^ set(said[0].values))[0][0]
+    sent = exchange_values(ctx.comm, call, _Said(trackers.tracked.trouble() if trackers.strict else "", values), _Said)
+    raise_lost([each.lost for each in sent], f"log, step {step}")
+    for rank, each in enumerate(sent):
+        if each.values != sent[0].values:
+            differing = sorted(set(each.values) ^ set(sent[0].values))[0][0]
             raise ConfigError(
                 "ranks log different values",
-                expected=f"{dict(said[0].values).get(differing, 'nothing')}, as on rank 0",
+                expected=f"{dict(sent[0].values).get(differing, 'nothing')}, as on rank 0",
                 got=f"{dict(each.values).get(differing, 'nothing')} on rank {rank}",
                 where=f"log, {differing!r}, step {step}",
                 fix="Reduce it over the ranks first: accel.reduce(ctx, ...), or a record of running metrics.",

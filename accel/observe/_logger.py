@@ -185,11 +185,7 @@ def rich_handler(ctx: DistContext, **options: Any) -> logging.Handler:
 
 
 def _number(level: int | str) -> int:
-    """Return the number of a level.
-
-    Raises:
-        ConfigError: no such level.
-    """
+    """Return the number of a level, or raise `ConfigError`."""
     if isinstance(level, int) and not isinstance(level, bool):
         return level
     names = logging.getLevelNamesMapping()
@@ -202,11 +198,8 @@ def _number(level: int | str) -> int:
 
 
 def _exception(wanted: object) -> Any:
-    """Return type, exception and traceback for a record; None without an exception.
-
-    Args:
-        wanted: an exception, its triple, or whether the current one is meant, as of `logging.Logger.log`.
-    """
+    """Return type, exception and traceback for a record, by `exc_info` of `logging.Logger.log`; None without an
+    exception."""
     if isinstance(wanted, BaseException):
         return type(wanted), wanted, wanted.__traceback__
     if isinstance(wanted, tuple):

@@ -33,11 +33,7 @@ def recording() -> Generator[None]:
 
 
 def write_snapshot(path: Path) -> None:
-    """Write a snapshot of the memory, and of what was recorded.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a snapshot of the memory, with its recorded history; raise `OSError` if the file cannot be written."""
     cuda: Any = torch.cuda.memory
     cuda._dump_snapshot(str(path))
 

@@ -35,12 +35,7 @@ class _OpenRunFile(msgspec.Struct, frozen=True):
 
 
 def run_file(ctx: DistContext, hidden: Sequence[str]) -> Tracker:
-    """Return the tracker that writes `run.json`.
-
-    Args:
-        ctx: the context, for its settings.
-        hidden: dotted names of credentials in the run's configuration.
-    """
+    """Return the tracker that writes `run.json`; `hidden` has the dotted names of credentials in the configuration."""
     fields: dict[str, Any] = {
         "hidden": tuple(hidden),
         "settings": _settings(ctx),
@@ -160,11 +155,8 @@ class TrackedRun:
         self._writers = self._make_writers()
 
     def advance(self, step: int, where: str) -> None:
-        """Take the step of a record.
-
-        Raises:
-            ConfigError: the run has ended, the step goes back, or an earlier run in the folder was not loaded.
-        """
+        """Take the step of a record; raise `ConfigError` if the run has ended, the step goes back, or an earlier run
+        was not loaded."""
         if self._ended:
             fix = "Log inside the block of accel.tracking."
             raise ConfigError("the trackers have ended", where=where, fix=fix)
@@ -188,12 +180,8 @@ class TrackedRun:
         self._step = step
 
     def put(self, make: Callable[[Tracker], Write | None], size: int) -> None:
-        """Queue a record for each tracker that takes it.
-
-        Args:
-            make: returns the function that writes the record to a tracker; None if the tracker does not take it.
-            size: bytes of memory of the record.
-        """
+        """Queue a record of `size` bytes for each tracker; `make` returns its writer, None for a tracker that does not
+        take it."""
         for writer in self._writers:
             write = make(writer.tracker)
             if write is not None:
@@ -211,11 +199,8 @@ class TrackedRun:
             logging.getLogger("accel.observe").warning("%s takes no %s", ", ".join(untold), what)
 
     def live(self, name: str, patience_s: float) -> Any:
-        """Return a tracker's live run; None on ranks that do not write it.
-
-        Raises:
-            ConfigError: no such tracker, or it did not start in time.
-        """
+        """Return a tracker's live run, None on ranks that do not write it; `ConfigError` if it is unknown or did not
+        start in time."""
         known = [tracker.name for tracker in self.all]
         if name not in known:
             facts = {"expected": ", ".join(known), "got": repr(name), "fix": did_you_mean(name, known)}
@@ -228,12 +213,8 @@ class TrackedRun:
         return "; ".join(str(lost) for writer in self._writers if (lost := writer.trouble()))
 
     def end(self, ending: Ending, patience_s: float) -> str:
-        """Finish all trackers; report and return the records lost on this rank. Later calls do nothing.
-
-        Args:
-            ending: the end of the run.
-            patience_s: seconds to wait for all of them.
-        """
+        """Finish all trackers within `patience_s` in all; report and return the records lost on this rank. Later calls
+        do nothing."""
         if self._ended:
             return ""
         self._ended = True
@@ -249,11 +230,8 @@ class TrackedRun:
         return "; ".join(map(str, lost))
 
     def save(self) -> SavedRun:
-        """Return the run for a checkpoint, once local files hold all its steps but those that are lost for good.
-
-        Raises:
-            CheckpointError: a local file could not be written, or not in time.
-        """
+        """Return the run for a checkpoint, once local files hold all its steps but those lost for good; a failed file
+        is a `CheckpointError`."""
         until = time.monotonic() + _FLUSH_S
         for writer in self._writers:
             writer.flush(until - time.monotonic())
@@ -266,11 +244,8 @@ class TrackedRun:
         return SavedRun(self.run.project, self.run.id, self.run.name, self._step, self._lines)
 
     def load(self, saved: SavedRun) -> None:
-        """Go on with the run of a checkpoint after its last step. Trackers that have started are finished.
-
-        Raises:
-            CheckpointError: a run of another project, or a local file that is still being written.
-        """
+        """Go on with the run of a checkpoint after its last step; finish trackers that have started. Another project's
+        is a `CheckpointError`."""
         if saved.project != self.run.project:
             raise CheckpointError(
                 "the checkpoint is of another project",
@@ -305,7 +280,7 @@ class TrackedRun:
         return [Writer(tracker, self.run, self._config, self._room_bytes) for tracker in self._mine]
 
     def _check_place(self, step: int, where: str) -> None:
-        """Raise if a new run would stand beside an earlier one's steps, as when a resumed loop forgets its trackers."""
+        """Raise if a new run would add to an earlier one's steps, as when a resumed loop forgets its trackers."""
         for name, first in self._first_steps.items():
             if first < step:
                 raise ConfigError(
@@ -323,7 +298,7 @@ def _is_durable(writers: Sequence[Writer], name: str) -> bool:
 
 
 def _end_writers(writers: Sequence[Writer], ending: Ending, patience_s: float) -> list[LostRecords]:
-    """End all writers at once; return the losses. A long wait is told, with the error that ended the run."""
+    """End all writers at once; return the losses. A long wait is logged, with the error that ended the run."""
     began = time.monotonic()
     for writer in writers:
         writer.end(ending)

@@ -87,15 +87,8 @@ class Artifact(msgspec.Struct, frozen=True):
 
 
 def split_images(name: str, images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return single images. No copy.
-
-    Args:
-        name: their name.
-        images: [N, C, H, W], [C, H, W] or [H, W], or a sequence of the last two; uint8, bool, or floats from 0 to 1.
-
-    Raises:
-        ConfigError: another shape or dtype.
-    """
+    """Return views of single images: [N, C, H, W], [C, H, W] or [H, W], or a sequence of the last two; uint8, bool, or
+    floats from 0 to 1."""
     if isinstance(images, torch.Tensor):
         images = list(images) if images.ndim == 4 else [images]
     single = images if isinstance(images, Sequence) else [images]  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -110,11 +103,7 @@ def make_images(name: str, images: Sequence[torch.Tensor]) -> Images:
 
 
 def make_table(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Copy a table.
-
-    Raises:
-        ConfigError: a row of another length, or a value that is neither text nor number.
-    """
+    """Copy a table; raise `ConfigError` for a row of another length, or a value other than text or number."""
     made = tuple(tuple(_cell(name, value) for value in row) for row in rows)
     for at, row in enumerate(made):
         if len(row) != len(columns):
@@ -128,15 +117,7 @@ def make_table(name: str, columns: Sequence[str], rows: Iterable[Sequence[object
 
 
 def make_figure(name: str, figure: object) -> Figure:
-    """Draw a figure.
-
-    Args:
-        name: its name.
-        figure: of matplotlib, or another object whose `savefig(file, format="png")` draws it.
-
-    Raises:
-        ConfigError: another object.
-    """
+    """Draw a figure of matplotlib, or of another class with `savefig(file, format="png")`."""
     if not callable(getattr(figure, "savefig", None)):
         raise ConfigError(
             "this is no figure that can be drawn",
@@ -276,7 +257,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     Attributes:
         status: "failed" if the loop raised.
-        error: class and text of what it raised.
+        error: class and text of its exception.
     """
 
     status: Literal["finished", "failed"] = "finished"

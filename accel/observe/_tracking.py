@@ -23,17 +23,9 @@ from accel.run_folder import hide_in_config
 
 
 def plain_config(config: object) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a configuration that may be stored.
+    """Return a configuration that may be stored, and the dotted names of the credentials in it, replaced by stars.
 
-    Args:
-        config: a mapping, msgspec Struct, dataclass, object with attributes such as argparse's Namespace, or None.
-
-    Returns:
-        Values as JSON has them, other objects as their text, and stars in place of credentials; and the dotted names of
-        these.
-
-    Raises:
-        ConfigError: not a configuration.
+    Mappings, Structs, dataclasses and objects with attributes become values as JSON has them, other objects their text.
     """
     if config is None:
         return {}, ()
@@ -278,12 +270,7 @@ def get_tracker(trackers: Trackers, name: str, *, patience_s: float = _LIVE_S) -
 
 
 def raise_lost(lost: Sequence[str], where: str) -> None:
-    """Raise `TrackerError` if any rank has lost records.
-
-    Args:
-        lost: text of the losses by rank; empty for none.
-        where: the call.
-    """
+    """Raise `TrackerError` if any rank has lost records; an empty text is none."""
     for rank, text in enumerate(lost):
         if text:
             raise TrackerError(
@@ -303,11 +290,7 @@ def _first_step(tracker: Tracker, run: Run) -> int | None:
 
 
 def _make_folder(folder: str) -> None:
-    """Make the folder of a run's files.
-
-    Raises:
-        ConfigError: it cannot be written, or is not on this machine.
-    """
+    """Make the folder of a run's files; raise `ConfigError` if it cannot be written, or is not on this machine."""
     where = "tracking, dir="
     if "://" in folder:
         fix = "Name a local folder; trackers that store files elsewhere take artifacts."

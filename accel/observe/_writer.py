@@ -84,12 +84,7 @@ class Writer:
         self._last_tries = 0  # since the end
 
     def put(self, write: Write, size: int) -> None:
-        """Queue a record. Never waits for the tracker.
-
-        Args:
-            write: writes it to the live run.
-            size: its bytes of memory.
-        """
+        """Queue a record of `size` bytes. Never waits for the tracker."""
         if os.getpid() != self._process:
             return
         with self._changed:
@@ -104,11 +99,8 @@ class Writer:
             self._changed.notify_all()
 
     def live(self, patience_s: float) -> Any:
-        """Return the tracker's live run; start it if need be.
-
-        Raises:
-            ConfigError: it did not start, or not in time.
-        """
+        """Return the tracker's live run; start it if need be, or raise `ConfigError` if that fails or takes too
+        long."""
         with self._changed:
             self._start()
             began = self._changed.wait_for(lambda: self._is_live or self._error or self._done, patience_s)
@@ -118,11 +110,8 @@ class Writer:
         raise ConfigError(f"the tracker {self.tracker.name} did not start", got=got, where="get_tracker")
 
     def flush(self, patience_s: float) -> None:
-        """Wait until all records are written and durable, if the tracker has a `flush`; but for those that are lost.
-
-        Raises:
-            CheckpointError: the disk still refuses some, or it took too long.
-        """
+        """Wait until all records but lost ones are durable, if the tracker has a `flush`; a disk that refuses some is a
+        `CheckpointError`."""
         flush = self.tracker.flush
         if flush is None or not self._started:
             return
@@ -161,11 +150,7 @@ class Writer:
             self._changed.notify_all()
 
     def has_ended(self, until: float) -> bool:
-        """Wait for the end of the thread, after `end`; return whether it came.
-
-        Args:
-            until: time of `time.monotonic` at which waiting ends.
-        """
+        """Wait for the end of the thread, after `end`, until a time of `time.monotonic`; return whether it came."""
         with self._changed:
             if not self._started or os.getpid() != self._process:
                 return True

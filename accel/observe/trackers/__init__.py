@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers that come with accel; packages of others load when a run starts."""
+"""Trackers that come with accel, a file each; begin with `_csv.py`. `_packages.py` finds and imports those of
+others."""
 
 from accel.observe.trackers._aim import aim as aim
 from accel.observe.trackers._clearml import clearml as clearml

@@ -17,7 +17,7 @@ _AT = f"{TIME}at"
 
 
 class _OpenCsv:
-    """An open file and its columns; names of values stand before those of clocks."""
+    """An open file and its columns; names of values come before those of clocks."""
 
     def __init__(self, lines: LineFile) -> None:
         self.lines = lines

@@ -39,11 +39,7 @@ class LineFile:
         return head[: head.find(b"\n") + 1]
 
     def append(self, line: bytes) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: the disk failed; the file holds no part of the line, or will not when the next one is appended.
-        """
+        """Append a line, or raise `OSError`: the file holds no part of it, or none once the next is appended."""
         written = 0
         if self._is_torn:
             os.ftruncate(self._fd, self._size)
@@ -66,13 +62,8 @@ class LineFile:
         self._size = size
 
     def cut_back(self, run: Run, step_of: StepOf, *, begin: int = 0) -> None:
-        """Cut the lines behind a checkpoint's, and a torn tail.
-
-        Args:
-            run: the run, with the checkpoint's step and number of lines at that step.
-            step_of: returns the step of a line without its newline; None if the line is damaged.
-            begin: bytes of the head, which stay.
-        """
+        """Cut the lines behind a checkpoint's, and a torn tail; `begin` bytes of the head stay. A damaged line has no
+        step."""
         end, found = kept_size(self._fd, run.step, run.lines, step_of, begin)
         if run.step is not None and found < run.lines:
             text = "%s lacks the lines of step %d that the checkpoint counts; earlier ones may be in another folder"
@@ -109,15 +100,8 @@ class LineFile:
 
 
 def kept_size(fd: int, step: int | None, lines: int, step_of: StepOf, begin: int = 0) -> tuple[int, int]:
-    """Return where to cut a file of lines, and how many lines of the step stay. Reads from the end: O(what is cut).
-
-    Args:
-        fd: file to read; it stays unchanged.
-        step: last step that stays; None for none.
-        lines: lines of that step that stay at most.
-        step_of: as for `LineFile.cut_back`.
-        begin: bytes of the head, which stay.
-    """
+    """Return where to cut a file of lines, and how many lines of the step stay. Reads from the end, no further than the
+    cut."""
     end = os.fstat(fd).st_size
     if step is None:
         return min(begin, end), 0
@@ -163,7 +147,7 @@ def set_aside(path: Path) -> None:
     while (beside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     path.rename(beside)
-    text = "%s was an earlier run's, of which no checkpoint was loaded; it is now %s"
+    text = "%s was the file of an earlier run, whose checkpoint was not loaded; it is now %s"
     logging.getLogger("accel.observe").info(text, path, beside.name)
 
 

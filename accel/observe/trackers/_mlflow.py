@@ -57,11 +57,8 @@ class MlflowVariables(NamedTuple):
 
 
 def read_mlflow(environ: Mapping[str, str]) -> MlflowVariables:
-    """Read `MLFLOW_EXPERIMENT_NAME` and `MLFLOW_TAGS`. Pure.
-
-    Raises:
-        ConfigError: the tags are no JSON object of texts.
-    """
+    """Read `MLFLOW_EXPERIMENT_NAME` and `MLFLOW_TAGS`; raise `ConfigError` if the tags are no JSON object of texts.
+    Pure."""
     text = environ.get("MLFLOW_TAGS", "")
     try:
         tags = msgspec.json.decode(text or "{}", type=dict[str, str])
@@ -84,7 +81,7 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
     delete points, so steps that an earlier process has logged already are not logged again.
 
     Args:
-        tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default as MLflow's own settings say.
+        tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default that of MLflow's own settings.
         ranks: processes that write. With several, all write to one run, each to metrics of its own: `rank_3/loss`.
         options: of `MlflowClient.create_run`, such as `tags`; and `artifact_location` of a new experiment.
     """

@@ -16,13 +16,7 @@ from accel.observe._tracker import Run, Table
 
 
 def needs(tracker: str, *modules: str, extra: str = "") -> Callable[[Run], None]:
-    """Return a tracker's `check`: it raises if a package is missing. Imports nothing.
-
-    Args:
-        tracker: its name.
-        modules: top-level modules of the packages.
-        extra: the extra of accel; the tracker's name by default.
-    """
+    """Return a tracker's `check`: it raises if a package is missing, naming the extra, and imports nothing."""
 
     def check(run: Run) -> None:
         del run

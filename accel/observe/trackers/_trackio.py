@@ -12,7 +12,7 @@ from accel.observe.trackers._packages import array, load, needs, own_name, pictu
 def trackio(**options: Any) -> Tracker:
     """Return the tracker that writes to Trackio, by `trackio.init`. Extra: `trackio`.
 
-    A resumed run goes on under its name. Local data lie in Trackio's own folder, `TRACKIO_DIR`.
+    A resumed run goes on under its name. Local data are in Trackio's own folder, `TRACKIO_DIR`.
 
     Args:
         options: of `trackio.init`, such as `space_id`.

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of runs from the files in their folders: one HTML page. Nothing here loads torch or talks to other ranks."""
+"""Views of runs from the files in their folders. Nothing here loads torch or talks to other ranks.
+
+Begin with `_run_data.py`, which reads a folder once. `_page.py` makes one HTML page of it, with figures by bokeh,
+`_tables.py` its tables and sections on launches, `_html.py` the markup. `traces` reads profiles.
+"""
 
 from __future__ import annotations
 

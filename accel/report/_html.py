@@ -19,13 +19,8 @@ class Html(str):
 
 
 def element(tag: str, *content: str | None, **attributes: str) -> Html:
-    """Return an element.
-
-    Args:
-        tag: its name.
-        content: markup, or texts to escape; None for nothing.
-        attributes: attributes; a trailing "_" is dropped, other "_" become "-".
-    """
+    """Return an element of markup, or of texts to escape; a trailing "_" of an attribute is dropped, other "_" become
+    "-"."""
     shown = "".join(
         f' {name.removesuffix("_").replace("_", "-")}="{html.escape(value)}"' for name, value in attributes.items()
     )
@@ -38,13 +33,8 @@ def join(content: Iterable[str | None]) -> Html:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[int] = ()) -> Html:
-    """Return a table that scrolls sideways where it is too wide; the first cell of each row is its title.
-
-    Args:
-        head: titles of the columns.
-        rows: cells, markup or texts.
-        marked: rows to mark, counted from 0.
-    """
+    """Return a table that scrolls sideways where it is too wide; the first cell of each row is its title, `marked` rows
+    are shown so."""
     emphasized = set(marked)
     lines = [
         element(

@@ -41,23 +41,14 @@ class Figures(NamedTuple):
 
 
 def draw(curves: Mapping[str, Mapping[str, MetricCurve]], runs: Sequence[str]) -> Figures:
-    """Draw a figure for each metric.
-
-    bokeh takes some 40 ms of CPU for a figure, and goes through all earlier ones at each: it draws one figure of a
-    kind, and the others of that kind are its JSON with names and data of their own.
-
-    Args:
-        curves: for each title, the curve of each run that has one.
-        runs: names of all runs, which fix their colours.
-
-    Raises:
-        MissingExtraError: bokeh does not import.
-    """
+    """Draw a figure for each metric, with each run's curve; raise `MissingExtraError` if bokeh does not import."""
     if not curves:
         return Figures([], {})
     layers = {title: _layers(lines, runs) for title, lines in curves.items()}
     kinds = {_kind(each): each for each in layers.values()}
     shared = _bokeh("models").DataRange1d(only_visible=True)
+    # bokeh takes some 40 ms for a figure, and goes through all earlier ones at each: it draws one of a kind, and the
+    # others of that kind are its JSON with names and data of their own
     figures = [_figure(shared, each, several=len(runs) > 1) for each in kinds.values()]
     document = _bokeh("document").Document()
     with document.models.freeze():
@@ -90,7 +81,7 @@ def color_of(at: int) -> str:
 
 
 class _Layer(NamedTuple):
-    """A layer of a figure: what it shows of one run in one way.
+    """A layer of a figure: one run in one look.
 
     Attributes:
         look: "line"; "point", for a line of one point, which shows nothing; "marks", for values that are not finite.
@@ -137,13 +128,9 @@ def _find(value: Any, ident: str) -> Any:
 
 
 def _copy(value: Any, prefix: str, data: Sequence[Any], shared: dict[str, Any]) -> Any:
-    """Return bokeh's JSON with other names and other data.
+    """Return bokeh's JSON with other names, by a prefix, and other data, by the number that is a source's name.
 
-    Args:
-        value: the JSON.
-        prefix: begins the names of its objects.
-        data: columns of each source, encoded, by the number that is the source's name.
-        shared: objects that keep their names. The first copy writes them out, and takes them from here.
+    `shared` objects keep their names: the first copy writes them out, later ones refer to them.
     """
     if isinstance(value, list):
         return [_copy(each, prefix, data, shared) for each in cast("list[Any]", value)]
@@ -269,14 +256,8 @@ if (matchMedia("(pointer: coarse)").matches) {
 
 
 def report_page(runs: Sequence[RunData]) -> str:
-    """Return the page of one or several runs.
-
-    Args:
-        runs: runs, the first leftmost.
-
-    Raises:
-        MissingExtraError: a run has metrics, and bokeh does not import.
-    """
+    """Return the page of one or several runs, the first leftmost; raise `MissingExtraError` if there are metrics and no
+    bokeh."""
     states = [state_of(run.run, run.launches) for run in runs]
     figures = draw(_by_title(runs), [run.name for run in runs])
     first = runs[0]

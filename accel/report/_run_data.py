@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that the files of a run's folder say, read once: curves of metrics, and the state of the run."""
+"""The contents of a run's folder, read once: curves of metrics, and the state of the run."""
 
 from __future__ import annotations
 
@@ -83,10 +83,8 @@ class Curves:
         self.damaged = 0
 
     def add(self, lines: Iterable[MetricsLine | None]) -> None:
-        """Add lines; None counts as damaged.
-
-        A line of an earlier step means that the run went on from there: what stood behind it no longer counts.
-        """
+        """Add lines; None counts as damaged. One of an earlier step drops those behind it: the run went on from
+        there."""
         for line in lines:
             if line is None:
                 self.damaged += 1
@@ -100,7 +98,7 @@ class Curves:
                     group.setdefault(name, MetricCurve()).add(line.step, value)
 
     def speed(self, over: int = 20) -> float | None:
-        """Return steps per second over the last lines, by the clock; None where it cannot be told."""
+        """Return steps per second over the last lines, by the clock; None where it is unknown."""
         clock = self.time.get(AT)
         if clock is None or len(clock.steps) < 2:
             return None
@@ -109,16 +107,8 @@ class Curves:
 
 
 def thin(steps: Sequence[float], values: Sequence[float], most: int = 2000) -> tuple[list[float], list[float]]:
-    """Return at most `most` points of a curve with the lowest and the highest of each bucket, and both ends.
-
-    Args:
-        steps: steps in ascending order.
-        values: a finite value for each.
-        most: number of points, 4 or more.
-
-    Returns:
-        Steps and values, in order.
-    """
+    """Return at most `most` (4 or more) points of a curve, in order: the lowest and the highest of each bucket, and
+    both ends."""
     count = len(values)
     if count <= most:
         return list(steps), list(values)
@@ -178,17 +168,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def read_data(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] = (), profile: str = "") -> RunData:
-    """Read a run's folder.
-
-    Args:
-        name: name of the run among those that are shown together.
-        folder: the folder.
-        checkpoints: checkpoints in it.
-        profile: its profile as text.
-
-    Raises:
-        OSError: a file exists, but cannot be read.
-    """
+    """Read a run's folder; raise `OSError` if a file exists and cannot be read."""
     curves = Curves()
     position = Position()
     while (new := read_new(folder / METRICS, position)).lines:
@@ -240,7 +220,7 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 def is_alive(launch: LaunchRecord) -> bool:
-    """Return whether a launcher that has not ended may still run: on another host nobody can tell."""
+    """Return whether a launcher that has not ended may still run: on another host that is unknown."""
     if launch.host != socket.gethostname():
         return True
     try:
@@ -255,13 +235,8 @@ def is_alive(launch: LaunchRecord) -> bool:
 def state_of(
     run: RunRecord | None, launches: Sequence[LaunchRecord], alive: Callable[[LaunchRecord], bool] = is_alive
 ) -> RunState:
-    """Return the state of a run: that of its newest launch, or else of its own record.
-
-    Args:
-        run: record of the run; None if it has none.
-        launches: its launches in order of their start.
-        alive: returns whether a launch that has no end still runs.
-    """
+    """Return the state of a run: that of its newest launch, or else of its own record; `alive` asks whether a launch
+    still runs."""
     starts = [each.started_s for each in launches] + ([run.started_s] if run else [])
     started_s = min(starts, default=None)
     if launches and (run is None or max((run.started_s, *run.resumed_s)) <= _end(launches[-1])):
@@ -290,5 +265,5 @@ def _ended(launch: LaunchRecord) -> tuple[Literal["finished", "failed", "stopped
     error = launch.attempts[-1].error if launch.attempts else None
     if error is None:
         return "failed", f"failed with status {launch.status}"
-    told = error.exception or (f"signal {-error.status}" if error.status < 0 else f"status {error.status}")
-    return "failed", f"rank {error.rank} failed: {told}"
+    cause = error.exception or (f"signal {-error.status}" if error.status < 0 else f"status {error.status}")
+    return "failed", f"rank {error.rank} failed: {cause}"

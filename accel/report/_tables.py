@@ -171,12 +171,7 @@ def _side_by_side(columns: Sequence[Mapping[str, str]]) -> Rows:
 
 
 def launch_sections(run: RunData, *, several: bool) -> Iterator[Html]:
-    """Yield the sections of a run's launches, the newest first.
-
-    Args:
-        run: the run.
-        several: whether the page has several runs, so that titles name them.
-    """
+    """Yield the sections of a run's launches, the newest first, titled by the run on a page of several."""
     if not run.launches:
         return
     yield element("h2", f"Launches of {run.name}" if several else "Launches")
@@ -236,8 +231,8 @@ def _rank(attempt: Attempt, rank: RankState) -> tuple[str, str, str]:
 
 
 def _error(error: RankError) -> Html:
-    told = error.exception or status_text(error.status)
-    first = f"Rank {error.rank} failed first: {told}"
+    cause = error.exception or status_text(error.status)
+    first = f"Rank {error.rank} failed first: {cause}"
     shown = error.traceback or error.message
     return element(
         "div",

@@ -27,11 +27,7 @@ class Waits(msgspec.Struct, frozen=True, eq=False):
 
 
 def find_waits(traces: Sequence[Trace]) -> Waits:
-    """Return each rank's waits in collectives.
-
-    Args:
-        traces: traces of the ranks, of the same steps.
-    """
+    """Return each rank's waits in collectives, from traces of the same steps."""
     lists = {trace.rank: _by_step(trace) for trace in traces}
     keys = dict.fromkeys(key for each in lists.values() for key in each)
     spans: dict[int, list[Span]] = {trace.rank: [] for trace in traces}
@@ -96,12 +92,7 @@ class RankBreakdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_times(trace: Trace, waits: Waits) -> RankBreakdown:
-    """Return where the time of a rank went.
-
-    Args:
-        trace: trace of the rank.
-        waits: waits of all ranks.
-    """
+    """Return the parts of a rank's time."""
     window = union(trace.steps.values())
     data = intersect(trace.data, window)
     # Operators that make a batch on the CPU are part of the wait for it.
@@ -164,12 +155,7 @@ _CLEAR = 1.05  # times the median, from which a rank counts as slow
 
 
 def describe_profile(traces: Sequence[Trace], *, operators: int = 10) -> str:
-    """Return where the time of each rank went.
-
-    Args:
-        traces: traces of the ranks.
-        operators: number of the longest operators to list.
-    """
+    """Return the parts of each rank's time as text, with the longest operators."""
     waits = find_waits(traces)
     times = [rank_times(trace, waits) for trace in traces]
     parts = [_title(traces, times), show_table([_HEAD, *map(_row, times)]), *_notes(traces, times, waits)]
@@ -198,9 +184,9 @@ def _notes(traces: Sequence[Trace], times: Sequence[RankBreakdown], waits: Waits
     if (found := slowest(times)) is not None:
         own, usual = found.own / 1e3, found.usual / 1e3
         if own > _CLEAR * usual:
-            told = f"{found.part}, {found.more / 1e3:.2f} ms a step above the median"
+            part = f"{found.part}, {found.more / 1e3:.2f} ms a step above the median"
             notes.append(
-                f"slowest: rank {found.rank}, {own:.2f} ms a step without waiting, median {usual:.2f} ms; {told}"
+                f"slowest: rank {found.rank}, {own:.2f} ms a step without waiting, median {usual:.2f} ms; {part}"
             )
         else:
             notes.append(f"no rank is slow: {own:.2f} ms a step without waiting at most, median {usual:.2f} ms")

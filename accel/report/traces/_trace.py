@@ -72,7 +72,7 @@ class Communication(msgspec.Struct, frozen=True):
 
     Attributes:
         name: its name.
-        group: ranks or name of its group; empty if the trace does not say.
+        group: ranks or name of its group; empty if the trace has none.
         start, end: its time, in microseconds.
     """
 
@@ -100,7 +100,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     Attributes:
         name: its file.
         rank: the rank.
-        world_size: number of ranks of the run; None if the trace does not say.
+        world_size: number of ranks of the run; None if the trace has none.
         on_gpu: whether work and communication are those of a GPU.
         steps: time of each step, by its number.
         work: computing.
@@ -147,11 +147,8 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Read the traces in a folder in order of their ranks.
-
-    Raises:
-        ConfigError: there is none, a file is no trace, two are of one rank, or they are of different runs.
-    """
+    """Read the traces in a folder in order of their ranks; raise `ConfigError` unless all are traces of one run, one a
+    rank."""
     files = sorted(path for path in folder.iterdir() if _TRACE.fullmatch(path.name))
     if not files:
         raise ConfigError(
@@ -176,15 +173,7 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def parse_trace(name: str, content: bytes) -> Trace:
-    """Return a trace.
-
-    Args:
-        name: name of its file, which has the rank where the trace does not say.
-        content: its JSON.
-
-    Raises:
-        ConfigError: it is no trace.
-    """
+    """Return a trace, or raise `ConfigError`; the name of its file has the rank where the trace has none."""
     try:
         file = msgspec.json.decode(content, type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

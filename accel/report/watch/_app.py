@@ -85,7 +85,7 @@ class WatchApp(App[None]):
         self.refresh_run()
 
     def refresh_run(self) -> None:
-        """Read what is new, and show it."""
+        """Read new lines, and show them."""
         if self.holds:
             self.sub_title = "held"
             return
@@ -141,13 +141,7 @@ class WatchApp(App[None]):
 
 
 def open_app(followed: FollowedRun, *, every_s: float, now_s: Any) -> None:
-    """Follow a run in this terminal until it is left.
-
-    Args:
-        followed: the run.
-        every_s: seconds between two looks at its files.
-        now_s: returns the time, in seconds since the epoch.
-    """
+    """Follow a run in this terminal until it is left."""
     WatchApp(followed, every_s=every_s, now_s=now_s).run()
 
 

@@ -32,11 +32,7 @@ class FollowedRun:
         self._listed = 0  # change of the folder at the last listing
 
     def look(self) -> RunData:
-        """Return the run as it is now. Of a file that was cut back, only what is left counts.
-
-        Raises:
-            OSError: a file exists, but cannot be read.
-        """
+        """Return the run as it is now, or raise `OSError`. Of a file that was cut back, only the rest counts."""
         while True:
             lines, self._position, restarted = read_new(self._folder / METRICS, self._position)
             if restarted:
@@ -61,7 +57,7 @@ class FollowedRun:
 
 _MOST_VALUES = 6
 _LONGEST = 120  # characters of an error
-_RATES = ("samples_per_s", "tokens_per_s", "mfu")  # readings of clocks that stand in the line; all have a curve
+_RATES = ("samples_per_s", "tokens_per_s", "mfu")  # readings of clocks in the line; all have a curve
 
 
 def status_line(run: RunData, state: RunState) -> str:
@@ -75,8 +71,8 @@ def status_line(run: RunData, state: RunState) -> str:
             parts.append(f"{name} {show_number(end[1])}")
     parts += _speeds(run)
     counts = Counter(text.partition(":")[0] for *_, text in rank_rows(run.launches))
-    told = ", ".join(f"{count} {text}" for text, count in counts.items())
-    parts += [f"ranks: {told}"] if told else []
+    counted = ", ".join(f"{count} {text}" for text, count in counts.items())
+    parts += [f"ranks: {counted}"] if counted else []
     whole = [each.name for each in run.checkpoints if not each.problem]
     parts += [whole[-1]] if whole else []
     return show_text("  ".join([*parts, state.text + _message(run, state)]))
@@ -95,10 +91,10 @@ def _message(run: RunData, state: RunState) -> str:
 def _speeds(run: RunData) -> list[str]:
     """Return steps per second by the clock, and the run's own rates."""
     speed = run.curves.speed()
-    told = [] if speed is None else [f"{speed:.3g} steps/s"]
+    rates = [] if speed is None else [f"{speed:.3g} steps/s"]
     curves = run.curves.time
     ends = {name: curves[name].last for name in _RATES if name in curves}
-    return told + [f"{name} {end[1]:.4g}" for name, end in ends.items() if end is not None]
+    return rates + [f"{name} {end[1]:.4g}" for name, end in ends.items() if end is not None]
 
 
 def rank_rows(launches: Sequence[LaunchRecord]) -> list[tuple[str, str, str, str]]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a run and of a launch: typed records, their files, and the order of their sources. Free of torch.
 
+Begin with `_record.py`, where each setting is declared once. `_schema.py` derives flags, variables and file keys from
+it, `_files.py` reads and writes files, `_resolve.py` decides between sources. `_accelerate.py` imports others' files.
 Names resolve on first use: a launch without a file loads no parser of one.
 """
 

@@ -14,15 +14,11 @@ from accel.config._resolve import ConfigFile, rendezvous_fields, resolve
 from accel.errors import ConfigError, MissingExtraError
 
 _MOST_DEPTH = 64
-_MOST_NODES = 100_000  # with each alias counted as all that it stands for
+_MOST_NODES = 100_000  # with each alias counted as all of its values
 
 
 def decode_yaml(text: str, path: str) -> dict[str, Any]:
     """Return the keys and values of a document.
-
-    Args:
-        text: the document.
-        path: for errors.
 
     Raises:
         ConfigError: the document is malformed, is no mapping, has a key twice with different values, or is nested or
@@ -95,7 +91,7 @@ def _check_events(yaml: Any, text: str, path: str) -> None:
 
 
 def _check_keys(yaml: Any, node: Any, path: str, seen: set[int]) -> None:
-    """Refuse a key that stands twice in a mapping with different values; the loader would take the last."""
+    """Refuse a key with two values in one mapping; the loader would take the last."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))
@@ -108,7 +104,7 @@ def _check_keys(yaml: Any, node: Any, path: str, seen: set[int]) -> None:
         first = found.setdefault(key.value, value) if isinstance(key, yaml.ScalarNode) else value
         if first is not value and _plain(yaml, first) != _plain(yaml, value):
             mark = key.start_mark
-            raise _malformed(f"{key.value} stands twice, with different values", path, mark.line + 1, mark.column + 1)
+            raise _malformed(f"{key.value} has two different values", path, mark.line + 1, mark.column + 1)
         _check_keys(yaml, value, path, seen)
 
 
@@ -181,10 +177,7 @@ class Imported(NamedTuple):
 
 
 def import_accelerate(path: str) -> Imported:
-    """Read a configuration file of Accelerate, of any version, in YAML or JSON. No communication.
-
-    Args:
-        path: the file; a name in `.json` means JSON.
+    """Read a configuration file of Accelerate, of any version: JSON if its name ends in `.json`, else YAML.
 
     Raises:
         ConfigError: it cannot be read, is malformed, or holds a value that it never takes.
@@ -192,7 +185,7 @@ def import_accelerate(path: str) -> Imported:
     """
     if path.lower().endswith(".toml"):
         fix = f"A file of accel needs no import: `accel launch --config {path}`."
-        raise ConfigError("no file of Accelerate", expected="a name in .yaml or .json", got=repr(path), fix=fix)
+        raise ConfigError("not an Accelerate config file", expected="a name in .yaml or .json", got=repr(path), fix=fix)
     text = read_text(path)
     values = decode_values(text, path) if path.lower().endswith(".json") else decode_yaml(text, path)
     values = {"dynamo_config" if key == "dynamo_backend" else key: value for key, value in values.items()}
@@ -229,15 +222,12 @@ _STEPS = "gradient_accumulation_steps"  # its files have it for DeepSpeed alone
 
 
 def translate(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the fields that a file of Accelerate sets, unchecked.
-
-    Raises:
-        ConfigError: a number of processes that is none, or does not divide into its machines.
-    """
+    """Return the fields that a file of Accelerate sets, unchecked, but for a number of processes that does not divide
+    into its machines."""
     taken: dict[str, Any] = {}
     processes = values.get("num_processes")
     machines = values.get("num_machines") or 1
-    if processes not in (None, -1):  # -1 stands for a number that the command line must give
+    if processes not in (None, -1):  # -1: the command line must give the number
         whole = type(processes) is int and type(machines) is int and 0 < machines <= processes
         if not whole or processes % machines:
             raise ConfigError(
@@ -292,7 +282,7 @@ def _number(text: str) -> object:
 
 
 def _inside(section: Any, name: str) -> object:
-    """Return the value of a key of a section, whose name may stand there with the section's prefix."""
+    """Return the value of a key of a section, with or without the section's prefix."""
     return next((value for key, value in section.items() if str(key).endswith(name)), None)
 
 

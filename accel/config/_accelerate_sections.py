@@ -31,13 +31,8 @@ class Translated(NamedTuple):
 
 
 def translate_deepspeed(section: Mapping[str, Any]) -> Translated:
-    """Return what a section says.
-
-    A DeepSpeed JSON that it names says all: the launcher of Accelerate refuses other keys beside it.
-
-    Args:
-        section: keys, without the prefix "deepspeed_", and values of the section.
-    """
+    """Return the settings of a section; a DeepSpeed JSON that it names has all, as Accelerate's launcher refuses other
+    keys beside it."""
     left = {
         key: _LEFT.get(key, "nothing here corresponds to it")
         for key, value in section.items()
@@ -72,11 +67,7 @@ class Taken(NamedTuple):
 
 
 def take_sections(values: Mapping[str, Any]) -> dict[str, Taken]:
-    """Return what each section of a file sets, by the section's key; sections that ask for nothing are left away.
-
-    Args:
-        values: keys and values of the file.
-    """
+    """Return the settings of each section of a file, by the section's key; sections without an effect are left out."""
     found: dict[str, Taken] = {}
     for key, take in _SECTIONS.items():
         section: Any = values.get(key)
@@ -141,7 +132,7 @@ def _units(section: dict[str, Any]) -> object:
 
 
 def _hybrid_mesh(values: Mapping[str, Any]) -> str:
-    """Return the mesh of shards within a host; nothing where the file does not say how many there are."""
+    """Return the mesh of shards within a host; nothing where the file has no number of them."""
     hosts = values.get("num_machines")
     ranks = values.get("num_processes")
     if (
@@ -220,7 +211,7 @@ def _take_parallelism(section: dict[str, Any], _values: Mapping[str, Any]) -> Ta
 
 
 def _asks(inert: Mapping[str, tuple[object, ...]], name: str, value: object) -> bool:
-    """Return whether a value asks for nothing, or for what is always so."""
+    """Return whether a value has no effect, or is the only behaviour."""
     return value is None or value == "" or value in inert.get(name, ())
 
 
@@ -270,7 +261,7 @@ _FP8: dict[str, tuple[object, ...]] = {
     "use_mxfp8_block_scaling": (False,),
 }
 _FP8_WHY = {
-    "use_autocast_during_eval": "the block accel.autocast says where fp8 is used",
+    "use_autocast_during_eval": "fp8 is used in the block of accel.autocast",
     "format": "Transformer Engine's HYBRID is used",
     "amax_compute_algo": "the largest of the history is used",
     "amax_compute_algorithm": "the largest of the history is used",
@@ -283,7 +274,7 @@ _AXES: dict[str, tuple[object, ...]] = {
     "sp_seq_length_is_variable": (True,),
 }
 _AXES_WHY = {
-    "sp_seq_length": "a batch says how long it is",
-    "sp_seq_length_is_variable": "a batch says how long it is",
+    "sp_seq_length": "a batch has its own length",
+    "sp_seq_length_is_variable": "a batch has its own length",
     "sp_attn_implementation": "attention of torch and transformers is found by itself",
 }

@@ -25,24 +25,14 @@ _WIDTH = 100
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read a file as it is; `resolve` checks what it says.
-
-    Args:
-        path: a file in TOML, or in JSON if its name ends in `.json`.
-
-    Raises:
-        ConfigError: it cannot be read, or is malformed; the message has line and column.
-    """
+    """Read a file, TOML or `.json`, unchecked but for its syntax; `resolve` checks its values. Errors have line and
+    column."""
     refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
     return ConfigFile(path=path, values=take_format(decode_values(read_text(path), path), path)[1])
 
 
 def read_text(path: str) -> str:
-    """Read a small text file.
-
-    Raises:
-        ConfigError: it is not there, cannot be read, or is no text.
-    """
+    """Read a small text file, or raise `ConfigError`."""
     try:
         return Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -58,7 +48,7 @@ def read_text(path: str) -> str:
 
 
 def decode_values(text: str, path: str) -> dict[str, Any]:
-    """Return the keys and values of a file's text; `path` decides its format and stands in errors."""
+    """Return the keys and values of a file's text; `path` decides its format, and is in errors."""
     return _decode_json(text, path) if path.lower().endswith(".json") else _decode_toml(text, path)
 
 
@@ -92,7 +82,7 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
                 chosen[field.name] = chosen[field.name] if section is None else section
         return json.dumps({FORMAT_KEY: len(CHANGES)} | chosen, indent=2, ensure_ascii=False) + "\n"
     blocks = [
-        "# How `accel launch` starts a script. A flag or an ACCEL_* variable overrides what stands here.",
+        "# How `accel launch` starts a script. A flag or an ACCEL_* variable overrides this file.",
         f"# Format of this file; `accel config update` rewrites older ones.\n{FORMAT_KEY} = {len(CHANGES)}",
     ]
     for field in sorted(FIELDS, key=lambda field: field.section):  # a section holds all that follows it
@@ -105,11 +95,7 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
 
 
 def refuse_yaml(path: str, *, fix: str) -> None:
-    """Refuse a name that ends as YAML's do.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raise `ConfigError` for a name that ends as YAML's do."""
     if path.lower().endswith((".yaml", ".yml")):
         raise ConfigError("not a format of accel", expected="a file in TOML or JSON", got=repr(path), fix=fix)
 
@@ -159,13 +145,13 @@ def _unique(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ConfigError("a key stands twice", got=repr(key), where=path, fix="Remove one.")
+            raise ConfigError("a key is repeated", got=repr(key), where=path, fix="Remove one.")
         values[key] = value
     return values
 
 
 def _bare_word(line: str, column: int) -> str:
-    """Return the advice for a word without quotes at a column; empty if none stands there."""
+    """Return the advice for a word without quotes at a column; empty if there is none."""
     found = re.match(r"[A-Za-z][\w.-]*", line[column - 1 :])
     if found is None:
         return ""

@@ -61,7 +61,7 @@ _LOG_LEVELS = {
 
 
 class GroupKeywords(TypedDict, total=False):
-    """Settings as keywords of every maker of contexts; None says nothing."""
+    """Settings as keywords of every maker of contexts; None is for the environment."""
 
     device: torch.device | str | None
     precision: Precision | PrecisionName | Literal["no"] | None
@@ -182,7 +182,7 @@ Span = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$")]
 
 
 class LaunchConfig(Settings, frozen=True, kw_only=True):
-    """The configuration of a launch. Each field's meaning stands in its annotation.
+    """The configuration of a launch. Each field's meaning is in its annotation.
 
     Raises:
         ConfigError: a value is none of those its field takes, or contradicts another field.
@@ -298,15 +298,8 @@ FIELDS: tuple[Field, ...] = fields_of(LaunchConfig)
 
 
 def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    """Refuse values that contradict each other.
-
-    Args:
-        values: a usable value for each field.
-        places: place that sets each field, for the message.
-
-    Raises:
-        ConfigError: two fields contradict each other.
-    """
+    """Raise `ConfigError` for values that contradict each other; `places` has the source of each field, for the
+    message."""
     count, device, ids = values["nproc_per_node"], values["device"], values["gpu_ids"]
     chosen = ids != "all"
     (fewest, most), host = _span(values["nnodes"]), values["node_rank"]

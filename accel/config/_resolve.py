@@ -35,11 +35,8 @@ _RDZV_PORT, _MASTER_PORT = "29400", "29500"  # torchrun's defaults
 
 
 def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the fields that torchrun's variables set: for each the variable, and the text of our own one.
-
-    Raises:
-        ConfigError: the hosts are to meet in another way than at a port of one of them.
-    """
+    """Return the fields that torchrun's variables set: for each the variable, and the text of our own one; other
+    rendezvous are refused."""
     given = {name: text for name in TORCHRUN_VARIABLES if (text := environ.get(name, "").strip())}
     if (backend := given.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
         raise ConfigError(
@@ -72,11 +69,8 @@ def read_torchrun(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def rendezvous_fields(text: str) -> tuple[dict[str, str], list[str]]:
-    """Return the fields that torchrun's `--rdzv-conf` sets, and the names of its options that set none.
-
-    Args:
-        text: pairs such as "join_timeout=900,last_call_timeout=10", in seconds.
-    """
+    """Return the fields that torchrun's `--rdzv-conf`, such as "join_timeout=900", sets, and the names of its other
+    options."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     options = {name.strip(): value.strip() for name, _, value in pairs}
     found = {_OPTIONS[name]: value for name, value in options.items() if name in _OPTIONS}
@@ -117,11 +111,8 @@ class Updated(NamedTuple):
 def take_format(
     values: Mapping[str, Any], path: str, changes: Sequence[FormatChange] = CHANGES
 ) -> tuple[int, dict[str, Any]]:
-    """Return the format of a file, and its values without it.
-
-    Raises:
-        ConfigError: it is no format, or one of a newer release.
-    """
+    """Return the format of a file, and its values without it; raise `ConfigError` for none, or one of a newer
+    release."""
     rest = dict(values)
     given = rest.pop(FORMAT_KEY, 0)
     if type(given) is not int or not 0 <= given <= len(changes):
@@ -142,18 +133,10 @@ def is_old(key: str, changes: Sequence[FormatChange] | None = None) -> bool:
 
 
 def update_values(values: Mapping[str, Any], path: str, changes: Sequence[FormatChange] = CHANGES) -> Updated:
-    """Return a file's values in the present format. No communication.
-
-    Args:
-        values: keys and decoded values of a file of any format.
-        path: its name, for messages.
-        changes: change from each format to the next.
-
-    Raises:
-        ConfigError: it is of a newer release; or what cannot be mapped, all of it.
-    """
+    """Return a file's values in the present format, or raise `ConfigError` with all that cannot be mapped, or for a
+    newer format."""
     given, found = take_format(values, path, changes)
-    told: list[str] = []
+    notes: list[str] = []
     problems: list[str] = []
     for change in changes[given:]:
         for old, new in change.renamed:
@@ -161,15 +144,15 @@ def update_values(values: Mapping[str, Any], path: str, changes: Sequence[Format
                 problems.append(f"{old!r} and its new name {new!r} are both set")
             elif old in found:
                 found = {new if key == old else key: value for key, value in found.items()}
-                told.append(f"{old} is now {new}")
+                notes.append(f"{old} is now {new}")
         for old, why in change.removed:
             if old in found:
-                told.append(f"{old} = {found.pop(old)!r} is gone: {why}")
+                notes.append(f"{old} = {found.pop(old)!r} is gone: {why}")
     fields = {field.name: field for field in FIELDS}
     for key in list(found):
         if (same := key.replace("-", "_").lower()) != key and same in fields and same not in found:  # as in a flag
             found = {same if name == key else name: value for name, value in found.items()}
-            told.append(f"{key} is now {same}")
+            notes.append(f"{key} is now {same}")
     for key, value in found.items():
         if key not in fields:
             problems.append(f"{key!r} is no key: {did_you_mean(key, fields)}".rstrip("."))
@@ -187,8 +170,8 @@ def update_values(values: Mapping[str, Any], path: str, changes: Sequence[Format
             fix=f"Turn one of Accelerate's into ours with `accel config import {path}`." if foreign else "",
         )
     if given < len(changes):
-        told.append(f"{FORMAT_KEY} = {len(changes)}, from {given or 'none'}")
-    return Updated(found, tuple(told))
+        notes.append(f"{FORMAT_KEY} = {len(changes)}, from {given or 'none'}")
+    return Updated(found, tuple(notes))
 
 
 CONFIG_VARIABLE = "ACCEL_CONFIG"
@@ -244,16 +227,9 @@ class Resolved(NamedTuple):
 def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFile | None = None) -> Resolved:
     """Resolve a record: a flag beats a variable, that beats the file, that beats the default. No communication.
 
-    Variables are `ACCEL_*`, or else torchrun's `PET_*`, which Kubeflow's jobs set. A value equal to its default is
-    still a value. An empty variable counts as unset. Values that lose are checked too.
-
-    Args:
-        flags: field names to texts of the flags.
-        environ: variable names to values; others than `ACCEL_*` and `PET_*` are ignored.
-        file: content of a file; None for no file.
-
-    Returns:
-        The record, and the source of each field.
+    Variables are `ACCEL_*`, or else torchrun's `PET_*`, which Kubeflow's jobs set; others are ignored. A value equal to
+    its
+    default is still a value. An empty variable counts as unset. Values that lose are checked too.
 
     Raises:
         ConfigError: an unknown name, a value that its field does not take, or fields that contradict each other.

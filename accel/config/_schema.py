@@ -16,11 +16,8 @@ from accel.formats import own_name, precision_fix
 
 
 def record_from_text(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
-    """Return the keys and values that a text spells, for `record_from_plain`.
-
-    Raises:
-        ConfigError: it is neither pairs of known fields nor JSON.
-    """
+    """Return the keys and values that a text spells, for `record_from_plain`; `ConfigError` unless pairs of known
+    fields or JSON."""
     if text.startswith("{"):
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
@@ -36,7 +33,7 @@ def record_from_text(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
 
 
 def record_from_plain(kind: type[msgspec.Struct], values: Mapping[str, Any]) -> Any:
-    """Return the record of decoded values. Texts stand for numbers and booleans too, as in pairs.
+    """Return the record of decoded values; texts may spell numbers and booleans, as in pairs.
 
     Raises:
         ConfigError: an unknown key, or as the record itself raises.
@@ -163,11 +160,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def section_text(value: object) -> object:
-    """Return a section, or a record of one, as the text of a JSON object; another value as it is.
-
-    Raises:
-        ValueError: a value that no file in both formats can hold.
-    """
+    """Return a section or record as the text of a JSON object, other values as they are; `ValueError` for one that no
+    file can hold."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)
     elif isinstance(value, str) and value.startswith("{"):
@@ -230,7 +224,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         expects: accepted values, in words.
         metavar: placeholder in a usage line; empty for a flag that needs no value.
         choices: accepted names with their meanings; empty where no meaning is worth a line.
-        shorthand: a flag and the value that it stands for; None for most.
+        shorthand: a flag and its value; None for most.
         section: whether a file may hold a section in place of a text.
         type: type that msgspec checks.
         kinds: alternatives of that type that one word can spell.
@@ -272,11 +266,8 @@ def fields_of(record: type[msgspec.Struct]) -> tuple[Field, ...]:
 
 
 def from_plain(field: Field, value: object, *, where: str) -> Any:
-    """Return a decoded value as the field's type has it.
-
-    Raises:
-        ConfigError: the field does not take it; the message has `where`, the accepted values and the one that came.
-    """
+    """Return a decoded value as the field's type has it; a `ConfigError` has `where`, the accepted values and the
+    actual one."""
     try:
         return _convert(field, value, where=where, got=value, error=ConfigError)
     except ConfigError as refused:
@@ -286,11 +277,8 @@ def from_plain(field: Field, value: object, *, where: str) -> Any:
 
 
 def from_text(field: Field, text: str, *, where: str, error: type[AccelError] = ConfigError) -> Any:
-    """Return the value that a flag or a variable spells: `true`, `2`, `0.5`, `0,1`, a name or `name=value,name=value`.
-
-    Raises:
-        AccelError: the field does not take it; of the class `error`.
-    """
+    """Return the value that a flag or a variable spells: `true`, `2`, `0.5`, `0,1`, a name or `name=value,name=value`;
+    else raise `error`."""
     return _convert(field, _from_words(field, text.strip()), where=where, got=text, error=error)
 
 

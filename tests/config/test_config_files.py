@@ -55,7 +55,7 @@ def test_a_template_explains_every_field() -> None:
         ("a.json", '{\n "quiet" true}', "at a.json, line 2, column 10"),
         ("a.json", "", "at a.json, line 1, column 1"),
         ("a.json", "[true]", "not a JSON object"),
-        ("a.json", '{"quiet": true, "quiet": true}', "a key stands twice: got 'quiet' - at a.json"),
+        ("a.json", '{"quiet": true, "quiet": true}', "a key is repeated: got 'quiet' - at a.json"),
         ("a.json", '{"timeout_s": NaN}', "a number above 0"),
         ("a.json", '{"timeout_s": null}', "got None - at a.json, key timeout_s"),
         ("a.json", "[" * 99999, "nested too deeply"),

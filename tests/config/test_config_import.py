@@ -255,7 +255,7 @@ def test_its_json_files_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: 1\na: 2\n", "a stands twice, with different values - at a.yaml, line 2"),
+        ("a: 1\na: 2\n", "a has two different values - at a.yaml, line 2"),
         ("num_processes: two\n", "processes do not divide into machines"),
         ("num_processes: 3\nnum_machines: 2\n", "got 3 and 2 - at a.yaml"),
         ("num_processes: 4\nnum_machines: 2\nmachine_rank: 2\n", "there is no such host: got node_rank=2, nnodes=2"),

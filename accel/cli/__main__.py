@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets `python -m accel.cli` stand for `accel`."""
+"""`python -m accel.cli`, the same as `accel`."""
 
 import sys
 

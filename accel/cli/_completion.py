@@ -61,11 +61,8 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return completions of the last word; none for a file or a word of the script's own.
-
-    Args:
-        words: words behind `accel`; the last may be empty or half typed.
-    """
+    """Return completions of the last word, which may be empty or half typed; none for a file or a word of the script's
+    own."""
     *done, part = words or ("",)
     return [candidate for candidate in _candidates(done, part) if candidate.startswith(part)]
 

@@ -31,14 +31,8 @@ from accel.terminal import show_text
 
 
 def update(path: str) -> None:
-    """Rewrite a file in the present format, print what changed, and keep a copy of the old file.
-
-    Args:
-        path: the file, TOML or JSON.
-
-    Raises:
-        ConfigError: it cannot be read or written, is malformed, or holds what cannot be mapped; nothing has changed.
-    """
+    """Rewrite a file, TOML or JSON, in the present format, print the changes, and keep a copy of the old one; an error
+    changes nothing."""
     refuse_yaml(path, fix=f"Turn one of Accelerate's into ours with `accel config import {path}`.")
     updated = update_values(decode_values(read_text(path), path), path)
     if not updated.changes:
@@ -106,7 +100,7 @@ def _interactive(words: Sequence[str], environ: Mapping[str, str]) -> int:
     known = resolve({}, {}, file).config
     present = {name: getattr(known, name) for name in file.values}
     print(describe_machine(machine))
-    print("Arrow keys move, Enter takes, Ctrl-C leaves." if arrows else "An empty line takes what is in brackets.")
+    print("Arrow keys move, Enter takes, Ctrl-C leaves." if arrows else "An empty line takes the value in brackets.")
     try:
         answers = interview(machine, present, arrows=arrows)
         text = encode(LaunchConfig(**answers), path, only=answers)

@@ -164,12 +164,8 @@ def _dry_run(target: LaunchTarget, resolved: Resolved, environ: Mapping[str, str
 
 
 def describe_plan(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
-    """Return a plan as commands for a shell: the changed variables and the program of each process.
-
-    Args:
-        plan: plan of the launch.
-        environ: the environment that the shell already has.
-    """
+    """Return a plan as commands for a shell: the variables that differ from its environment, and the program of each
+    process."""
     text = [f"# not bound to cores: {plan.unbound}\n"] if plan.unbound else []
     for process in plan.processes:
         unset = [f"-u {name}" for name in environ if name not in process.environ]

@@ -38,14 +38,8 @@ COMMANDS = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command that the words name.
-
-    Args:
-        words: words behind `accel`; those of the command line if None.
-
-    Returns:
-        The exit status; 2 when the words make no sense.
-    """
+    """Run the command that the words name, by default those of the command line; return the exit status, 2 for invalid
+    words."""
     words = sys.argv[1:] if words is None else words
     try:
         status = _dispatch(words)

@@ -61,11 +61,7 @@ def value_flags() -> set[str]:
 
 
 def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
-    """Resolve the words that a parser with `add_fields` has read.
-
-    Raises:
-        ConfigError: a flag contradicts itself, or as `read_config` and `resolve`.
-    """
+    """Resolve the words that a parser with `add_fields` has read; raise as `read_config` and `resolve`."""
     given: dict[str, list[str]] = {field.name: getattr(known, field.name) or [] for field in FIELDS}
     for field in FIELDS:
         if len(set(given[field.name])) > 1:
@@ -90,11 +86,7 @@ def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Reso
 
 
 def find_file(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
-    """Read the file that a flag names, or a variable, or the default one if it is there.
-
-    Raises:
-        ConfigError: as `read_config` does.
-    """
+    """Read the file that a flag names, or a variable, or the default one if it exists; raise as `read_config`."""
     path = named if named is not None else environ.get(CONFIG_VARIABLE) or None
     if path is None and not os.path.exists(DEFAULT_FILE):
         return None
@@ -165,12 +157,8 @@ _OTHERS = {
 
 
 def other_flag(word: str, flags: Sequence[str]) -> str:
-    """Return the sentence that names the flag to use for another launcher's; empty if none is known.
-
-    Args:
-        word: an unknown flag, perhaps with its value: "--num_processes=4", "-n4".
-        flags: the flags that the command has.
-    """
+    """Return the sentence that names the flag to use for another launcher's, such as "--num_processes=4"; empty if none
+    is known."""
     name, _, value = word.lstrip("-").partition("=")
     short = re.fullmatch(r"(np?)(\d+)", name)
     if short is not None:
@@ -214,11 +202,7 @@ class Parser(argparse.ArgumentParser):
             self.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse words, all of them.
-
-        Raises:
-            ConfigError: a flag is unknown, lacks its value, or has one that it cannot take.
-        """
+        """Parse all words; raise `ConfigError` for an unknown flag, or one without a valid value."""
         known, unknown = self.parse_known_args(words)
         for word in unknown:
             name = word.partition("=")[0]

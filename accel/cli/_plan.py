@@ -37,16 +37,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "bu
 def show_choices(
     source: str, model: Transformer, job: Job, found: Choices, *, most: int, more: tuple[int, Choice] | None
 ) -> str:
-    """Return the answer as text.
-
-    Args:
-        source: the configuration.
-        model: sizes of the model.
-        job: the training.
-        found: its meshes.
-        most: number of meshes to list.
-        more: a larger number of ranks with which the model fits, and its best mesh; None without.
-    """
+    """Return the answer as text; `more` is a larger number of ranks with which the model fits, and its best mesh."""
     batch = job.ranks * job.rows if job.batch is None else job.batch
     head = f"{source}: {model.count / 1e9:.2f} billion parameters, {model.layers} blocks"
     work = f"A step of {batch} x {job.tokens} tokens in {job.precision} with {job.optimizer}"
@@ -77,7 +68,7 @@ def options_of(choice: Choice) -> list[str]:
 
 
 def _table(choices: Sequence[Choice], titles: Sequence[str], cells: Callable[[Choice], Sequence[str]]) -> str:
-    """Meshes with their figures; options stand behind, or below where the line has no room."""
+    """Meshes with their figures; options follow, on a line of their own where there is no room."""
     rows = [titles, *map(cells, choices)]
     first, *others = show_table(rows).split("\n")
     width = max(map(len, (first, *others)))

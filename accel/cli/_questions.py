@@ -34,17 +34,7 @@ def has_arrow_keys(environ: Mapping[str, str]) -> bool:
 
 
 def choose(question: str, options: Sequence[Option], default: str, *, arrows: bool) -> str:
-    """Let the user choose one of several options.
-
-    Args:
-        question: text of the question.
-        options: options to choose from.
-        default: name of the option that Enter takes.
-        arrows: True for a cursor that arrow keys move, False for a line that is read.
-
-    Raises:
-        ConfigError: the input ended.
-    """
+    """Let the user choose an option, by arrow keys or by a line; raise `ConfigError` if the input ends."""
     at = next(place for place, option in enumerate(options) if option.name == default)
     print(f"\n{question}")
     if arrows:
@@ -59,16 +49,7 @@ def choose(question: str, options: Sequence[Option], default: str, *, arrows: bo
 
 
 def ask(question: str, default: str, check: Callable[[str], object]) -> str:
-    """Ask for a line of text until it passes a check.
-
-    Args:
-        question: text of the question.
-        default: answer of an empty line.
-        check: raises an AccelError for an answer that cannot be.
-
-    Raises:
-        ConfigError: the input ended.
-    """
+    """Ask for a line of text until it passes a check; raise `ConfigError` if the input ends."""
     print(f"\n{question}")
     while True:
         answer = _read_line(f"[{default or 'none'}]: ") or default
@@ -165,18 +146,9 @@ def suggest(machine: Machine) -> dict[str, Any]:
 
 
 def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> dict[str, Any]:
-    """Ask for the fields one by one.
+    """Ask for the fields one by one; return the answers, with the fields that were set already and not asked for.
 
-    Args:
-        machine: machine to configure.
-        present: fields that are set already.
-        arrows: True for menus with arrow keys.
-
-    Returns:
-        The answers, and the fields that were set already and not asked for.
-
-    Raises:
-        ConfigError: the input ended.
+    Raises `ConfigError` if the input ends.
     """
     answers = {name: value for name, value in present.items() if name not in _FIRST}
     suggested = suggest(machine) | dict(present)
@@ -191,7 +163,10 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
         if name == "nproc_per_node" and answers["device"] == "cpu" and name not in present:
             default = fields[name].default
         answers[name] = _answer(fields[name], default, answers, arrows=arrows)
-    more = [Option("no", "take what is there"), Option("yes", "hosts, accumulation, strategy, mesh, time-outs, output")]
+    more = [
+        Option("no", "keep the rest as it is"),
+        Option("yes", "hosts, accumulation, strategy, mesh, time-outs, output"),
+    ]
     if choose("Look at the other settings too?", more, "no", arrows=arrows) == "yes":
         for field in FIELDS:
             if field.name not in _FIRST and (not field.section or answers["strategy"] == field.name):

@@ -16,11 +16,7 @@ _LARGEST_PROFILE = 64_000_000  # bytes of traces that a report reads; some secon
 
 
 def read_run_folder(name: str, folder: Path) -> RunData:
-    """Read a run's folder with its checkpoints.
-
-    Raises:
-        ConfigError: there is no such folder, it cannot be read, or it holds nothing of a run.
-    """
+    """Read a run's folder with its checkpoints; raise `ConfigError` if it is missing, unreadable, or not a run's."""
     check_folder(folder, fix="Name the folder that save_state or tracking got.")
     try:
         data = read_data(name, folder, list_checkpoints(folder), _profile(folder))
@@ -37,15 +33,7 @@ def read_run_folder(name: str, folder: Path) -> RunData:
 
 
 def check_folder(folder: Path, *, fix: str) -> None:
-    """Check that a folder exists.
-
-    Args:
-        folder: the folder.
-        fix: advice where no folder beside it has nearly its name.
-
-    Raises:
-        ConfigError: there is none, or a file of that name.
-    """
+    """Check that a folder exists; `fix` is the advice where no folder beside it has nearly its name."""
     if not folder.is_dir():
         problem = "not a folder" if folder.exists() else "there is no such folder"
         beside = [each.name for each in folder.parent.glob("*") if each.is_dir()]

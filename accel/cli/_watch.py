@@ -60,7 +60,7 @@ def parser() -> Parser:
 
 def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
     """Print a line at each change until the run has ended."""
-    told = ""
+    shown = ""
     while True:
         try:
             seen = followed.look()
@@ -68,9 +68,9 @@ def _print_lines(followed: FollowedRun, every_s: float, *, once: bool) -> int:
             raise ConfigError("a file of the run cannot be read", got=str(error)) from error
         state = state_of(seen.run, seen.launches)
         line = status_line(seen, state)
-        if line != told:
+        if line != shown:
             print(line, flush=True)
-            told = line
+            shown = line
         if once or state.kind not in ("running", "unknown"):
             return 0
         try:

@@ -211,7 +211,7 @@ class Accumulation(msgspec.Struct, frozen=True, dict=True):
 
 
 def keep_losses(window: Accumulation, later: Accumulation) -> Accumulation:
-    """Return a later record of a window, with what is known of its losses beside the fields. Mutates the record."""
+    """Return a later record of a window, with the known facts of its losses beside the fields. Mutates the record."""
     if "losses" in vars(window):
         vars(later)["losses"] = vars(window)["losses"]
     return later

@@ -57,12 +57,7 @@ def elements_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply gradients in place, in one pass. No communication.
-
-    Args:
-        grads: of any dtypes, devices and placements.
-        factor: a number, or a tensor of shape [].
-    """
+    """Multiply gradients in place by a number or a tensor of shape [], in one pass. No communication."""
     parts = local_parts(grads)
     if isinstance(factor, torch.Tensor) and parts[0].dtype in (torch.float32, torch.float64):
         factor = factor.to(parts[0].dtype)  # torch multiplies lists in one kernel only if dtypes are equal
@@ -70,12 +65,7 @@ def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
 
 
 def clamp_(grads: Sequence[torch.Tensor], bound: float | torch.Tensor) -> None:
-    """Clamp every element of gradients to [-bound, bound], in place. No communication.
-
-    Args:
-        grads: of any dtypes, devices and placements.
-        bound: a number, or a tensor of shape [].
-    """
+    """Clamp every element of gradients to [-bound, bound], in place. No communication."""
     parts = local_parts(grads)
     if isinstance(bound, torch.Tensor):
         for part in parts:
@@ -100,14 +90,9 @@ _MeshDims = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions a
 
 
 def total_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> float | torch.Tensor:
-    """Return the total norm of gradients; inf or NaN if one of them is not finite. A collective of DTensors' meshes.
+    """Return the total p-norm of gradients; inf or NaN if one of them is not finite. A collective of DTensors' meshes.
 
-    Args:
-        grads: plain tensors or DTensors of any placements, of any dtypes and devices.
-        norm_type: p of the p-norm, above 0; inf for the largest absolute value.
-
-    Returns:
-        A number for gradients on the CPU, where reading does not wait; else a tensor of shape []. Equal on all ranks.
+    A number for gradients on the CPU, where reading does not wait; else a tensor of shape []. Equal on all ranks.
     """
     if not grads:
         return 0.0

@@ -33,11 +33,7 @@ BITWISE = frozenset({Reduction.BAND, Reduction.BOR, Reduction.BXOR})
 
 
 def reduction_of(op: Any) -> Reduction:
-    """Translate torch's reduce op, a `ReduceOp` or one of its members.
-
-    Raises:
-        SimulationError: an unknown op.
-    """
+    """Translate torch's reduce op, a `ReduceOp` or one of its members; raise `SimulationError` for an unknown one."""
     reduction = next((known for known in Reduction if op == getattr(dist.ReduceOp, known.value)), None)
     if reduction is None:
         raise SimulationError("unknown reduce op", expected=", ".join(known.value for known in Reduction), got=repr(op))
@@ -45,15 +41,7 @@ def reduction_of(op: Any) -> Reduction:
 
 
 def reduce_tensors(reduction: Reduction, tensors: Sequence[Tensor]) -> Tensor:
-    """Combine one tensor of each rank, in rank order.
-
-    Args:
-        reduction: the operation.
-        tensors: all of one shape and dtype.
-
-    Returns:
-        A new tensor of that shape and dtype.
-    """
+    """Combine one tensor of each rank, of one shape and dtype, in rank order; return a new tensor."""
     first = tensors[0]
     if first.is_sparse:  # sums alone, see `check_layouts`
         return functools.reduce(torch.add, tensors).coalesce()
@@ -125,14 +113,11 @@ def layout(tensor: Tensor) -> TensorLayout:
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy as a backend does: element by element, never broadcast nor cast.
-
-    Raises:
-        CollectiveMismatch: another dtype, or another number of elements.
-    """
+    """Copy as a backend does, element by element, never broadcast nor cast: other dtypes or sizes are a
+    `CollectiveMismatch`."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise CollectiveMismatch(
-            "a buffer does not fit what it is to receive", expected=str(layout(source)), got=str(layout(target))
+            "a buffer does not fit the message", expected=str(layout(source)), got=str(layout(target))
         )
     target.copy_(source if source.is_sparse else source.reshape(target.shape))
 
@@ -215,10 +200,8 @@ def all_to_all(ranks: Sequence[Buffers]) -> None:
 
 
 def all_to_all_single(ranks: Sequence[Buffers]) -> None:
-    """As `all_to_all`, with the parts being views of one tensor; where they are equal that tensor may come instead.
-
-    Each rank's outputs may share memory with its inputs.
-    """
+    """As `all_to_all`, on views of one tensor, which replaces them where they are equal. Outputs may share memory with
+    inputs."""
     count = len(ranks)
     whole = [tensor for rank in ranks for tensor in (*rank.inputs, *rank.outputs)]
     sizes = {tensor.numel() for tensor in whole}

@@ -61,13 +61,9 @@ Enter = Callable[[SimulatedGroup], AbstractContextManager[object]]
 def default_groups() -> Generator[Enter]:
     """Let ranks have default groups of their own inside of the block, and leave torch as it was after it.
 
-    Several simulations may do so at once, from threads or inside of each other.
-
-    Returns:
-        What each rank's thread enters with its group of all ranks: inside, that is `dist.group.WORLD`.
-
-    Raises:
-        SimulationError: this version of torch does not have what it takes.
+    Yields a scope for each rank's thread and its group of all ranks: inside, that is `dist.group.WORLD`. Several
+    simulations may do so at once, from threads or inside of each other. A torch without the hooks is a
+    `SimulationError`.
     """
     check_hooks()
     with _CHANGING:
@@ -82,11 +78,8 @@ def default_groups() -> Generator[Enter]:
 
 
 def check_hooks() -> None:
-    """Refuse a version of torch that lacks a hook, or keeps state of groups where no hook leads.
-
-    Raises:
-        SimulationError: torch lacks a name, or has a new one; the message names it.
-    """
+    """Raise `SimulationError` for a version of torch that lacks a hook, or keeps state of groups where no hook
+    leads."""
     for module, names in _HOOKS.items():
         for name in names:
             try:
@@ -180,15 +173,8 @@ class _TorchHooks:
 
     @contextmanager
     def enter(self, store: object, group: SimulatedGroup) -> Generator[None]:
-        """Give the calling thread, which must end with the run, a world of its own.
-
-        Args:
-            store: c10d's store of all ranks.
-            group: the default group.
-
-        Raises:
-            SimulationError: torch does not see the group.
-        """
+        """Give the calling thread, which must end with the run, a world of its own; raise `SimulationError` if torch
+        does not see it."""
         self._threads.tables = self._tables()
         self._threads.owner = uuid.uuid4().int
         _fill(self._threads.tables, group, store)

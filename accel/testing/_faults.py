@@ -68,11 +68,8 @@ F = TypeVar("F", Fault, WriteFault)
 
 
 def check_faults(faults: Sequence[object], world_size: int) -> None:
-    """Refuse faults that can never happen.
-
-    Raises:
-        ConfigError: a rank outside of the world, a negative call or write, an unknown action or signal.
-    """
+    """Raise `ConfigError` for a fault that can never happen: another rank, a negative call, an unknown action or
+    signal."""
     if isinstance(faults, AnyFault):
         raise ConfigError("faults come in a list", expected=f"[{faults!r}]", got=repr(faults), where="faults=")
     for number, fault in enumerate(faults):
@@ -111,13 +108,7 @@ class Injector:
         AFTER_WRITE.set(lambda path: self._write(rank, path))
 
     def call(self, rank: int) -> None:
-        """Count a call that the rank is about to make, and let happen what was asked for.
-
-        Raises:
-            InjectedFault: a fault that raises.
-            Killed: a fault that ends the rank.
-            BaseException: the error of the rank's own signal handler.
-        """
+        """Count a call that the rank is about to make, and inject its faults; a signal handler's own error passes."""
         number = self._calls[rank]
         self._calls[rank] += 1
         for fault in self._due(Fault, rank, number):
@@ -132,11 +123,7 @@ class Injector:
                     self._signals[rank].raise_signal(fault.signal)
 
     def check_reached(self) -> None:
-        """Tell of faults for which the run was too short.
-
-        Raises:
-            FaultNotReached: naming the first such fault and what its rank did instead.
-        """
+        """Raise `FaultNotReached` for the first fault after the end of its rank, with the rank's last call."""
         for fault in self._waiting:
             made = (self._calls if isinstance(fault, Fault) else self._writes)[fault.rank]
             noun = "call" if isinstance(fault, Fault) else "write"

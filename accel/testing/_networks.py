@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of the real backends, as tables: dtypes, reduce ops, layouts and kinds of messages.
 
-Those of gloo were observed with torch 2.13; a test holds them against the local gloo. Those of nccl stand in
+Those of gloo were observed with torch 2.13; a test holds them against the local gloo. Those of nccl are in
 `ProcessGroupNCCL.cpp`: its maps of dtypes and ops, `check_gpu_single_tensor` and `recvAnysource`.
 """
 
@@ -31,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True):
     """The limits of one backend.
 
     Attributes:
-        moves: dtypes of collectives that move data; torch hands most complex tensors on as real ones.
+        moves: dtypes of collectives that move data; torch forwards most complex tensors as real ones.
         sends: dtypes of messages between two ranks; None for all.
         reduces: dtypes of sums.
         averages: dtypes of averages.
@@ -92,17 +92,9 @@ _LIMITS: dict[Network, Limits] = {
 
 
 def check_reduction(network: Network | None, name: str, reduction: Reduction, dtype: torch.dtype) -> None:
-    """Refuse a reduction that the backend lacks; without one, those that most backends lack.
+    """Raise `SimulationError` for a reduction that the backend lacks; without one, for those that most backends lack.
 
-    Args:
-        network: the backend; None refuses averages of integers, which gloo refuses and nccl rounds, and bitwise
-            operations on floats.
-        name: the collective.
-        reduction: the operation.
-        dtype: of its tensors.
-
-    Raises:
-        SimulationError: it is not done.
+    These are averages of integers, which gloo refuses and nccl rounds, and bitwise operations on floats.
     """
     whole = not (dtype.is_floating_point or dtype.is_complex)
     limits = _LIMITS[network] if network is not None else None
@@ -153,17 +145,7 @@ def check_layouts(
 
 
 def check_tensors(network: Network | None, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Refuse tensors that the backend does not take; without a backend, take all.
-
-    Args:
-        network: the backend.
-        name: the collective, or "send" or "recv".
-        inputs: tensors to read.
-        outputs: tensors to write.
-
-    Raises:
-        SimulationError: it does not take one.
-    """
+    """Raise `SimulationError` for tensors that the backend does not take; without a backend, take all."""
     if network is None:
         return
     limits = _LIMITS[network]
@@ -181,16 +163,7 @@ def check_tensors(network: Network | None, name: str, inputs: Sequence[Tensor], 
 
 
 def check_message(network: Network | None, *, any_source: bool, tag: int) -> None:
-    """Refuse a message that the backend cannot address.
-
-    Args:
-        network: the backend.
-        any_source: whether any rank may be the sender.
-        tag: number that distinguishes it from other messages.
-
-    Raises:
-        SimulationError: the backend has no such messages.
-    """
+    """Raise `SimulationError` for a message that the backend cannot address: from any rank, or with a tag."""
     if network is None:
         return
     limits = _LIMITS[network]

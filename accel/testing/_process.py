@@ -45,7 +45,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Killed(BaseException):
-    """Unwinds a rank that ends without a word; the text says how, for reports."""
+    """Unwinds a rank that ends without a word; the text is the cause, for reports."""
 
 
 class RankSignals:
@@ -70,11 +70,7 @@ class RankSignals:
         return self._handlers.get(signal.Signals(signalnum), signal.SIG_DFL)
 
     def raise_signal(self, signalnum: int, /) -> None:
-        """Do what python does when the signal arrives; a rank without a handler ends.
-
-        Raises:
-            Killed: there is no handler.
-        """
+        """Do as Python when the signal arrives; a rank without a handler ends by `Killed`."""
         handler = self.getsignal(signalnum)
         if callable(handler):
             handler(int(signalnum), sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
@@ -150,10 +146,8 @@ def changed_process(ranks: int) -> Generator[None]:
 
 
 def enter_rank() -> None:
-    """Give the calling thread what torch gives a new one; it may have served another rank before.
-
-    One thread for operators: each rank would else have a team of its own.
-    """
+    """Give the calling thread, perhaps of an earlier rank, torch's state of a new one, with one thread for
+    operators."""
     _ = torch.get_num_threads()  # a thread that has never asked would take over what others set later
     torch.set_num_threads(1)
     torch.set_default_device(None)

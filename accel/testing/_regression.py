@@ -22,7 +22,7 @@ class RegressionDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     Args:
         length: number of points.
-        line: the line that they lie near.
+        line: the line near the points.
         noise: standard deviation of y around it; 0 puts them on the line.
         seed: seed of the points; equal arguments give equal points on any machine.
         dtype: dtype of x and y.

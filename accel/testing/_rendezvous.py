@@ -159,12 +159,8 @@ class CallTraffic:
         raise Stopped
 
     def begin(self, rank: int, name: str) -> None:
-        """Let `rank` begin a call: on its own thread, unless a fault is due, and perhaps after another rank.
-
-        Raises:
-            SimulationError: the calling thread is not the rank.
-            PeerError: a rank has failed, and not all have come to begin anew.
-        """
+        """Let `rank` begin a call on its own thread, unless a fault is due, and perhaps after another rank; `PeerError`
+        once one has failed."""
         self.scheduler.check(rank, name)
         self._faults.call(rank)
         self.scheduler.pause(rank)
@@ -202,17 +198,7 @@ class MeetingPoint:
         self._transfers: dict[tuple[int, int], list[MessageSide]] = {}
 
     def join(self, rank: int, call: SimulatedCall, brought: B, run: Callable[[Sequence[B]], object]) -> Meeting:
-        """Come to the rank's next meeting; the last to come does the work for all.
-
-        Args:
-            rank: the one that comes.
-            call: its call; the same for all ranks of a meeting.
-            brought: its tensors, or another contribution.
-            run: computes the meeting's result from all contributions, by rank.
-
-        Raises:
-            SimulationError: the calling thread is not the rank.
-        """
+        """Come to the rank's next meeting; the last to come runs `run` on all contributions, by rank, for all."""
         self._traffic.begin(rank, call.name)
         number = self._joined[rank]
         self._joined[rank] += 1
@@ -231,18 +217,7 @@ class MeetingPoint:
     def post(
         self, kind: Literal["send", "recv"], source: int | None, target: int, tag: int, tensor: Tensor
     ) -> MessageSide:
-        """Offer or ask for a message; it is copied when both sides are there, as gloo and nccl do.
-
-        Args:
-            kind: this side.
-            source: the sender; None to receive from the first rank that sends.
-            target: the receiver.
-            tag: number that both sides must agree on.
-            tensor: the one to send, or to fill.
-
-        Raises:
-            SimulationError: the calling thread is not the rank of this side.
-        """
+        """Offer or ask for a message; it is copied when both sides are there, as gloo and nccl do."""
         mine = MessageSide(kind, source, target, tag, tensor, self.members)
         self._traffic.begin(mine.rank, kind)
         queue = self._transfers.setdefault((target, tag), [])
@@ -267,12 +242,7 @@ class MeetingPoint:
         return self._traffic.rendezvous(name, ranks)
 
     def wait(self, rank: int, event: Meeting | MessageSide) -> None:
-        """Let `rank` wait for the end of a call.
-
-        Raises:
-            SimulationError: the calling thread is not the rank.
-            PeerError: the call was given up, because a rank has failed.
-        """
+        """Let `rank` wait for the end of a call; `PeerError` if it was given up because a rank has failed."""
         self._scheduler.wait(rank, event)
         self._traffic.outage.check(event)
 
@@ -291,11 +261,7 @@ class MeetingPoint:
         return given_up
 
     def poll(self, rank: int) -> None:
-        """Let others go on before `rank` asks how far a call is.
-
-        Raises:
-            SimulationError: the calling thread is not the rank.
-        """
+        """Let others go on before `rank` asks how far a call is."""
         self._scheduler.poll(rank)
 
     def unfinished(self) -> list[str]:

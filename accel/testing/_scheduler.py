@@ -55,13 +55,8 @@ class Allowance:
         return min(self.most_s - self._since_s, _MEETING * self.most_s - self._total_s)
 
     def spend(self, wall_s: float, cpu_s: float, meetings: int) -> None:
-        """Count a stretch of the run.
-
-        Args:
-            wall_s: seconds by the clock.
-            cpu_s: CPU seconds that the process used; more than by the clock where it has several threads.
-            meetings: meetings of the run so far.
-        """
+        """Count a stretch of the run by the clock and in CPU seconds, more than by the clock where the process has
+        several threads."""
         spent = wall_s if cpu_s < _IDLE * wall_s else min(max(cpu_s, wall_s / 10), wall_s)
         self._total_s += spent
         self._since_s = self._since_s + spent if meetings == self._meetings else 0.0
@@ -121,12 +116,8 @@ class Scheduler:
         self._resume(first)
 
     def join(self, timeout_s: float, unwind_s: float) -> bool:
-        """Wait until all ranks have ended; return whether they have.
-
-        Args:
-            timeout_s: seconds of an `Allowance` to wait at most while all is well.
-            unwind_s: seconds to wait at most once the run is being stopped.
-        """
+        """Wait until all ranks have ended, at most `timeout_s` of an `Allowance`, or `unwind_s` of a stopped run;
+        return whether they have."""
         allowance = Allowance(timeout_s)
         while not self._stopping.is_set() and (left := allowance.left()) > 0:
             patience = min(max(left, _SHORTEST_S), _SLICE_S)
@@ -144,12 +135,7 @@ class Scheduler:
         self._threads[rank] = threading.get_ident()
 
     def leave(self, rank: int, how: str) -> None:
-        """Note that `rank` has ended, and hand the baton on for good.
-
-        Args:
-            rank: the rank.
-            how: its word in reports, such as "returned".
-        """
+        """Note that `rank` has ended, as in "returned", and pass the baton on for good."""
         self._meetings += 1
         self._ended[rank] = how
         del self._threads[rank]
@@ -162,15 +148,8 @@ class Scheduler:
             self._over.set()
 
     def check(self, rank: int, what: str) -> None:
-        """Let only the thread of `rank` pass, and only while the run goes on.
-
-        Args:
-            rank: the caller.
-            what: the call, for the message.
-
-        Raises:
-            SimulationError: another thread calls, or another process.
-        """
+        """Let only the thread of `rank` pass, and only while the run goes on; another thread or process is a
+        `SimulationError`."""
         if self._process != os.getpid():
             raise SimulationError(
                 f"{what} was called by a process that simulated rank {rank} has forked",
@@ -187,7 +166,7 @@ class Scheduler:
             raise Stopped
 
     def pause(self, rank: int) -> None:
-        """Let another rank go first if the seed says so."""
+        """Let another rank go first, by the seed."""
         if self._random is not None and self._runnable:
             self._runnable.append(rank)
             self._hand_over(rank)

@@ -116,7 +116,7 @@ def simulate(
 ) -> list[T]:
     """Run `fn(ctx)` on every rank of a world that exists only in this process.
 
-    Ranks are threads of which exactly one runs at a time; a collective is a point where they meet. So a run is the
+    Ranks are threads, exactly one running at a time; a collective is a point where they meet. So a run is the
     same every time, a deadlock is found at once, and the code under test (DDP included) is the real one. Each rank
     has its own copy of the caller's context variables and of python's, torch's and numpy's global random streams, and
     the signal handlers of a fresh process; the caller's are left as they were. Other global state, such as torch's
@@ -157,7 +157,7 @@ def simulate(
     >>> simulate(lambda ctx: ctx.rank * 10, world_size=3)
     [0, 10, 20]
     """
-    __tracebackhide__ = True  # pytest shows the test and the rank's function, and not what lies between
+    __tracebackhide__ = True  # pytest shows the test and the rank's function, and no frame between
     return simulate_groups(
         _OnContext(fn),
         world_size,

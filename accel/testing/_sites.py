@@ -105,5 +105,5 @@ class InjectedFault(SimulationError):  # noqa: N818 - it is the fault itself, as
     """The failure that a `Fault` asked for."""
 
 
-class FaultNotReached(SimulationError):  # noqa: N818 - what it says
+class FaultNotReached(SimulationError):  # noqa: N818 - its name is the fact
     """A run ended well before a fault could happen, so it has tested nothing."""

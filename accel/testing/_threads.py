@@ -37,7 +37,7 @@ class Crew(Protocol):
         ...
 
     def give_back(self, workers: list[Worker], *, free: bool) -> None:
-        """Part with workers; `free` says whether their jobs have ended, or are about to."""
+        """Part with workers; `free` if their jobs have ended, or are about to."""
         ...
 
 
@@ -79,11 +79,8 @@ class KeptThreads:
         self._idle: list[KeptWorker] = []
 
     def take(self, count: int) -> list[Worker]:
-        """Return `count` workers, new ones where too few are idle.
-
-        Raises:
-            SimulationError: the system has no more threads.
-        """
+        """Return `count` workers, new ones where too few are idle; `SimulationError` if the system has no more
+        threads."""
         taken: list[Worker] = []
         try:
             while len(taken) < count:
@@ -160,12 +157,8 @@ def no_thread(rank: int, size: int, error: RuntimeError) -> SimulationError:
 
 
 def interrupt(thread: int, error: type[BaseException]) -> None:
-    """Raise `error` in another thread at its next Python instruction, as Ctrl-C does in the main thread.
-
-    Args:
-        thread: the thread's identifier; one that has ended is ignored.
-        error: an exception class that is made without arguments.
-    """
+    """Raise an error class in another thread at its next Python instruction, as Ctrl-C does in the main thread; ignore
+    one that ended."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
@@ -263,7 +256,7 @@ class _Watched(ABC):
 
     @abstractmethod
     def _read_memory(self) -> object:
-        """Memory that differs once something was drawn or seeded; None where that cannot be told."""
+        """Memory that differs once something was drawn or seeded; None where that is unknown."""
 
     @abstractmethod
     def _get(self) -> Any: ...

@@ -66,11 +66,8 @@ class SimulatedRun(Generic[T]):
         self._killed: dict[int, str] = {}
 
     def run(self, workers: list[Worker], timeout_s: float) -> bool:
-        """Run all ranks to their end, or stop them once they have used up the time-out's seconds.
-
-        Returns:
-            Whether the workers are free again.
-        """
+        """Run all ranks to their end, or stop them once they have used up the time-out's seconds; return whether the
+        workers are free."""
         try:
             jobs = self._jobs()
             self._scheduler.start([partial(worker.submit, job) for worker, job in zip(workers, jobs, strict=True)])
@@ -82,10 +79,9 @@ class SimulatedRun(Generic[T]):
         return self._halt(self._timeout_error(timeout_s))
 
     def outcome(self) -> list[T]:
-        """Return the results by rank, or raise the first error.
+        """Return the results by rank, or raise the first error, with notes that name the rank and those left waiting.
 
         Raises:
-            BaseException: the first error of a rank; its notes name the rank and those left waiting.
             Deadlock: ranks waited for each other, or calls were never completed.
             CollectiveMismatch: ranks made calls that do not fit together.
             SimulationError: the run took too long, or a rank vanished.

@@ -25,7 +25,7 @@ from accel.process import any_rank, wait_for_everyone
 from accel.testing.selfcheck._outcome import Outcome, likely_cause
 from accel.training import accumulate, backward, optimizer_step, prepare
 
-Judged = tuple[str, list[str]]  # what was seen, and what is wrong with it on this rank
+Judged = tuple[str, list[str]]  # observations, and problems of this rank
 
 _SAMPLES, _BATCH, _SEED = 101, 4, 7  # 101 divides by nothing: the last batch is ragged, or a rank's is empty
 _WIDTH = 8
@@ -34,7 +34,7 @@ _TOLERANCE = 1e-4
 
 
 class Check(NamedTuple):
-    """A check: its name, what does it, what it usually fails for, and whether it takes a folder that hosts share."""
+    """A check: its name, function and usual cause of failure, and whether it takes a folder that hosts share."""
 
     name: str
     run: Callable[[DistContext, Path], Judged]
@@ -58,7 +58,7 @@ def devices(ctx: DistContext, _folder: Path) -> Judged:
 
 
 def collectives(ctx: DistContext, _folder: Path) -> Judged:
-    """Every operation gives on every rank what arithmetic says. A collective."""
+    """Every operation gives the result of plain arithmetic on every rank. A collective."""
     rank, size = ctx.rank, ctx.world_size
     floats = (torch.float32, torch.bfloat16, torch.float16)
     mine = {str(dtype): torch.full((3,), rank + 1, dtype=dtype, device=ctx.device) for dtype in (*floats, torch.int64)}
@@ -82,7 +82,7 @@ def collectives(ctx: DistContext, _folder: Path) -> Judged:
 
 
 def data_order(ctx: DistContext, _folder: Path) -> Judged:
-    """Each sample comes once, in the order that arithmetic says, also after a stop within the epoch. A collective."""
+    """Each sample comes once, in the computed order, also after a stop within the epoch. A collective."""
     dataset = TensorDataset(torch.arange(_SAMPLES))
     loader = prepare_loader(ctx, DataLoader(dataset, batch_size=_BATCH, shuffle=True))
     expected = [order(_SEED, 0, _SAMPLES)[at] for at in range(_SAMPLES)]
@@ -303,23 +303,23 @@ def _outcome(ctx: DistContext, check: Check, folder: Path) -> Outcome:
     except Exception as error:
         seen, problems, raised = "", [f"{type(error).__name__}: {error}"], error
     try:
-        told = gather_object(ctx, (seen, problems))
+        found = gather_object(ctx, (seen, problems))
     except Exception as error:
         raise raised or error from error
-    wrong = _by_rank([problems for _, problems in told])
+    wrong = _by_rank([problems for _, problems in found])
     seconds = time.perf_counter() - began
     if not wrong:
-        return Outcome(name=check.name, state="ok", detail=told[0][0], seconds=seconds)
+        return Outcome(name=check.name, state="ok", detail=found[0][0], seconds=seconds)
     detail = "\n".join(wrong)
     return Outcome(
         name=check.name, state="failed", detail=detail, cause=likely_cause(detail, check.cause), seconds=seconds
     )
 
 
-def _by_rank(told: Sequence[Sequence[str]]) -> list[str]:
+def _by_rank(found: Sequence[Sequence[str]]) -> list[str]:
     """Return each problem once, with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
-    for rank, problems in enumerate(told):
+    for rank, problems in enumerate(found):
         for problem in problems:
             ranks.setdefault(problem, []).append(rank)
     lines = [

@@ -60,7 +60,7 @@ def faults(
     Args:
         world_size: number of ranks, 1 or more.
         calls: number of calls of every rank without faults, 1 or more. Where it is too large, the run raises
-            `FaultNotReached`, which says how many there were.
+            `FaultNotReached`, with their number.
         actions: kinds of faults; the first is the one to shrink to.
 
     Raises:
@@ -162,7 +162,7 @@ def contents(*, special: bool) -> st.SearchStrategy[TensorValues]:
 
 
 def layouts() -> st.SearchStrategy[Layout]:
-    """Generate ways to lie in memory; the first is the plain one."""
+    """Generate layouts in memory; the first is the plain one."""
     return st.sampled_from(get_args(Layout))
 
 

@@ -48,7 +48,7 @@ class Recomputed(Mixin, nn.Module):
     kept: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward, remembering its inputs and what is kept only."""
+        """Run the block's own forward, remembering its inputs and kept outputs only."""
         forward = cast(Any, super()).forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -60,7 +60,7 @@ class Recomputed(Mixin, nn.Module):
 
 
 def add_within(modules: Iterable[nn.Module], mixin: type[Mixin]) -> None:
-    """Put a class before those of modules, behind `Recomputed`: what is computed again goes through it too."""
+    """Put a class before those of modules, behind `Recomputed`, so that recomputation goes through it too."""
     modules = list(modules)
     again = [(each, each.kept) for each in modules if isinstance(each, Recomputed)]
     remove_mixin([each for each, _ in again], Recomputed)
@@ -175,7 +175,7 @@ def compile_model(
     known = cast(Any, torch.compiler).list_backends(exclude_tags=())
     check_choice(backend, sorted(known), "unknown backend", where="backend=")
     if mode is not None and options is not None:
-        raise ConfigError("a mode stands for options", expected="mode or options", got="both", where="compile_model")
+        raise ConfigError("a mode is a set of options", expected="mode or options", got="both", where="compile_model")
     inner = unwrap_model(model)
     if backend == "eager" and any(isinstance(module, Recomputed) for module in inner.modules()):
         raise ConfigError(
@@ -193,13 +193,8 @@ def compile_model(
 
 
 def compile_as_set(ctx: DistContext, model: nn.Module) -> None:
-    """Let torch compile a model as the context's settings say. No communication. Mutates the model.
-
-    A model with a compiled part stays as it is: the script has chosen.
-
-    Raises:
-        ConfigError: as `compile_model`.
-    """
+    """Let torch compile a model by the context's settings, unless a part is compiled already. No communication. Mutates
+    the model."""
     asked = ctx.settings.compile
     if isinstance(asked, Compile) and not any(is_compiled(module) for module in model.modules()):
         _ = compile_model(

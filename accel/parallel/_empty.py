@@ -23,15 +23,11 @@ _EXPECTS = "accel_expects_values"  # attribute of modules that were spread empty
 
 
 def stays_empty(comm: Comm, model: nn.Module) -> bool:
-    """Return whether no rank has values of a model, so that they have to come later. A collective.
+    """Return whether no rank has values of a model that is not spread, so that they come later. A collective.
 
-    Args:
-        comm: handle of the ranks with the same model.
-        model: not spread.
-
-    Raises:
-        PrepareError: the first rank has no values where others have; or nobody has those of a buffer that no checkpoint
-            holds; the same on every rank.
+    Raises `PrepareError`, the same on every rank, where only the first rank has none, or nobody has those of a buffer
+    that
+    no checkpoint holds.
     """
     held_here = [not each.is_meta for each in model.parameters()]
     missing_first = held_here.count(False) if comm.rank == 0 else 0
@@ -77,14 +73,8 @@ def values_or_room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def allocate_empty(model: nn.Module, device: torch.device) -> None:
-    """Give what is empty in a model memory, and fill it with NaN until its values come. Mutates the model.
-
-    Plain parameters stay the objects that they are; DTensors are replaced.
-
-    Args:
-        model: spread, or whole.
-        device: of the memory.
-    """
+    """Give empty tensors of a model memory, filled with NaN until their values come; plain parameters stay the same
+    objects."""
     made: dict[int, nn.Parameter] = {}  # by the empty one's id: tied parameters stay one
     for path, module in named_modules(model):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -104,12 +94,7 @@ def allocate_empty(model: nn.Module, device: torch.device) -> None:
 
 
 def expect_values(comm: Comm, model: nn.Module) -> None:
-    """Raise at the first forward of an empty model unless its values have come. Mutates it by a hook.
-
-    Args:
-        comm: handle of the ranks that run a forward at the same time.
-        model: spread, or whole.
-    """
+    """Raise at the first forward of an empty model unless its values have come. Mutates it by a hook."""
     first = stage_modules(model)[0]
     for module in model.modules():
         vars(module)[_EXPECTS] = True
@@ -125,13 +110,8 @@ def expect_values(comm: Comm, model: nn.Module) -> None:
 
 
 def check_filled(model: nn.Module, *, where: str) -> None:
-    """Refuse a model that was spread empty, and whose values have not come by its first forward. Mutates nothing.
-
-    A model that had its values is not looked at again, so that one which has diverged since can be saved.
-
-    Raises:
-        PrepareError: nobody has filled some of its parameters and buffers on this rank.
-    """
+    """Raise `PrepareError` for a model that was spread empty, and whose values have not come by its first forward;
+    later it is not checked."""
     model = unwrap_model(model)
     empty = names_of_empty(model) if _EXPECTS in vars(model) else []
     if empty:
@@ -170,11 +150,7 @@ def _unknown(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move a model's parameters and buffers in place; those on the meta device stay there.
-
-    To XLA and to devices that packages register `Module.to` would put new parameters into the model, and leave the
-    optimizer with those on the CPU. DTensors would lose their attributes by it, even where they do not move.
-    """
+    """Move a model's parameters and buffers in place; those on the meta device stay there."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(each.device == device or each.is_meta for each in tensors):
         return
@@ -191,6 +167,8 @@ def move_model(model: nn.Module, device: torch.device) -> None:
         become(tensor, there)
 
 
+# To XLA and to devices that packages register, `Module.to` would put new parameters into the model, and leave the
+# optimizer with those on the CPU. DTensors would lose their attributes by it, even where they do not move.
 def _keeps_parameters(device: torch.device) -> bool:
     """Return whether `Module.to` leaves parameters the objects that they are on the way from the CPU to a device."""
     probe = nn.Module()

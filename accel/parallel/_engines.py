@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: libraries that prepare, run backward, step, clip and keep state as a whole, in place of what is here."""
+"""Engines: libraries that prepare, run backward, step, clip and keep state as a whole, in place of this room."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ class EngineOutcome(NamedTuple):
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The functions of an engine. Records, weights and decisions of the loop stay accel's.
 
-    Each function takes the context first, is called on every rank, and may communicate. It finds what is live from the
-    objects that it gets, which `prepare` has returned. An `AccelError` of its own is raised before it communicates,
-    alike on all ranks; any other error that one rank alone has ends the context's group, as peers may wait for it.
+    Each function takes the context first, is called on every rank, and may communicate. It finds its live state by
+    the objects that it gets, which `prepare` has returned. An `AccelError` of its own is raised before it
+    communicates, alike on all ranks; any other error that one rank alone has ends the context's group, as peers may
+    wait for it.
 
     Attributes:
         prepare: models, optimizers, schedulers and prepared loaders, to what takes their places, in the same order.
@@ -74,7 +75,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         clip_value: parameters, largest absolute value and that factor.
         items: items of a checkpoint, to items by the same names in which each object of the engine is replaced by one
             that gives and takes its state, such as a module, a `Part` or an object with state_dict and load_state_dict.
-        loaded: the items of a load, and those of `items` in which their state now is. Hands it on to the engine.
+        loaded: the items of a load, and those of `items` in which their state now is. Forwards it to the engine.
     """
 
     prepare: Callable[[DistContext, Sequence[Any]], Sequence[Any]]
@@ -89,12 +90,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) -> Engine | None:
-    """Return the engine that the context's strategy names; None where the model is spread by what is here.
-
-    Args:
-        ctx: the context.
-        table: module and function by the name of a strategy.
-    """
+    """Return the engine of the context's strategy, by a table of modules and functions; None where the model is spread
+    by this room."""
     named = table.get(ctx.settings.strategy)
     if named is None:
         return None
@@ -104,7 +101,7 @@ def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) 
 
 
 def _guarded(engine: Engine) -> Engine:
-    """Return an engine whose functions tell peers of a rank that fails between their collectives."""
+    """Return an engine whose functions inform peers of a rank that fails between their collectives."""
     return Engine(
         prepare=_told(engine.prepare, opens=True),
         hold=partial(_held, engine),
@@ -130,7 +127,7 @@ def _told(
 
 @contextlib.contextmanager
 def _held(engine: Engine, ctx: DistContext, models: Sequence[nn.Module], exchanges: bool) -> Generator[None]:
-    """Hold models, and tell of a lost peer; errors of the user's code in the block stay what they are."""
+    """Hold models, and report a lost peer; errors of the user's code in the block stay unchanged."""
     try:
         with engine.hold(ctx, models, exchanges):
             yield

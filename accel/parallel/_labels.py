@@ -21,12 +21,11 @@ _DROPPED = "accel_dropped"
 
 
 def label_parameters(model: nn.Module, *, needed: bool = False, viewed: bool = False) -> None:
-    """Label the model's parameters. Mutates them by one attribute, which nothing computes with.
+    """Label the model's parameters with their names. Mutates them by one attribute, which nothing computes with.
 
-    Args:
-        model: its parameters get its names for them.
-        needed: whether a step needs a gradient of each, because ranks exchange all or none.
-        viewed: whether a gradient that ranks have exchanged is a view of the bucket that it travelled in.
+    `needed`: a step needs a gradient of each, because ranks exchange all or none. `viewed`: an exchanged gradient is a
+    view
+    of its bucket.
     """
     for name, parameter in model.named_parameters():
         setattr(parameter, _LABEL, (name, needed, viewed))
@@ -39,13 +38,8 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Label a parameter that an optimizer may hold with the one that replaced it in the model. Mutates both.
-
-    Args:
-        name: the parameter's.
-        old: the parameter that the model had.
-        new: the parameter in its place; it gets the attributes that users have given to the old one.
-    """
+    """Label a parameter that an optimizer may hold with the one that replaced it; that gets the user's attributes of
+    the old one. Mutates both."""
     for key, value in vars(old).items():
         if key not in vars(new):
             setattr(new, key, value)
@@ -130,7 +124,7 @@ def unused_parameters(rank: int, names: Sequence[str]) -> StepError:
 
 
 def _check_spread(rank: int, parameter: torch.Tensor) -> None:
-    if not is_dtensor(parameter):  # placements of a DTensor say who exchanges its gradient
+    if not is_dtensor(parameter):  # placements of a DTensor show who exchanges its gradient
         raise PrepareError(
             "a parameter is not prepared, so its gradient stays on each rank",
             expected="parameters of a model from accel.prepare_model",
@@ -185,11 +179,7 @@ def note_micro_batches(model: nn.Module, count: int) -> None:
 
 
 def micro_batches_of(model: nn.Module) -> int:
-    """Return the number of micro-batches that a model's plan makes of a batch; 1 where it does not say.
-
-    Args:
-        model: as `prepare_model` returned it, or inside its wrappers.
-    """
+    """Return the number of micro-batches that a model's plan makes of a batch; 1 without such a plan."""
     while _MICRO_BATCHES not in vars(model) and (name := wrapped_name(model)) is not None:
         model = getattr(model, name)
     return vars(model).get(_MICRO_BATCHES, 1)
@@ -220,15 +210,8 @@ class _Look:
 
 
 def watch_autocast(model: nn.Module, device_type: str, compute: str) -> None:
-    """Note on a model's parameters whether its forward runs with autocast on. Mutates it by hooks until it has.
-
-    Models whose parameters have the compute dtype need no autocast. They are not watched.
-
-    Args:
-        model: prepared.
-        device_type: device type of the autocast.
-        compute: "bf16" or "fp16".
-    """
+    """Note on a model's parameters whether its forward runs with autocast on, unless they have the compute dtype.
+    Mutates it by hooks until then."""
     if all(each.dtype is _DTYPES[compute] for each in model.parameters() if each.is_floating_point()):
         return
     look = _Look(device_type)

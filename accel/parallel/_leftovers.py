@@ -43,11 +43,8 @@ def shards_of(module: nn.Module) -> Iterator[Shards]:
 
 
 def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:
-    """Drop the gradients held for a module, and return its parameters as an optimizer has them. No communication.
-
-    Args:
-        module: that `fully_shard` was called on; modules below it are not looked at.
-    """
+    """Drop the gradients held for a module of `fully_shard`, not for modules below it; return its parameters as an
+    optimizer has them."""
     parameters: list[torch.Tensor] = []
     for group in _groups(module):
         group._partial_reduce_output = None  # of replicas that wait for set_requires_all_reduce
@@ -97,13 +94,8 @@ def clear_parameters(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def note_gradients(models: Iterable[nn.Module]) -> None:
-    """Note on each parameter of models whether it holds a gradient now. Waits for the device where one does.
-
-    A note is taken back if the gradient is cleared before a backward adds to it.
-
-    Args:
-        models: that a window begins with.
-    """
+    """Note on each parameter of models whether it holds a gradient now, until the gradient is cleared. Waits for the
+    device where one does."""
     models = tuple(models)
     for each in models:
         if (held := held_by(each)) is not None:
@@ -127,16 +119,8 @@ def note_gradients(models: Iterable[nn.Module]) -> None:
 
 
 def check_kept(models: Iterable[nn.Module]) -> None:
-    """Raise where a window's second micro-batch finds no gradient of the first. No communication.
-
-    It does not look into pipelines and models of `fully_shard`, which keep gradients elsewhere.
-
-    Args:
-        models: that a block trains.
-
-    Raises:
-        StepError: the models have trainable parameters, and none has a gradient.
-    """
+    """Raise `StepError` where a window's second micro-batch finds no gradient of the first; pipelines and `fully_shard`
+    keep theirs elsewhere."""
     models = tuple(models)
     if any(map(is_pipelined, models)):
         return
@@ -212,10 +196,8 @@ def _nonzero(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _tables(models: Iterable[nn.Module]) -> tuple[list[torch.Tensor | None], list[nn.Module]]:
-    """Return the parameters of models, some perhaps twice or None, and the modules that `fully_shard` was called on.
-
-    It reads tables that torch has no public name for: `parameters()` takes ten times as long. A test compares both.
-    """
+    """Return the parameters of models, some perhaps twice or None, and the modules that `fully_shard` was called on."""
+    # tables without a public name in torch: `parameters()` takes ten times as long; a test compares both
     parameters: list[torch.Tensor | None] = []
     sharded: list[nn.Module] = []
     waiting: list[Any] = [part for model in models for part in stage_modules(model)]
@@ -241,11 +223,8 @@ _REPORTS = "accel_reports"  # of a whole parameter: id of the sharded one that i
 
 
 def watch_used(units: Sequence[nn.Module]) -> None:
-    """Note from now on which parameters a backward reaches. Adds hooks to the modules.
-
-    Args:
-        units: that `fully_shard` was called on, the outermost one last.
-    """
+    """Note from now on which parameters a backward reaches, by hooks of modules of `fully_shard`, the outermost one
+    last."""
     for unit in units:
         _forget_cleared(unit)
         _ = unit.register_forward_pre_hook(cast(Any, torch.compiler).disable(_report))
@@ -268,12 +247,8 @@ def awaited_of(parameter: torch.Tensor) -> Sequence[object]:
 
 
 def watch_whole(parameter: torch.Tensor, *, again: bool = False) -> None:
-    """Note from now on whether a backward reaches a parameter that every rank has whole.
-
-    Args:
-        parameter: replicated.
-        again: for one that is watched already, at each forward.
-    """
+    """Note from now on whether a backward reaches a replicated parameter; `again` for one that is watched already, at
+    each forward."""
     if again and not is_watched(parameter):
         return
     if parameter.grad is None:
@@ -306,12 +281,8 @@ def note_used(parameter: torch.Tensor) -> None:
 
 
 def drop_unused(ctx: DistContext, parameters: Iterable[torch.Tensor]) -> None:
-    """Drop the gradients of watched parameters that no rank has used. A collective where there are watched ones.
-
-    Args:
-        ctx: the context.
-        parameters: of a step; those of the same step on every rank of the stage.
-    """
+    """Drop the gradients of a step's watched parameters that no rank of the stage has used. A collective where there
+    are watched ones."""
     parameters = list(parameters)
     for each in parameters:
         if each.grad is None and is_watched(each) and awaited_of(each):  # others may have one, and await this rank's

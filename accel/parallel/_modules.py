@@ -15,17 +15,12 @@ from accel.errors import ConfigError
 
 
 def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model with their paths, the model itself first, as "".
-
-    Args:
-        model: the model.
-        every_path: whether a module that stands in several places comes with each path; else with its first.
-    """
+    """Yield the modules of a model with their first path, or every one, the model itself first, as ""."""
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
 
 
 def matching(paths: Iterable[str], pattern: str) -> list[str]:
-    """Return the paths that a pattern matches, in which `*` stands for one component."""
+    """Return the paths that a pattern matches, where `*` is one component."""
     rule = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
     return [path for path in paths if rule.fullmatch(path)]
 
@@ -36,14 +31,9 @@ Select = Literal["repeated"] | type[nn.Module] | tuple[type[nn.Module], ...] | C
 def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Module]:
     """Return the chosen modules by name, outermost ones only; the model itself has the name "".
 
-    Args:
-        model: the model to search.
-        select: "repeated" for the blocks that a ModuleList or Sequential holds at least two of, of one class that has
-            modules of its own; a class, or several; or a function of a module's name and the module.
-        where: the call, for errors.
-
-    Raises:
-        ConfigError: nothing is chosen, or `select` is none of these.
+    `select` is a class, several, a function of name and module, or "repeated": the blocks that a ModuleList or
+    Sequential
+    holds at least two of, of one class that has modules of its own. No choice is a `ConfigError`.
     """
     if select == "repeated":
         blocks = repeated(model)
@@ -68,7 +58,7 @@ def selected(model: nn.Module, select: Select, where: str) -> dict[str, nn.Modul
 
 
 def repeated(model: nn.Module) -> set[int]:
-    """Return the `id` of each module with modules of its own that stands in a list beside another of its class."""
+    """Return the `id` of each module with modules of its own that is in a list with another of its class."""
     found: set[int] = set()
     for holder in model.modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential):
@@ -88,7 +78,7 @@ def _outermost(
         yield from _outermost(child, matches, f"{name}.{key}" if name else key)
 
 
-WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of what it wraps
+WRAPS = "accel_wraps"  # attribute of an engine's wrapper: the attribute of the wrapped module
 HELD = "accel_held"  # attribute of an engine's wrapper: its `EngineGradients`
 EMPTIED = "accel_emptied"  # attribute of modules whose parameters are empty between passes: what makes them so
 STAGES = "accel_stages"  # attribute of a pipelined model
@@ -127,7 +117,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def wrapped_name(module: nn.Module) -> str | None:
-    """Return the attribute under which a wrapper holds what it wraps, None for a module that wraps nothing."""
+    """Return the attribute that holds the wrapped module, None for a module that wraps nothing."""
     if isinstance(module, DistributedDataParallel):
         return "module"
     if (name := vars(module).get(WRAPS)) is not None:

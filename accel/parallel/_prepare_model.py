@@ -48,10 +48,8 @@ _SPREADS: Mapping[Dimension, Spread] = {each.dimension: each for each in _BUILT}
 
 
 def composition(ctx: DistContext) -> Sequence[Spread]:
-    """Return what spreads a model over the ranks of a context, in the order to apply it.
-
-    Dimensions that nothing here spreads a model along are left out: their ranks hold replicas, or what the user spread.
-    """
+    """Return the spreads of a model over the ranks of a context, in their order; along other dimensions ranks hold
+    replicas, or the user's own parts."""
     asked = {dimension_of(name) for name, axis in ctx.position.axes if axis.size > 1}
     # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
     apart = asked & {"pipeline", "tensor", "expert"}
@@ -67,17 +65,11 @@ def unspread(ctx: DistContext, model: nn.Module) -> Sequence[Spread]:
 
 
 def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
-    """Raise for a mesh along which ranks hold layers or experts of their own, and nothing here gives them those.
+    """Raise `PrepareError` for a pipeline or expert axis whose ranks would hold replicas.
 
     Stages and experts often have equal names and shapes, so every one of them would begin with rank 0's values and
-    would be averaged with the others.
-
-    Args:
-        ctx: the context.
-        spreads: whether the model is about to be spread along the axes that something here knows.
-
-    Raises:
-        PrepareError: a pipeline or expert axis of more than one rank.
+    would
+    be averaged with the others. `spreads`: the model is about to be spread along the axes that something here knows.
     """
     for name, axis in ctx.position.axes:
         dimension = dimension_of(name)
@@ -118,7 +110,7 @@ def prepare_model(
     Every rank begins with rank 0's parameters and buffers, also one whose model is empty, on the meta device. Where no
     rank has values each gives its part memory, for a load or an initialisation to fill before the first forward.
 
-    A model that is wrapped or spread over all ranks already is returned as it is; under `ddp` also one without
+    A model that is wrapped or spread over all ranks already is returned unchanged; under `ddp` also one without
     trainable parameters. The setting `compile` is applied to models without a compiled part.
 
     Args:
@@ -225,15 +217,7 @@ def _is_empty(ctx: DistContext, model: nn.Module) -> bool:
 def check_model(
     ctx: DistContext, model: nn.Module, plan: Plan | None = None, keywords: ReplicateOptions | None = None
 ) -> None:
-    """Raise what `prepare_model` would raise for a model, before anything changes. No communication.
-
-    Args:
-        ctx, model, plan: as for `prepare_model`.
-        keywords: options of `prepare_model`; None for the defaults.
-
-    Raises:
-        DeviceError, PrepareError: as there.
-    """
+    """Raise the errors of `prepare_model` for a model, before anything changes. No communication."""
     if (replica := replica_of(model)) is not None:
         if not isinstance(replica, Replica):
             check_replicated(ctx, replica)
@@ -272,11 +256,7 @@ def replaces_parameters(ctx: DistContext, model: nn.Module) -> bool:
 
 
 def own_options(spread: Spread, plan: Plan | None, keywords: ReplicateOptions | None) -> SpreadOptions:
-    """Return the options of one dimension from a plan and the keywords of `prepare_model`.
-
-    Raises:
-        ConfigError: an option outside its range, or no plan.
-    """
+    """Return the options of one dimension from a plan and the keywords of `prepare_model`, or raise `ConfigError`."""
     sources = (_checked_plan(plan), keywords or ReplicateOptions())
     found = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
     own = spread.options(**{name: found[name] for name in spread.options.__struct_fields__})
@@ -324,7 +304,7 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
 
 
 def _adopt(ctx: DistContext, model: nn.Module) -> None:
-    """Take a model as it is that somebody has wrapped or spread."""
+    """Adopt a model that its user has wrapped or spread."""
     replica = replica_of(model)
     if replica is None:
         check_adopted(ctx, model)

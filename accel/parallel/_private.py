@@ -58,11 +58,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def rebuild_buckets(replica: object) -> None:
-    """Let DDP arrange its buckets as it does at a forward.
-
-    Raises:
-        RuntimeError: DDP still waits for gradients of the backward before; it counts the parameters, "for rank N: ...".
-    """
+    """Let DDP arrange its buckets as at a forward; a `RuntimeError` counts gradients that it still waits for, "for rank
+    N: ..."."""
     cast(Any, replica).reducer._rebuild_buckets()
 
 
@@ -72,7 +69,7 @@ def exchange_in(replica: object, dtype: torch.dtype) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch has been told to compile a module's calls."""
+    """Return whether torch compiles a module's calls."""
     return cast(Any, module)._compiled_call_impl is not None
 
 

@@ -19,11 +19,8 @@ _HOOK = "_hf_hook"  # attribute of a module with a hook of Accelerate's, or seve
 
 
 def check_absent(ctx: DistContext, model: nn.Module) -> None:
-    """Refuse a dispatched model that would train absent weights, or that ranks would replicate or shard.
-
-    Raises:
-        PrepareError: such a model; the first weights are named.
-    """
+    """Raise `PrepareError` for a dispatched model that would train absent weights, or that ranks would replicate or
+    shard."""
     trains = {name: each.requires_grad for name, each in model.named_parameters() if is_absent(each)}
     trains |= {name: False for name, each in packed_weights(model).items() if any(map(is_absent, each.parts.values()))}
     trained = [name for name, is_trained in trains.items() if is_trained]
@@ -45,14 +42,7 @@ def check_absent(ctx: DistContext, model: nn.Module) -> None:
 
 
 def check_hooked(model: nn.Module) -> None:
-    """Refuse a model whose weights Accelerate fetches or spreads, which its hooks would do behind ours.
-
-    Its hooks are known by their attributes, so that the package is not imported. A model with all weights on one device
-    passes, as does one whose hooks were taken away.
-
-    Raises:
-        PrepareError: such a model.
-    """
+    """Raise `PrepareError` for a model whose weights Accelerate's hooks fetch or spread; known by attributes."""
     hooks: list[tuple[str, object]] = []
     for name, module in named_modules(model):
         if (hook := vars(module).get(_HOOK)) is not None:
@@ -60,6 +50,7 @@ def check_hooked(model: nn.Module) -> None:
     away = [name for name, hook in hooks if getattr(hook, "offload", False) is True]
     devices = {getattr(hook, "execution_device", None) for _, hook in hooks} - {None}
     devices = sorted({f"cuda:{each}" if isinstance(each, int) else str(each) for each in devices})
+    # a model with all weights on one device passes, as does one whose hooks were taken away
     if away or len(devices) > 1:
         got = f"{len(away)} offloaded modules, such as {away[0]!r}" if away else f"modules on {', '.join(devices)}"
         raise PrepareError(
@@ -74,11 +65,8 @@ def check_hooked(model: nn.Module) -> None:
 
 
 def check_unallocated(ctx: DistContext) -> None:
-    """Refuse to leave a model empty where ranks would exchange its gradients.
-
-    Raises:
-        PrepareError: an engine, or an axis of replicas or shards with several ranks.
-    """
+    """Raise `PrepareError` for an empty model where an engine, or several replicas or shards, would exchange its
+    gradients."""
     data = ("data", "replicate", "shard")
     named = [f"{name}={axis.size}" for name, axis in ctx.position.axes if axis.size > 1 and dimension_of(name) in data]
     if ctx.settings.strategy not in ("ddp", "fsdp") or named:
@@ -182,10 +170,8 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def check_devices(ctx: DistContext, model: nn.Module) -> None:
-    """Raise `DeviceError` for a model with a tensor that is neither on the CPU nor on the context's device.
-
-    An empty model may have any tensor on the meta device.
-    """
+    """Raise `DeviceError` for a tensor on neither the CPU nor the context's device; an empty model may have any on the
+    meta device."""
     is_empty = any(each.is_meta for each in model.parameters())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu" and tensor.device != ctx.device and not (tensor.is_meta and is_empty):
@@ -199,16 +185,8 @@ def check_devices(ctx: DistContext, model: nn.Module) -> None:
 
 
 def check_quantized(model: nn.Module, where: str, *, left_out: Collection[int] = ()) -> None:
-    """Refuse a model whose quantized weights would be divided among ranks: scales and elements do not lie alike.
-
-    Args:
-        model: the model, without wrappers.
-        where: place of the error.
-        left_out: `id` of each parameter that stays whole.
-
-    Raises:
-        PrepareError: such a model; the first weights are named.
-    """
+    """Raise `PrepareError` for quantized weights that would be divided among ranks: scales and elements are laid out
+    differently."""
     names = [name for name, each in _quantized(model) if id(each) not in left_out]
     if names:
         raise PrepareError(
@@ -221,11 +199,7 @@ def check_quantized(model: nn.Module, where: str, *, left_out: Collection[int] =
 
 
 def check_frozen(model: nn.Module) -> None:
-    """Refuse quantized weights that ask for gradients: autograd gives them none, and no error.
-
-    Raises:
-        PrepareError: such a model; the first weights are named.
-    """
+    """Raise `PrepareError` for quantized weights that ask for gradients: autograd gives them none, and no error."""
     names = [name for name, each in _quantized(model) if each.requires_grad]
     if names:
         raise PrepareError(
@@ -248,16 +222,8 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def check_all(checks: Iterable[Callable[[], object]], problem: str, where: str) -> None:
-    """Call every check, and raise what they refuse. No communication.
-
-    Args:
-        checks: each raises an `AccelError` or nothing.
-        problem: of the error, where several refuse.
-        where: place of that error.
-
-    Raises:
-        AccelError: the error of the only check that refuses; a `PrepareError` that lists those of several.
-    """
+    """Run several checks and report all errors together, as one `PrepareError`; a single one is raised itself. No
+    communication."""
     refusals: list[AccelError] = []
     for check in checks:
         try:

@@ -75,11 +75,8 @@ class SameBatches:
         return type(None), ()  # a model read from a file is compared no more
 
     def look(self, batch: Any, *, trains: bool) -> None:
-        """Compare a batch in the first forward of a mode. A collective then.
-
-        Raises:
-            DataError: ranks were given different batches; the same on each of them.
-        """
+        """Compare a batch in the first forward of a mode, a collective then; different batches are a `DataError` on
+        every rank."""
         mode = "training" if trains else "evaluation"
         if mode not in self.awaited:
             return
@@ -126,12 +123,7 @@ class _Compared(Mixin, nn.Module):
 def compare_batches(ctx: DistContext, model: nn.Module, spread: Iterable[Dimension]) -> None:
     """Let a model compare its first batches on the ranks that share them. Mutates it. A collective at first.
 
-    A model that its user has spread along tp may be given parts of a batch, so it is left alone.
-
-    Args:
-        ctx: the context.
-        model: from `prepare_model`.
-        spread: the dimensions along which the call has spread it.
+    A model that its user has spread along tp may get parts of a batch, so it is left alone.
     """
     group = group_of(ctx, *_AXES) if set(_SHARING) & set(spread) else None
     if group is None:
@@ -201,7 +193,7 @@ def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
 
 
 def _packed(rank: int, known: Sequence[_Known]) -> bytes:
-    """Pack what is compared into a message of one size."""
+    """Pack the compared facts into a message of one size."""
     listed = list(known)
     if len(listed) > _MOST_LEAVES:
         rest = listed[_MOST_LEAVES - 1 :]

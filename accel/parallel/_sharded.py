@@ -54,18 +54,14 @@ def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
 
 
 def spans_all(ctx: DistContext, model: nn.Module) -> bool:
-    """Return whether the gradients of a sharded model are exchanged between all ranks. No communication.
-
-    Ranks of other pipeline stages, and those that hold other parts of a tensor-parallel parameter, need not be among
-    them.
-    """
+    """Return whether a sharded model's gradients are exchanged between all ranks, but for other pipeline stages and
+    tensor-parallel parts."""
     return _left_out(ctx, model) is None
 
 
 def check_sharded(ctx: DistContext, model: nn.Module) -> None:
-    """Raise unless the gradients of a sharded model are exchanged between all ranks that hold the same parameters.
-
-    Parameters that a forward without a backward has left whole, as one for evaluation does, are put apart again.
+    """Reshard parameters left gathered by an evaluation forward; raise unless ranks with the same parameters exchange
+    gradients.
 
     Raises:
         PrepareError: a mesh that leaves ranks out, or a trainable parameter that `fully_shard` did not take; named.
@@ -105,13 +101,12 @@ def check_adopted(ctx: DistContext, model: nn.Module) -> None:
 
 
 def check_replicated(ctx: DistContext, replica: DistributedDataParallel) -> None:
-    """Raise unless a DDP of the user's exchanges gradients between the ranks that hold the same parameters alone.
+    """Raise `PrepareError` unless a DDP of the user's exchanges gradients between the ranks with the same parameters
+    alone.
 
-    Along axes of the user's own both are taken: ranks may hold replicas along them, or other parts. So is a group that
+    Along axes of the user's own both are adopted: ranks may hold replicas along them, or other parts. So is a group
+    that
     torch has not opened, whose ranks its manager knows. No communication.
-
-    Raises:
-        PrepareError: a group that leaves ranks out, or has others; a parameter is named.
     """
     group = cast(Any, replica).process_group
     if group is ctx.comm.group and ctx.mesh is None:
@@ -185,12 +180,8 @@ def _holds(mesh: DeviceMesh, ranks: frozenset[int] | None) -> bool:
 
 
 def _replica_ranks(ctx: DistContext, *, named_alone: bool = False) -> frozenset[int] | None:
-    """The ranks with parameters in common with this one's, on the context's mesh; None for all of the context's.
-
-    Args:
-        ctx: the context.
-        named_alone: whether to leave out ranks along axes of the user's own, which may hold other parameters.
-    """
+    """The ranks with parameters in common with this one's, on the context's mesh; None for all. `named_alone` leaves
+    out the user's own axes."""
     mesh = ctx.mesh
     if mesh is None or mesh.mesh_dim_names is None:
         return None

@@ -19,12 +19,8 @@ from accel.topology import Dimension, dimension_of
 
 
 def average_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:
-    """Replace tensors by their mean over all ranks. A collective of one message for each dtype.
-
-    Args:
-        ctx: the context.
-        tensors: plain ones, of the same shapes and dtypes in the same order on every rank; changed in place.
-    """
+    """Replace plain tensors, alike in shape and dtype on every rank, by their mean over ranks. A collective of a
+    message a dtype."""
     average_along_(ctx.comm, tensors)
 
 
@@ -43,12 +39,8 @@ def stage_comm(ctx: DistContext) -> Comm:
 
 
 def follow_first_(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
-    """Replace tensors by those of a handle's first rank. A collective of one message for each dtype.
-
-    Args:
-        comm: handle of the ranks.
-        tensors: plain ones, of the same shapes and dtypes in the same order on every rank; changed in place.
-    """
+    """Replace plain tensors, alike in shape and dtype, by those of a handle's first rank. A collective of a message a
+    dtype."""
 
     def receive(flat: torch.Tensor) -> torch.Tensor:
         broadcast_flat(comm, flat, source=0)
@@ -99,14 +91,8 @@ class SpreadFunction(Protocol):
     """A function that spreads a model."""
 
     def __call__(self, ctx: DistContext, model: nn.Module, options: Any, /, *, is_empty: bool) -> nn.Module:
-        """Spread a model and return what to call in the loop.
-
-        Args:
-            ctx: the context.
-            model: on the CPU or on the context's device; parts of it may be on the meta device. Mutated.
-            options: of the dimension.
-            is_empty: whether no rank has values of the parameters, so that nothing is sent and they stay empty.
-        """
+        """Spread a model and return the object to call in the loop. Mutates the model; with `is_empty`, no rank has
+        values and nothing is sent."""
         ...
 
 
@@ -114,7 +100,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """A way to spread a model over the ranks along one dimension.
 
     Attributes:
-        dimension: the dimension that this is the answer for.
+        dimension: the dimension to spread along.
         options: class of its options.
         is_done: whether the model is spread along it already. No communication.
         check: raises for a model that cannot be spread with these options. No communication, and nothing is changed.
@@ -133,10 +119,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_models(ctx: DistContext, options: SpreadOptions, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise `CollectiveMismatch` where ranks prepare models of other parameters, or in another way. A collective.
-
-    Ranks of other pipeline stages may, as their models are other parts.
-    """
+    """Raise `CollectiveMismatch` where ranks of a stage prepare models of other parameters, or in another way. A
+    collective."""
     shapes = (f"{name}: {each.dtype} {list(each.shape)}" for name, each in parameters.items())
     facts = "\n".join([f"strategy {ctx.strategy}", options.describe(), *shapes])
     _ = exchange(stage_comm(ctx), Call("prepare_model", facts, call_site()), torch.empty(0, dtype=torch.uint8))

@@ -68,17 +68,9 @@ def no_sync(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None
 def exchanging(ctx: DistContext, *models: nn.Module) -> AbstractContextManager[None]:
     """Let ranks exchange gradients in this block, and check at its end that they have.
 
-    Args:
-        ctx: the context.
-        models: from `prepare_model`.
-
-    Returns:
-        A context manager for one block.
-
-    Raises:
-        PrepareError: as `no_sync`.
-        StepError: out of the block: a parameter took no part in it, so that nothing was exchanged.
-        PeerError: out of the block, where another rank was lost in it.
+    Raises, out of the block:
+        StepError: a parameter took no part in it, so that nothing was exchanged.
+        PeerError: another rank was lost in it.
     """
     engine = engine_of(ctx)
     if engine is not None:
@@ -124,11 +116,8 @@ def trigger_sync_in_backward(ctx: DistContext, model: nn.Module, loss: torch.Ten
 
 
 def check_prepared(ctx: DistContext, model: nn.Module) -> Sequence[Exchanger]:
-    """Return the modules that exchange the model's gradients; none for a model without trainable parameters.
-
-    Raises:
-        PrepareError: the model has a trainable parameter whose gradient nobody would exchange.
-    """
+    """Return the modules that exchange the model's gradients; raise `PrepareError` for a trainable parameter of none of
+    them."""
     replica = replica_of(model)
     if replica is not None:
         if isinstance(replica, Replica):
@@ -192,7 +181,7 @@ class _Holding:
         for each, before in zip(self._replicas, self._before, strict=True):
             each.require_backward_grad_sync = before
         for each in self._sharded:
-            each.set_requires_gradient_sync(True)  # fully_shard does not tell what it was
+            each.set_requires_gradient_sync(True)  # fully_shard does not return its former value
         raise_lost_peer(error, "forward or backward")
 
 
@@ -217,20 +206,18 @@ class _Exchanging:
 
 
 def raise_lost_peer(error: BaseException | None, name: str) -> None:
-    """Raise `PeerError` if the error of a call tells of a lost rank, where torch ran its collectives."""
+    """Raise `PeerError` if the error of a call means a lost rank, where torch ran its collectives."""
     if isinstance(error, RuntimeError) and (lost := peer_error(error, name)) is not None:
         raise lost from error
 
 
 def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
-    """DDP waits for all parameters of a bucket before it exchanges any of them.
-
-    Where no gradient is left, a step within the block has used them; a step looks for missing ones itself.
-    """
+    """Raise for a missing gradient: DDP waits for all parameters of a bucket before it exchanges any of them."""
     if not isinstance(exchanger, Replica) or not exchanger.uses_all:
         return
     trained = [(name, each) for name, each in exchanger.exchanged if each.requires_grad]
     unused = [name for name, each in trained if each.grad is None]
+    # where no gradient is left, a step within the block has used them; a step looks for missing ones itself
     if 0 < len(unused) < len(trained):
         raise unused_parameters(rank, unused)
     try:

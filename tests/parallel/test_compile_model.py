@@ -135,7 +135,7 @@ def test_a_real_backend_trains() -> None:
     ("call", "said"),
     [
         (lambda model: accel.compile_model(model, backend="inducter"), "Did you mean `inductor`"),
-        (lambda model: accel.compile_model(model, mode="default", options={}), "a mode stands for options"),
+        (lambda model: accel.compile_model(model, mode="default", options={}), "a mode is a set of options"),
         (lambda model: accel.compile_model(model, nn.Conv2d), "no part of the model is chosen"),
         (
             lambda model: accel.compile_model(accel.checkpoint_activations(model), backend="eager"),

@@ -216,7 +216,7 @@ ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
         lambda: nn.Sequential(nn.Embedding(5, 2)),
         {"0": "embedding_rowwise"},
         4,
-        "5 embeddings, of which the last",
+        "5 embeddings, too few for the last of tp=4",
     ),
 }
 

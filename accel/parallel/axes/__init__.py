@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axes of a mesh: how a model is spread along each, one folder an axis."""
+"""Axes of a mesh: how a model is spread along each. A folder an axis, each with one `Spread`, its record of
+functions."""

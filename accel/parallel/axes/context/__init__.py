@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: ranks along the axis cp share the positions of a sequence, and attention crosses them."""
+"""Context parallelism: ranks along cp share the positions of a sequence, and attention crosses them.
+
+Begin with `_split.py`: each rank takes its positions of a batch; `_attention.py` computes attention over all of them,
+by the kernels of `_kernels.py`. `_spread.py` connects the attention of transformers models.
+"""
 
 from accel.parallel.axes.context._attention import context_attention as context_attention
 from accel.parallel.axes.context._split import (

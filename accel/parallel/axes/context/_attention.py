@@ -41,15 +41,10 @@ from accel.topology import ContextMethod
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool, scale: float, documents: Tensor | None
 ) -> Tensor:
-    """Return the attention of this rank's queries to all keys. A collective, as its backward.
+    """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
     Keys and values travel in one message, before heads are repeated. Under a causal mask each half of the queries is
     multiplied with the keys up to its own end, so no rank has more work than another.
-
-    Args:
-        q, k, v, causal, scale: as of `attend`, of this rank's positions.
-        group: ranks that share the sequence.
-        documents: numbers of the documents of this rank's positions, [batch, own]; None without.
     """
     both = gathered_summed(torch.cat((k, v), -1), 2, group)
     all_documents = None if documents is None else gathered(documents, 1, group)
@@ -74,13 +69,7 @@ def gather_attention(
 
 
 def sorted_positions(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return parts that are concatenated by rank in the order of the sequence.
-
-    Args:
-        x: parts of all ranks along `dim`, each of two pieces.
-        dim: dimension of the positions.
-        size: number of ranks.
-    """
+    """Return parts, each of two pieces along `dim`, that are concatenated by rank in the order of the sequence."""
     parts = x.chunk(2 * size, dim)
     return torch.cat([parts[at] for at in natural_order(size)], dim)
 
@@ -88,15 +77,10 @@ def sorted_positions(x: Tensor, dim: int, size: int) -> Tensor:
 def heads_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool, scale: float, documents: Tensor | None
 ) -> Tensor:
-    """Return the attention of this rank's queries to all keys. A collective, as its backward.
+    """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    Queries, keys and values travel in one all-to-all, the output in another. Fewer key heads than ranks are repeated
-    before, as often as needed for each rank to have one.
-
-    Args:
-        q, k, v, causal, scale: as of `attend`, of this rank's positions; the number of ranks divides that of the heads.
-        group: ranks that share the sequence.
-        documents: numbers of the documents of this rank's positions, [batch, own]; None without.
+    Queries, keys and values travel in one all-to-all, the output in another. The number of ranks divides that of heads;
+    fewer key heads than ranks are repeated before, as often as needed for each rank to have one.
     """
     size = group.size()
     times = size // math.gcd(k.shape[1], size)
@@ -158,15 +142,11 @@ class _RingStep(NamedTuple):
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool, scale: float, documents: Tensor | None
 ) -> Tensor:
-    """Return the attention of this rank's queries to all keys. A collective, as its backward.
+    """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
     No rank ever holds more than two ranks' keys and values. The next ones travel while a block is computed; the
-    backward passes them round again, with their gradients.
-
-    Args:
-        q, k, v, causal, scale: as of `attend`, of this rank's positions.
-        group: ranks that share the sequence.
-        documents: numbers of the documents of this rank's positions, [batch, own]; None without.
+    backward
+    passes them round again, with their gradients.
     """
     everywhere = None
     if documents is not None:
@@ -229,14 +209,12 @@ def _merge_(out: Tensor, lse: Tensor, block: Attended) -> None:
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, kernel: Kernel, ring: _Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values.
-
-    The gradients of a rank's keys follow them, one step behind: each rank adds its share and sends them on.
-    """
+    """Return the gradients of queries, keys and values."""
     size = ring.group.size()
     grad = grad.contiguous()
     grad_q = torch.zeros_like(q, dtype=accumulation_dtype(q))
     held = [k, v]
+    # gradients of a rank's keys follow them, one step behind: each rank adds its share and sends them on
     returning: Callable[[], list[Tensor]] | None = None
     for step in range(size):
         arriving = start_shift(held, 1, ring.group) if step < size - 1 else None
@@ -323,7 +301,7 @@ def context_attention(
         scale: factor of the products before the softmax; None for 1 / sqrt(head dim).
         method: "gather" collects the keys and values of all ranks, and uses every kernel that torch has; "ring" passes
             them round, so that a rank holds two ranks' at most, and computes meanwhile; "heads" gives each rank the
-            whole sequence for some of the heads (Ulysses), of which there must be a multiple of cp. None for the
+            whole sequence for some of the heads (Ulysses), whose number must be a multiple of cp. None for the
             `context` of the plan of the model that `prepare` has prepared, "gather" without one.
 
     Returns:
@@ -357,7 +335,7 @@ def context_attention(
 
 @untraced
 def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Tensor:
-    """Run a method. torch.compile breaks its graph here, and compiles what lies before and after."""
+    """Run a method. torch.compile breaks its graph here, and compiles the code before and after."""
     note_attention(ctx)
     try:
         return function(q, k, v, group_of(ctx, "cp"), **facts)

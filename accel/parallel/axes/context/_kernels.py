@@ -56,12 +56,8 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: Masked) -> Kernel:
-    """Return the kernel for all blocks of an attention.
-
-    Args:
-        q, k, v: of one block, with as many heads each.
-        masked: mask of that block; if it has one of its own, all blocks have.
-    """
+    """Return the kernel for all blocks of an attention, by the queries, keys and mask of one; if that has a mask of its
+    own, all have."""
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         return _CPU
     if q.device.type != "cuda" or masked.mask is not None:
@@ -179,13 +175,11 @@ Documents = tuple[Tensor, Tensor]
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, documents: Documents | None = None
 ) -> Tensor:
-    """Return the attention of queries to keys. No communication.
+    """Return the attention of queries [batch, heads, queries, head dim] to keys. No communication.
 
     Args:
-        q: queries, shape [batch, heads, queries, head dim].
         k, v: keys and values, [batch, key heads, keys, head dim]; the number of key heads divides that of the heads.
         causal: whether the last query sees all keys, the one before it all but the last, and so on.
-        scale: factor of the products before the softmax.
         documents: numbers of the documents of queries [batch, queries] and keys [batch, keys]. A query sees keys of its
             own document.
     """
@@ -200,26 +194,18 @@ def attend(
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:
-    """Return torch's sign for the mask of the last queries, which needs no memory; the mask where torch has no sign.
-
-    That is in the forward of blocks that keep the outputs of some operators, by `checkpoint_activations(keep=)`.
-    """
+    """Return torch's sign for the mask of the last queries, which needs no memory; the mask where torch has no sign."""
     from torch.nn.attention import bias  # its import loads torch.compile and writes to the environment
 
     queries, keys = q.shape[2], k.shape[2]
     try:
         return cast(Any, bias).causal_lower_right(queries, keys)
-    except RuntimeError:
+    except RuntimeError:  # in blocks that keep the outputs of some operators, by `checkpoint_activations(keep=)`
         return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def document_mask(of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> Tensor:
-    """Return the mask of packed documents, True where a query sees a key; shape [batch, 1, queries, keys].
-
-    Args:
-        of_queries, of_keys: numbers of the documents, [batch, queries] and [batch, keys].
-        causal: as of `attend`.
-    """
+    """Return the mask of packed documents, True where a query sees a key; shape [batch, 1, queries, keys]."""
     same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
     if not causal:
         return same

@@ -46,13 +46,7 @@ def pieces(rank: int, size: int) -> tuple[int, int]:
 
 
 def places(length: int, rank: int, size: int) -> tuple[range, range]:
-    """Return a rank's places in a sequence, as two runs.
-
-    Args:
-        length: of the whole sequence, a multiple of `2 * size`.
-        rank: index among the ranks that share the sequence.
-        size: their number; the whole sequence falls to a single one.
-    """
+    """Return a rank's places in a sequence, a multiple of `2 * size` long, as two runs; a single rank has all."""
     each = length // (2 * size)
     early, late = pieces(rank, size)
     return range(early * each, (early + 1) * each), range(late * each, (late + 1) * each)
@@ -70,14 +64,8 @@ def rank_order(size: int) -> Sequence[int]:
 
 
 def ring_block(rank: int, source: int, size: int, *, causal: bool) -> RingBlock:
-    """Return what a rank computes while it has the keys of another; over all sources, `2 * size + 1` pairs of halves.
-
-    Args:
-        rank: index of the rank.
-        source: index of the rank whose keys are here.
-        size: number of ranks that share the sequence.
-        causal: whether queries see earlier keys alone; else every block is whole.
-    """
+    """Return the work of a rank with the keys of another; over all sources, `2 * size + 1` pairs of halves, if
+    causal."""
     if not causal or source == rank:
         return RingBlock(BOTH, BOTH, causal)
     if source < rank:  # its early half precedes both of ours, its late half follows both
@@ -118,12 +106,10 @@ def note_cut(ctx: DistContext) -> None:
 
 
 def check_context_used(ctx: DistContext) -> None:
-    """Raise for a step on a mesh with an axis cp that nothing has used, so that its ranks computed the same.
+    """Raise `ConfigError` for a step on a mesh with an axis cp that nothing has used, so that its ranks computed the
+    same.
 
-    A mesh that the user made is not asked: its axes may be used in other ways. No communication.
-
-    Raises:
-        ConfigError: no `context_attention` ran, or no sequence was cut.
+    A mesh that the user made is not checked: its axes may be used in other ways. No communication.
     """
     if not ctx.position.opened or (_ATTENDED in ctx.comm.notes and _CUT in ctx.comm.notes):
         return
@@ -169,7 +155,7 @@ def split_sequence(
 ) -> dict[str, Tensor]:
     """Return this rank's positions of a batch of sequences, for a model that uses `context_attention`.
 
-    Labels are shifted before the sequence is cut, since the next token of a part's last position lies on another rank:
+    Labels are shifted before the sequence is cut, since the next token of a part's last position is on another rank:
     the model's output at a position is to be compared with the label there. Without an axis cp all positions stay, and
     labels are shifted all the same. No communication.
 

@@ -75,11 +75,8 @@ def check_transformers(path: str, model: Any) -> None:
 
 
 def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -> None:
-    """Let a model of transformers attend across the ranks along cp. Mutates it, and transformers' list of attentions.
-
-    Raises:
-        MissingExtraError: this version of transformers has no list of attentions.
-    """
+    """Let a model of transformers attend across the ranks along cp, or raise `MissingExtraError`. Mutates it, and
+    transformers' list of attentions."""
     interface = getattr(import_module("transformers"), "AttentionInterface", None)
     if interface is None:
         raise MissingExtraError(
@@ -165,16 +162,14 @@ def _mask_refused() -> ConfigError:
         expected="attention_mask=None",
         got="a mask",
         where="attention on a mesh with cp",
-        fix="Pad at the end, where labels are ignored and a causal model needs no mask. Packed documents are told by "
+        fix="Pad at the end, where labels are ignored and a causal model needs no mask. Packed documents are marked by "
         "position_ids that begin anew.",
     )
 
 
 def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
-    """Return the numbers of packed documents, whose positions begin anew; None for one. A collective, and it syncs.
-
-    transformers finds them in the same way where nobody cuts the sequence.
-    """
+    """Return the numbers of packed documents, whose positions begin anew, as transformers finds them; None for one. A
+    collective, and it syncs."""
     group = group_of(ctx, "cp")
     assert group is not None
     own = position_ids.shape[1]
@@ -258,7 +253,7 @@ class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
 
 
 def _is_done(ctx: DistContext, model: nn.Module) -> bool:
-    """Return whether a model was prepared, or lies on a mesh of the user's, whose axes are the user's own."""
+    """Return whether a model was prepared, or is on a mesh of the user's, whose axes are the user's own."""
     return not ctx.position.opened or any(hasattr(module, _MARK) for module in model.modules())
 
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that ranks share: tokens are routed to them, dispatched and combined."""
+"""Expert parallelism: tokens are routed to experts, travel to the ranks that hold them, and back.
+
+Begin with `_spread.py`. `_plan.py` finds a model's experts and their mesh; in the forward, `_routing.py` chooses
+experts for tokens and `_layer.py` dispatches tokens and combines outputs.
+"""
 
 from accel.parallel.axes.experts._layer import (
     DispatchedTokens as DispatchedTokens,

@@ -54,7 +54,7 @@ class Journey:
     """An exchange of rows.
 
     Attributes:
-        arrivals: order of the rows by expert, of which ranks sent one part each.
+        arrivals: order by expert of the rows, which came in one part a rank.
         sent, received: number of rows to and from each rank.
         group: ranks of the exchange.
     """
@@ -253,25 +253,14 @@ class DispatchedExperts(Mixin):
 
 
 def run_local(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Run a module's own forward with this rank's parts of its parameters.
-
-    Args:
-        module: with `LocalExperts`.
-        run: its own forward.
-        inputs, named: arguments of the call.
-    """
+    """Run a module's own forward with this rank's parts of its parameters."""
     with _local_parts(module):
         return run(*inputs, **named)
 
 
 def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-    """Run a module's own forward with the tokens of this rank's experts; return the outputs of the rank's own tokens.
-
-    Args:
-        module: with `DispatchedExperts`.
-        run: its own forward.
-        inputs, named: arguments of the call.
-    """
+    """Run a module's own forward with the tokens of this rank's experts; return the outputs of the rank's own
+    tokens."""
     tokens, indices, weights = _routed(run, inputs, named)
     rows = tokens.reshape(-1, tokens.shape[-1])
     indices = indices.reshape(rows.shape[0], indices.shape[-1])
@@ -279,7 +268,7 @@ def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], 
     alike = None if module.accel_alike is None else module.accel_alike.get_group()
     outputs = _in_parts(lambda *part: _dispatched(module, run, *part), (rows, indices, weights), alike)
     shaped = outputs if tokens.ndim == 2 else outputs.view(*tokens.shape[:-1], outputs.shape[-1])
-    return shaped.clone() if is_view(shaped) else shaped  # of which an operation in place would lose FSDP's hooks
+    return shaped.clone() if is_view(shaped) else shaped  # an operation in place on a view would lose FSDP's hooks
 
 
 def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

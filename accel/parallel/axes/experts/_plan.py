@@ -32,7 +32,7 @@ _STACK = (
 
 
 def expert_plan(model: nn.Module) -> dict[str, str]:
-    """Return what a model says of its experts: a style for each of their modules, by path. No communication.
+    """Return the styles that a model declares for its modules of experts, by path. No communication.
 
     These are the modules that the model, or one inside of it, lists in `ep_plan` for tokens to be dispatched to, as
     those of transformers do. The result is a value for `Plan(experts=)`: print it, change it, pass it.
@@ -57,16 +57,11 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
 
 
 def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"], ranks: int) -> dict[str, str]:
-    """Return the style of each module of experts, by path. No communication.
+    """Return the style of each module of experts, by path; `experts` has styles by pattern, or is "model" for
+    `expert_plan`.
 
-    Args:
-        model: not yet spread.
-        experts: styles by pattern; "model" for `expert_plan`.
-        ranks: number of ranks that share the experts.
-
-    Raises:
-        PrepareError: patterns that match nothing, unknown styles, modules whose experts cannot be spread, or no experts
-            at all; every problem at once.
+    Raises `PrepareError` for patterns that match nothing, unknown styles, modules whose experts cannot be spread, or no
+    experts at all; every problem at once.
     """
     if experts != "model" and not isinstance(experts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise _refused(ranks, f"{experts!r}", fix='Pass styles by pattern, or "model".')
@@ -85,12 +80,7 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
 
 
 def held_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
-    """Return the styles that `resolve_experts` has found in a model, for a part of it: a pipeline stage, perhaps none.
-
-    Args:
-        model: the part, whose other modules are missing or hold no parameters.
-        experts: as of `resolve_experts`.
-    """
+    """Return the styles that `resolve_experts` has found in a model, for a pipeline stage of it, perhaps none."""
     styles = _styles(model, experts)
     return {path: style for path, style in styles.items() if any(True for _ in model.get_submodule(path).parameters())}
 
@@ -158,7 +148,7 @@ def _buffer_problems(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _holds_modules(model: nn.Module, path: str) -> bool:
-    """Whether experts are modules of a list, of which each rank would have other parameters."""
+    """Whether experts are modules of a list, so that ranks would have other parameters."""
     return any(isinstance(each, nn.ModuleList) for each in model.get_submodule(path).modules())
 
 
@@ -199,9 +189,6 @@ def open_expert_mesh(ctx: DistContext) -> DeviceMesh:
 
     Its last dimension is "ep"; before it one for shards, "efsdp", and where there are replicas one for them, first.
     Under the strategy `ddp` all ranks with the same experts are replicas.
-
-    Args:
-        ctx: a context with an `ep` of more than one rank.
     """
     sizes = expert_mesh_sizes(ctx)
     return grid_mesh(ctx.comm, rank_rows(ctx.axes, *_ROWS), sizes, ctx.device.type, ctx.timeout_s)
@@ -244,16 +231,11 @@ def expert_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def shard_experts(ctx: DistContext, module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Call `fully_shard` on a module of experts. Mutates it.
+    """Call `fully_shard` on a module of experts, spread along `ep`. Mutates it.
 
     Fewer ranks average the gradients of experts than those of other parameters, and each of them has the tokens of
-    several ranks, so the mean is brought to the number that other gradients are divided by.
-
-    Args:
-        ctx: the context.
-        module: with parameters that are spread along `ep`.
-        mesh: of the ranks that hold the same experts.
-        options: of `fully_shard`, as other units have them.
+    several
+    ranks, so the mean is brought to the number that other gradients are divided by.
     """
     from torch.distributed.fsdp import fully_shard  # its import takes most of a second
     from torch.distributed.tensor import Shard

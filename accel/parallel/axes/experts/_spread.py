@@ -48,7 +48,7 @@ def _check(ctx: DistContext, model: nn.Module, options: ExpertOptions) -> None:
     names = () if ctx.mesh is None else ctx.mesh.mesh_dim_names or ()
     if any(dimension_of(name) == "expert" for name in names):
         raise PrepareError(
-            "a mesh with an ep of its own does not tell which ranks hold the same experts",
+            "a mesh with an ep of its own does not show which ranks hold the same experts",
             expected="an ep beside the axes that it takes its ranks from",
             got=f"dimensions {', '.join(names)}",
             where=_WHERE,
@@ -91,10 +91,8 @@ def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str])
 
 
 def _own_experts(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh, *, is_empty: bool) -> nn.Parameter:
-    """Return this rank's experts of a stacked parameter, which begin with the values of the first rank along `ep`.
-
-    Of a rank that has none, these are no values, and those of rank 0 follow when the experts are sharded.
-    """
+    """Return this rank's experts of a stacked parameter, with the values of the first rank along `ep`; if it has none,
+    sharding sends rank 0's."""
     from torch.distributed.tensor import DTensor, Shard
 
     whole = parameter.detach()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines: a model cut into stages, and torch's schedules that run micro-batches through them."""
+"""Pipelines: a model cut into stages, and torch's schedules that run micro-batches through them.
+
+Begin with `_pipeline.py`. `_stage_plan.py` assigns modules to stages, `_stages.py` cuts the model, `_boundaries.py`
+finds the shapes between stages, `_schedule.py` runs a batch, `_stage_module.py` is a stage as schedules call it.
+"""
 
 from accel.parallel.axes.pipeline._pipeline import (
     Pipeline as Pipeline,

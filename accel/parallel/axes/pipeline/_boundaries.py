@@ -43,18 +43,8 @@ class Boundary(msgspec.Struct, frozen=True):
 def find_boundaries(
     comm: Comm, layout: Layout, stages: Sequence[StageModule], main: torch.Tensor, device: torch.device
 ) -> tuple[Boundary, ...]:
-    """Return what each stage passes on. A collective of all ranks along the pipeline.
-
-    Args:
-        comm: handle of these ranks.
-        layout: of the pipeline.
-        stages: of this rank, with their work.
-        main: first input of a micro-batch.
-        device: of the stages.
-
-    Raises:
-        StageError: a stage failed, or the model is no chain; the same on every rank.
-    """
+    """Return the shapes between stages, from the first input of a micro-batch. A collective of the pipeline; a
+    `StageError` is alike on all its ranks."""
     found: list[Boundary] = []
     own = {stage.index: stage for stage in stages}
     for at in range(layout.stages):
@@ -63,8 +53,8 @@ def find_boundaries(
         def work(at: int = at, before: Boundary = before) -> Boundary:
             return _run(own[at], main if at == 0 else _noise(before, device)) if at in own else before
 
-        said = agreed_values(comm, Call("forward_backward: shapes"), work, Boundary)
-        found.append(said[layout.owners[at]])
+        shapes = agreed_values(comm, Call("forward_backward: shapes"), work, Boundary)
+        found.append(shapes[layout.owners[at]])
     return tuple(found)
 
 
@@ -90,7 +80,7 @@ def _run(stage: StageModule, hidden: torch.Tensor) -> Boundary:
             other = _probed(stage, 2 * hidden + 1)
         if _differ(output, other):
             raise StageError(
-                "the forward gives modules of a stage what it computes from the model's first input, which only the"
+                "the forward gives modules of a stage a value computed from the model's first input, which only the"
                 " first stage has",
                 expected=f"modules that depend on the output of stage {stage.index - 1} and on other inputs",
                 got="another output for another first input",

@@ -32,7 +32,7 @@ _COPY = "accel_tied_copy"
 
 
 class Tie(NamedTuple):
-    """A parameter of which this rank and others have a copy.
+    """A parameter with copies on this rank and others.
 
     Attributes:
         name: of this rank's copy.
@@ -52,13 +52,7 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def holders(names: Sequence[str], stages: Sequence[Sequence[str]], owners: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks along the pipeline that have a tied parameter. Pure.
-
-    Args:
-        names: of the parameter.
-        stages: paths of the modules of each stage.
-        owners: rank of each stage.
-    """
+    """Return the ranks along the pipeline that have a tied parameter, by its names. Pure."""
     return tuple(sorted({owners[stage_of(name, stages)] for name in names}))
 
 
@@ -74,17 +68,8 @@ def open_ties(
     stages: Sequence[Sequence[str]],
     layout: Layout,
 ) -> tuple[Tie, ...]:
-    """Open a group for each set of ranks with copies of a parameter. A collective where there are such.
-
-    Marks the copies of higher ranks, which norms leave out.
-
-    Args:
-        ctx: the context.
-        model: with the modules of this rank.
-        names: of each tied parameter.
-        stages: paths of the modules of each stage.
-        layout: of the pipeline.
-    """
+    """Open a group for each set of ranks with copies of a parameter, a collective then, and mark the copies of higher
+    ranks, which norms leave out."""
     here = ctx.axis("pp").rank
     live = dict(model.named_parameters(remove_duplicate=False))
     found: list[Tie] = []
@@ -114,8 +99,6 @@ def sum_tied_gradients(
     """Sum the gradients of tied parameters over the ranks that have a copy. A collective of these ranks.
 
     Args:
-        model: pipelined.
-        ties: of this rank.
         before: gradients of ties that an earlier call of this window has summed, by name; added afterwards.
         may_be_unused: whether ranks ask each other first if one of them has used a parameter, in one more message each.
     """
@@ -161,7 +144,7 @@ class Pipeline:
         layout: schedule and numbers.
         names: of each tied parameter in the whole model.
         order: names of the whole model's parameters and persistent buffers.
-        ties: parameters of which other ranks have a copy too.
+        ties: parameters with copies on other ranks.
         may_be_unused: whether parameters may stay out of a loss.
         holding: whether gradients wait for the window's end.
     """
@@ -197,10 +180,8 @@ class Pipeline:
         return self.layout.owners[self.layout.stages - 1]
 
     def run(self, ctx: DistContext, model: nn.Module, work: Work, *, trains: bool) -> list[torch.Tensor]:
-        """Run the micro-batches of a batch; return the last stage's results, on its rank alone.
-
-        A collective along the pipeline, and of what the stages exchange along other axes.
-        """
+        """Run the micro-batches of a batch; return the last stage's results, on its rank alone. A collective along the
+        pipeline, and of the stages' axes."""
         watch = same_batches(model)
         if watch is not None and watch.awaited:
             watch.look(_listed(work.micro_batches), trains=trains)

@@ -102,10 +102,7 @@ class StageSchedule:
         )
 
     def run(self, main: torch.Tensor) -> list[torch.Tensor]:
-        """Run all micro-batches, and return their losses where the last stage is. A collective along the pipeline.
-
-        Args:
-            main: first inputs of the micro-batches, one behind the other; looked at in the first stage.
+        """Run all micro-batches, whose inputs only the first stage uses; return their losses on the last. A collective.
 
         Raises:
             StageError: a stage failed; with its number, micro-batch and rank.

@@ -61,7 +61,7 @@ class SkippedModule(Freed):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the first input; 0 for indices, so that a skipped embedding of positions adds nothing."""
         first = inputs[0] if inputs else kwargs.get(_MAIN, next(iter(kwargs.values()), None))
-        if first is None:  # an embedding that may take what it would return
+        if first is None:  # an embedding that may take its own output
             first = kwargs.get(EMBEDDINGS)
         if isinstance(first, torch.Tensor) and not (first.is_floating_point() or first.is_complex()):
             return torch.zeros((), device=first.device)
@@ -79,15 +79,7 @@ def is_skipped(module: nn.Module) -> bool:
 
 
 def remove_modules(model: nn.Module, paths: Iterable[str]) -> list[nn.Parameter]:
-    """Replace modules of a model by stand-ins. Mutates the model.
-
-    Args:
-        model: the whole one.
-        paths: of the modules.
-
-    Returns:
-        The parameters that the model has no longer, in order.
-    """
+    """Replace modules of a model by stand-ins; return the removed parameters, in order. Mutates the model."""
     before = list(model.parameters())
     reads = reads_of(model)
     removed = tuple(paths)
@@ -105,13 +97,7 @@ def remove_modules(model: nn.Module, paths: Iterable[str]) -> list[nn.Parameter]
 
 
 def stage_view(model: nn.Module, own: Sequence[str], others: Sequence[str]) -> nn.Module:
-    """Return a model with the modules of one stage, which it shares with the model of all of this rank's stages.
-
-    Args:
-        model: without the modules of other ranks.
-        own: paths of the stage's modules.
-        others: paths of the modules of this rank's other stages.
-    """
+    """Return a model with the modules of one stage, which it shares with the model of all of this rank's stages."""
     return _view(model, "", frozenset(own), frozenset(others), reads_of(model))
 
 
@@ -168,9 +154,7 @@ def _empty(module: nn.Module, path: str, reads: Reads) -> None:
     add_mixin(module.modules(), Freed)
 
 
-_CHAIN = (
-    "a chain: every stage runs the whole forward, in which the modules of other stages only hand on what they are given"
-)
+_CHAIN = "a chain: every stage runs the whole forward, in which the modules of other stages only pass their inputs on"
 _ELSEWHERE = " A model that cannot be changed trains by the strategy fsdp along dp."
 _LABELS = ("labels", "label")
 
@@ -185,17 +169,7 @@ def stage_failure(
     *,
     where: str,
 ) -> StageError:
-    """Return the error of a stage's forward.
-
-    Args:
-        error: raised by it.
-        module: the model with the modules of the stage.
-        stages: paths of the modules of all stages.
-        at: number of this one.
-        hidden: given by the stage before.
-        kwargs: inputs of the model by name.
-        where: the stage, for the error.
-    """
+    """Return the error of a stage's forward, by the exception that it raised and its inputs."""
     problem = f"a pipeline stage failed: {type(error).__name__}: {str(error).strip()}"
     found = _reason(error, module, stages, at, hidden, kwargs)
     if found is None:
@@ -234,7 +208,7 @@ def _reason(
 
 
 def take_hidden(module: nn.Module) -> str:
-    """Return the way out of a forward that uses what stands in the place of its first input."""
+    """Return the way out of a forward that uses the stand-in for its first input."""
     peft = " Of a peft model: give its config a task_type." if hasattr(module, "peft_config") else ""
     return (
         "Let the forward give its first input to the first module alone, or take an argument inputs_embeds in its"

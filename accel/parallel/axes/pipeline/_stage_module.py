@@ -49,14 +49,8 @@ class MicroBatch(NamedTuple):
 
 
 def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:
-    """Return the rows of each micro-batch of a batch.
-
-    Args:
-        rows: of the batch, at least 1.
-        count: number of micro-batches.
-        equal: whether all have the same size, so that the last ones are filled up; else sizes differ by at most one,
-            and only a micro-batch without any row is filled up to one.
-    """
+    """Return the rows of each micro-batch of a batch: all of one size, the last ones filled up, if `equal`; else
+    differing by at most one."""
     if equal:
         size = -(-rows // count)
         return [Rows(at * size, max(0, min(size, rows - at * size)), size) for at in range(count)]
@@ -70,19 +64,11 @@ def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:
 
 
 def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, containers: Containers = ()) -> list[MicroBatch]:
-    """Split a batch into micro-batches along dimension 0.
+    """Split a batch, tensors or arguments of the model with targets, into micro-batches along dimension 0.
 
-    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are.
-
-    Args:
-        inputs: a tensor; a tuple or list of positional arguments of the model; or a mapping of keyword arguments.
-        targets: tree of tensors, or None.
-        count: number of micro-batches.
-        equal: as for `plan_rows`.
-        containers: kinds of containers besides those that `accel.tree` knows.
-
-    Raises:
-        DataError: no tensor, one without rows, or tensors with different numbers of rows.
+    Tensors of one row, or without a dimension, and other values go to every micro-batch as they are. No rows to split,
+    or
+    different numbers of them, are a `DataError`.
     """
     args, kwargs = arguments(inputs)
     listed = [*tensors((args, dict(kwargs)), containers), *tensors(targets, containers)]
@@ -105,7 +91,7 @@ def split_batch(inputs: Any, targets: Any, count: int, *, equal: bool, container
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return the positional and keyword arguments that inputs stand for."""
+    """Return inputs as positional and keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), cast("Mapping[str, Any]", inputs)
     if isinstance(inputs, tuple | list):
@@ -152,7 +138,7 @@ def _count(listed: Sequence[tuple[str, torch.Tensor]]) -> int:
             expected="one number in dimension 0, or one row for all",
             got=", ".join(f"{path}: {size}" for path, size in several.items()),
             where="inputs=, targets=",
-            fix="Pass what is no part of the batch by a closure, or with one row.",
+            fix="Pass a value that is no part of the batch by a closure, or with one row.",
         )
     return next(iter(several.values()), 1)
 
@@ -231,12 +217,7 @@ class StageModule(nn.Module):
         return self.index == self.count - 1
 
     def forward(self, hidden: torch.Tensor, *, micro: torch.Tensor) -> torch.Tensor:
-        """Run the stage on a micro-batch.
-
-        Args:
-            hidden: output of the stage before; not looked at in the first stage.
-            micro: number of the micro-batch, on the CPU.
-        """
+        """Run the stage on a micro-batch, by its number on the CPU; the first stage ignores `hidden`."""
         work = self.work
         assert work is not None
         at = int(micro.item())
@@ -292,16 +273,12 @@ class StageModule(nn.Module):
 
 
 def has_own(batch: MicroBatch) -> bool:
-    """Return whether a micro-batch has arguments of which each stage has its own."""
+    """Return whether a micro-batch has arguments with a value for each stage."""
     return any(isinstance(each, ByStage) for each in batch.kwargs.values())
 
 
 def main_input(batch: MicroBatch) -> torch.Tensor:
-    """Return the input whose place hidden states take behind the first stage.
-
-    Raises:
-        StageError: it is no tensor.
-    """
+    """Return the input whose place hidden states take behind the first stage; `StageError` if it is no tensor."""
     values = (*batch.args, *batch.kwargs.values())
     if not values or not isinstance(values[0], torch.Tensor):
         raise StageError(
@@ -314,15 +291,8 @@ def main_input(batch: MicroBatch) -> torch.Tensor:
 
 
 def first_tensor(output: Any, containers: Containers = ()) -> torch.Tensor:
-    """Return the first tensor of a model's output, which is what the next stage goes on with.
-
-    Args:
-        output: a tensor, or a container of some; a tensor in it comes before those in containers of its own.
-        containers: kinds of containers besides those that `accel.tree` knows.
-
-    Raises:
-        StageError: there is none.
-    """
+    """Return the first tensor of a model's output, the next stage's input, outermost first; `StageError` if there is
+    none."""
     if isinstance(output, torch.Tensor):
         return output
     items = _items(output, containers)

@@ -34,14 +34,8 @@ class Chain(NamedTuple):
 def find_chain(model: nn.Module) -> Chain:
     """Return the chain of a model: its repeated blocks, or the modules of its outermost Sequential or ModuleList.
 
-    Modules without parameters stand in the chain where torch has their class, as that of Dropout. Others, such as
-    rotary embeddings, stand nowhere in it and run on every rank.
-
-    Args:
-        model: on any device, the meta device too.
-
-    Raises:
-        PrepareError: the model has no list of blocks, or several.
+    Modules without parameters are in the chain where torch has their class, as that of Dropout. Others, such as rotary
+    embeddings, are not, and run on every rank. No list of blocks, or several, are a `PrepareError`.
     """
     holder = _holder(model)
     listed = cast("nn.Sequential | nn.ModuleList", model.get_submodule(holder))
@@ -118,8 +112,8 @@ Stages = tuple[tuple[str, ...], ...]
 def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | None = None) -> Stages:
     """Return the paths of the modules of each pipeline stage. No communication; the model may be on the meta device.
 
-    The repeated blocks of the model are divided so that the costliest stage costs least. What stands before them goes
-    to the first stage, what stands behind them to the last. Change the result as you like, and pass it as
+    The repeated blocks of the model are divided so that the costliest stage costs least. Modules before them go
+    to the first stage, modules behind them to the last. Change the result as you like, and pass it as
     `Plan(stages=...)`.
 
     Args:
@@ -166,14 +160,8 @@ def stage_plan(model: nn.Module, stages: int, *, costs: Mapping[str, float] | No
 
 
 def divide(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the ends of contiguous parts of a list so that the costliest part costs least; no part is empty.
-
-    Of equally good divisions, earlier parts are the longer ones.
-
-    Args:
-        costs: from 0.
-        parts: at most as many as there are costs.
-    """
+    """Return the ends of contiguous, non-empty parts of a list so that the costliest part costs least; ties make
+    earlier parts longer."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -199,17 +187,8 @@ def divide(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def check_stages(model: nn.Module, stages: Sequence[Sequence[str]], where: str) -> None:
-    """Raise unless stages divide a model: each parameter is in a module of one stage.
-
-    Args:
-        model: the whole one.
-        stages: paths by stage.
-        where: source of the stages, for errors.
-
-    Raises:
-        PrepareError: paths that are no modules, in two stages or within another; a stage without modules; parameters
-            in no stage. All of them are listed.
-    """
+    """Raise `PrepareError` with all problems, unless each parameter of a model is in a module of one stage, and each
+    stage has modules."""
     problems: list[str] = []
     known = [name for name, _ in named_modules(model, every_path=True) if name]
     owner: dict[str, int] = {}
@@ -238,12 +217,12 @@ def check_stages(model: nn.Module, stages: Sequence[Sequence[str]], where: str) 
             where=where,
             fix="Give each module with parameters to one stage. A parameter of a module around the blocks needs a"
             " module of its own."
-            + (" So does each place of a module that stands in two; tie their parameters." if aliases else ""),
+            + (" So does each place of a module with two; tie their parameters." if aliases else ""),
         )
 
 
 def _second_places(model: nn.Module) -> dict[str, str]:
-    """Return the first path of each module that stands in a further place, by that place."""
+    """Return the first path of each module with a further place, by that place."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for path, module in named_modules(model, every_path=True):
@@ -305,17 +284,8 @@ def own_stages(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def make_layout(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int | None) -> Layout:
-    """Return the numbers of a pipeline.
-
-    Args:
-        schedule: a name of `Plan.schedule`.
-        ranks: number of ranks along the pipeline, 2 or more.
-        stages_per_rank: as in `Plan`.
-        micro_batches: as in `Plan`; None for the number of stages.
-
-    Raises:
-        ConfigError: the schedule does not run so many stages on a rank, or so many micro-batches.
-    """
+    """Return the numbers of a pipeline, or raise `ConfigError` for stages or micro-batches that the schedule does not
+    run."""
     stages = ranks * stages_per_rank
     micro = stages if micro_batches is None else micro_batches
     if schedule in _ONE_STAGE and stages_per_rank != 1:

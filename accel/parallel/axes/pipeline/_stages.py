@@ -66,7 +66,7 @@ def _check(ctx: DistContext, model: nn.Module, options: StageOptions) -> None:
 
 
 def _check_ties(model: nn.Module, layout: Layout, stages: Stages) -> None:
-    """Raise for a parameter of two stages of one rank, of which `fully_shard` would shard one only."""
+    """Raise for a parameter of two stages of one rank, where `fully_shard` would shard one only."""
     for names in tied_names(model):
         at = [stage_of(name, stages) for name in names]
         owners = [layout.owners[stage] for stage in dict.fromkeys(at)]

@@ -65,10 +65,7 @@ class PowerSgdExchange:
         self._bases: dict[tuple[int, int], torch.Tensor] = {}
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Replace a bucket's gradients by an approximation of their mean over ranks. A collective.
-
-        All messages are exchanged before this returns, so that those of several buckets keep their order on every rank.
-        """
+        """Replace a bucket's gradients by an approximation of their mean over ranks. A collective."""
         step = self._step
         self._step += bucket.is_last()
         parts = [] if step < self._start_step else self._parts(bucket)
@@ -78,6 +75,7 @@ class PowerSgdExchange:
         whole = [part.elements for part in parts if not part.columns]
         for elements, mean in zip(whole, self._means(whole), strict=True):
             _ = elements.copy_(mean)
+        # all messages are exchanged in here, so that those of several buckets keep their order on every rank
         self._compress(bucket.index(), step, thin)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -166,14 +164,14 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
     """Send gradients as products of two thin matrices; what that loses is added to the next step's gradients.
 
-    Its memory of what was lost is in no checkpoint: a resumed run sends whole gradients for `start_step` steps again.
+    Its memory of errors is in no checkpoint: a resumed run sends whole gradients for `start_step` steps again.
     Messages are not sent while backward goes on. Gradients that are not finite make no memory: it stays as it was.
 
     Attributes:
         matrix_rank: columns of the thin matrices; more lose less.
         start_step: steps before which gradients travel whole, at least 2.
         min_compression: parameters that would not shrink by this factor travel whole, as do those of one dimension.
-        error_feedback: whether what was lost is added to the next step's gradients.
+        error_feedback: whether the error is added to the next step's gradients.
         warm_start: whether a step's matrices begin where those of the step before ended.
         wire: dtype that the matrices travel in, "fp16" or "bf16"; None for their own.
         batched: whether a whole bucket is one square matrix, instead of each parameter. Fewer and smaller messages,

@@ -171,10 +171,8 @@ def _buffer_options(ctx: DistContext, model: nn.Module, options: ReplicateOption
 
 
 def _initial_options(ctx: DistContext, model: nn.Module) -> dict[str, bool]:
-    """Begin with rank 0's tensors without DDP where it cannot send them.
-
-    On XLA it sends integers of 64 bits, which TPUs do not combine. Of quantizers' weights it sends no parts.
-    """
+    """Begin with rank 0's tensors without DDP where it cannot send them: integers of 64 bits on XLA, parts of
+    quantizers' weights."""
     if ctx.device.type != "xla" and not packed_weights(model):
         return {}
     begin_with_rank_0_(ctx, replicated_tensors(model))
@@ -182,16 +180,14 @@ def _initial_options(ctx: DistContext, model: nn.Module) -> dict[str, bool]:
 
 
 def _fix_buckets(replica: DistributedDataParallel) -> None:
-    """Let DDP lay out its buckets now, in an order that is the same in every run.
-
-    DDP lays its buckets out anew after the first backward, in the order in which gradients came. A gradient's place in
-    its bucket decides the order in which ranks are summed, so a resumed run would differ in the last bits.
-    """
+    """Let DDP lay out its buckets now, in an order that is the same in every run."""
+    # DDP lays its buckets out anew after the first backward, in the order in which gradients came. A gradient's place
+    # in its bucket decides the order in which ranks are summed, so a resumed run would differ in the last bits.
     model = cast(nn.Module, cast(Any, replica).module)
     replica.module = _Touch(model)
     try:
         with torch.enable_grad():
-            for _ in range(2):  # the first backward tells the order, the next forward lays the buckets out
+            for _ in range(2):  # the first backward finds the order, the next forward lays the buckets out
                 replica().backward()
     finally:
         replica.module = model
@@ -263,7 +259,7 @@ def join_uneven_inputs(
         with warnings.catch_warnings():  # whose filters torch would leave changed
             join.__exit__(None, None, None)
     finally:
-        _ = Join(replicas, enable=False, **options)  # or every later forward would go on telling the other ranks
+        _ = Join(replicas, enable=False, **options)  # or every later forward would go on notifying the other ranks
         for each in models:
             if isinstance(each, nn.Module):
                 let_step_alone_(each.parameters(), alone=False)

@@ -43,12 +43,8 @@ if TYPE_CHECKING:
 
 
 def prefetch(units: Sequence[nn.Module], ahead: int) -> None:
-    """Gather the parameters of the next units in forward, and of those before in backward, while one computes.
-
-    Args:
-        units: sharded modules, the model itself last; taken to run in the order in which it lists them.
-        ahead: number of units to gather ahead.
-    """
+    """Gather the next `ahead` units in forward, and those before in backward, while one computes; units run in the
+    order of their list."""
     model = units[-1]
     known = {id(each) for each in units}
     order = [cast(Any, each) for each in model.modules() if id(each) in known]
@@ -58,13 +54,11 @@ def prefetch(units: Sequence[nn.Module], ahead: int) -> None:
 
 
 def gather_outside_of_inference(unit: nn.Module) -> None:
-    """Make whole parameters ordinary tensors, also where the first forward is in torch.inference_mode.
-
-    `fully_shard` makes them once, and training cannot use tensors made in that mode.
-    """
+    """Make whole parameters ordinary tensors, also where the first forward is in torch.inference_mode."""
 
     def gather(module: nn.Module, _inputs: Any) -> None:
         if torch.is_inference_mode_enabled():
+            # training cannot use tensors made in that mode, and `fully_shard` keeps those of the first forward
             with torch.inference_mode(False):
                 cast(Any, module).unshard()
 
@@ -72,13 +66,8 @@ def gather_outside_of_inference(unit: nn.Module) -> None:
 
 
 def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
-    """Shard all units again after a forward of the model without backward.
-
-    `fully_shard` would leave those whole that are not resharded after forward, and changes of those are lost.
-
-    Args:
-        units: sharded modules, the model itself last.
-    """
+    """Shard all units again after a forward without backward; `fully_shard` would leave some whole, and changes of
+    those are lost."""
 
     def reshard(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if not torch.is_grad_enabled():
@@ -108,12 +97,6 @@ def begin_alike(ctx: DistContext, stage: Comm, mesh: DeviceMesh, tensors: Iterab
     """Give the ranks of a stage its first rank's values; of a DTensor, those of the first with the same local part.
 
     A collective of one message for each tensor, which needs no memory for a second copy.
-
-    Args:
-        ctx: the context.
-        stage: handle of the ranks of this rank's pipeline stage.
-        mesh: of the ranks with the same parameters.
-        tensors: of a model, in the same order on every rank of the stage; changed in place.
     """
     along = [adopt(mesh.get_group(dim), ctx.device) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     for tensor in tensors:
@@ -234,12 +217,6 @@ def _shard(
 
     Parameters of a pipeline's stages stay whole between micro-batches. Those of experts do where a schedule computes
     gradients of weights later: it looks for the parameters that the forward has used.
-
-    Args:
-        ctx, mesh, stage, options: as of `_spread`.
-        model: the whole one, by whose names the options choose modules.
-        root: the model, or one of its stages.
-        is_empty: whether no rank has values yet.
     """
     from torch.distributed.fsdp import (  # its import takes most of a second
         CPUOffloadPolicy,

@@ -60,17 +60,8 @@ class ShardOptions(SpreadOptions, frozen=True, kw_only=True):
 
 
 def check_reshard(option: bool | int | None, shards: int, ranks: int, world_size: int) -> None:
-    """Raise for a number of ranks that shards cannot be divided among after a forward.
-
-    Args:
-        option: `Plan.reshard_after_forward`.
-        shards: number of ranks with shards of their own; 1 where nothing is sharded.
-        ranks: number of ranks with the same parameters.
-        world_size: number of all ranks.
-
-    Raises:
-        ConfigError: a number that does not divide `shards`, or a mesh of which torch cannot take a part.
-    """
+    """Raise `ConfigError` for `Plan.reshard_after_forward` that does not divide the shards, or a mesh that torch cannot
+    take a part of."""
     if isinstance(option, bool) or option is None or shards == 1:
         return
     if shards % option:
@@ -90,12 +81,8 @@ def check_reshard(option: bool | int | None, shards: int, ranks: int, world_size
 
 
 def reshard_setting(option: bool | int | None, shards: int) -> bool | int | None:
-    """Return the argument of `fully_shard`: a bool for a number that means one, its default where nothing is sharded.
-
-    Args:
-        option: `Plan.reshard_after_forward`, checked.
-        shards: number of ranks with shards of their own.
-    """
+    """Return the argument of `fully_shard`: a bool for a number that means one, its default where nothing is
+    sharded."""
     if isinstance(option, bool) or option is None:
         return option
     if shards == 1:
@@ -124,12 +111,12 @@ def shard_axes(
     """Return the axes to shard a model along, so that its gradients cross every axis of more than one rank.
 
     Axes with a name for shards, such as `dp_shard`; elsewhere those that are neither for replicas nor for ranks that
-    share samples. In either case also axes along which ranks share a sequence, as they need the same parameters. Ranks
-    of another pipeline stage have no part in it.
+    share
+    samples. In either case also axes along which ranks share a sequence, as they need the same parameters. Ranks of
+    another
+    pipeline stage have no part in it.
 
     Args:
-        names: of the axes; None for a mesh of one.
-        sizes: of the axes.
         taken: names of axes over which tensor parallelism has spread the model.
         whole: whether every rank is to hold whole parameters: all axes are for replicas then.
 
@@ -161,17 +148,8 @@ Parts = Sequence[Sequence[int]]
 
 
 def check_mesh(ctx: DistContext, model: nn.Module, reshard: bool | int | None = None) -> None:
-    """Raise for a mesh that `fully_shard` cannot take, now or after tensor parallelism. No communication.
-
-    Args:
-        ctx: the context.
-        model: as it is now.
-        reshard: `Plan.reshard_after_forward`.
-
-    Raises:
-        ConfigError: as `check_reshard`.
-        DeviceError, PrepareError: as `open_shard_mesh`.
-    """
+    """Raise for a mesh that `fully_shard` cannot take, now or after tensor parallelism; as `check_reshard` and
+    `open_shard_mesh`."""
     parts = _parts(ctx, model, _taken(model))
     if ctx.mesh is not None and (names := ctx.mesh.mesh_dim_names):
         parts = _parts(ctx, model, [name for name in names if dimension_of(name) == "tensor"])
@@ -185,10 +163,6 @@ def open_shard_mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh | None:
 
     It has one dimension for shards, or two: for replicas, and for shards, which is this rank alone under the strategy
     `ddp`.
-
-    Args:
-        ctx: the context.
-        model: as tensor parallelism has left it.
 
     Raises:
         DeviceError: the context's mesh is of another kind of device than the context.
@@ -214,10 +188,8 @@ def _spread(model: nn.Module) -> Iterator[DTensor]:
 
 
 def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
-    """Return the axes of the context's mesh, by number, for each dimension of the mesh to shard over.
-
-    Of local SGD these are the axes along which ranks share samples.
-    """
+    """Return the axes of the context's mesh, by number, for each dimension to shard over; of local SGD, those whose
+    ranks share samples."""
     if any(True for _ in _spread(model)):
         _check_tensor_parallel(ctx, model)
     if ctx.mesh is None:
@@ -277,8 +249,8 @@ class WireFormat(NamedTuple):
     """Formats in which a unit's tensors travel; None for their own.
 
     Attributes:
-        gather: of parameters, and so of what the unit computes with.
-        reduce: of gradients while they are summed.
+        gather: dtype of the gathered parameters, and so of the computation.
+        reduce: dtype of gradients while they are summed.
     """
 
     gather: torch.dtype | None
@@ -286,11 +258,7 @@ class WireFormat(NamedTuple):
 
 
 def check_formats(gather: WireDtype, precision: Precision) -> None:
-    """Raise for a format of gathered parameters in which the context does not compute.
-
-    Raises:
-        ConfigError: such a format.
-    """
+    """Raise `ConfigError` for a format of gathered parameters other than the context's compute format."""
     if gather in ("auto", "fp32", precision.compute):
         return
     raise ConfigError(
@@ -311,18 +279,12 @@ def wide_parameters(model: nn.Module) -> frozenset[int]:
 def wire_format(
     parameters: Iterable[nn.Parameter], wide: frozenset[int], precision: Precision, gather: WireDtype, reduce: WireDtype
 ) -> WireFormat:
-    """Return the formats for the parameters of one unit.
-
-    Args:
-        parameters: of the unit.
-        wide: as of `wide_parameters`.
-        precision: of the context.
-        gather, reduce: as `gather_dtype` and `reduce_dtype` of `Plan`.
-    """
+    """Return the formats for the parameters of one unit, by the context's precision and `gather_dtype` and
+    `reduce_dtype` of `Plan`."""
     listed = [each for each in parameters if each.is_floating_point()]
     dtypes = {each.dtype for each in listed}
     narrow = _DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") and gather != "fp32" else None
-    # autocast leaves fp64 as it is
+    # autocast does not change fp64
     if dtypes - {torch.float32, *_NARROW} or torch.float32 not in dtypes or any(id(each) in wide for each in listed):
         narrow = None
     if reduce != "auto":
@@ -338,11 +300,7 @@ class InAutocast(Mixin, nn.Module):
     _accel_dtype = torch.bfloat16
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, in autocast.
-
-        Raises:
-            PrepareError: in a block that turns autocast off.
-        """
+        """Run the module's own forward, in autocast; raise `PrepareError` in a block that turns autocast off."""
         if torch.is_autocast_enabled(self._accel_device_type):
             return cast(Any, super()).forward(*args, **kwargs)
         if not torch.compiler.is_compiling() and _is_turned_off():
@@ -377,13 +335,7 @@ class NormInFp32(Mixin, nn.Module):
 
 
 def compute_in(dtype: torch.dtype, unit: nn.Module, device_type: str) -> None:
-    """Let a unit compute with parameters in the format of autocast. Mutates its modules.
-
-    Args:
-        dtype: of autocast, and of the gathered parameters.
-        unit: not sharded yet.
-        device_type: of the autocast.
-    """
+    """Let a unit, not sharded yet, compute with parameters in the format of autocast. Mutates its modules."""
     norms = [each for each in unit.modules() if isinstance(each, _NORMS) and not isinstance(each, KeepsFormat)]
     add_mixin(norms, NormInFp32)
     add_mixin([unit], InAutocast, _accel_device_type=device_type, _accel_dtype=dtype)

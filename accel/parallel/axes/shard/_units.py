@@ -20,16 +20,8 @@ Fits = Callable[[nn.Module], str]  # the reason that keeps a module from being a
 
 
 def modules_named(model: nn.Module, wanted: Sequence[str], *, where: str) -> dict[str, nn.Module]:
-    """Return the modules of a model that patterns or class names mean, by name. No communication.
-
-    Args:
-        model: the model.
-        wanted: patterns of paths, in which `*` stands for one component, or names of classes.
-        where: the setting, for errors.
-
-    Raises:
-        PrepareError: entries that mean no module; all of them.
-    """
+    """Return the modules that patterns of paths (`*` is one component) or class names mean, by name; `PrepareError`
+    with all that mean none."""
     hits = {entry: _matches(model, entry) for entry in wanted}
     if strangers := [entry for entry, found in hits.items() if not found]:
         named = dict(named_modules(model))
@@ -58,15 +50,8 @@ def _matches(model: nn.Module, entry: str) -> dict[str, nn.Module]:
 
 
 def ignored_parameters(model: nn.Module, ignored: Sequence[str]) -> list[nn.Parameter]:
-    """Return the parameters that a plan leaves alone, each once. No communication.
-
-    Args:
-        model: the model.
-        ignored: as of `Plan`.
-
-    Raises:
-        PrepareError: as `modules_named`; or one of them is trainable, named: nobody would exchange its gradient.
-    """
+    """Return the parameters that a plan leaves alone, each once; `PrepareError` for a trainable one, whose gradient
+    nobody would exchange."""
     found: dict[int, nn.Parameter] = {}
     for name, module in modules_named(model, ignored, where="Plan.ignored").items():
         for key, parameter in module.named_parameters():
@@ -83,15 +68,8 @@ def ignored_parameters(model: nn.Module, ignored: Sequence[str]) -> list[nn.Para
 
 
 def units_named(model: nn.Module, wanted: Sequence[str], problem_of: Fits) -> list[str]:
-    """Return the names of the modules that a plan's `units` name, apart from the model itself.
-
-    Args:
-        model, wanted: as for `modules_named`.
-        problem_of: gives the reason that keeps a module from being a unit.
-
-    Raises:
-        PrepareError: as `modules_named`; or modules that cannot be units, all of them.
-    """
+    """Return the names of the modules that a plan's `units` name, but for the model; `PrepareError` with all that
+    cannot be units."""
     found = modules_named(model, wanted, where="Plan.units")
     problems = {name: problem for name, module in found.items() if name and (problem := problem_of(module))}
     if problems:
@@ -107,13 +85,8 @@ def units_named(model: nn.Module, wanted: Sequence[str], problem_of: Fits) -> li
 def units_in(
     root: nn.Module, model: nn.Module, units: Literal["auto"] | Sequence[str] | int
 ) -> Literal["auto"] | Sequence[str] | int:
-    """Return a plan's `units` for a stage of a model: the names in the stage of the modules that it names in the model.
-
-    Args:
-        root: the stage, or the model itself.
-        model: the model.
-        units: as of `Plan`.
-    """
+    """Return a plan's `units` for a stage of a model: the names in the stage of the modules that it names in the
+    model."""
     if isinstance(units, int) or units == "auto":
         return units
     chosen = {id(module) for entry in units for module in _matches(model, entry).values()}
@@ -122,17 +95,12 @@ def units_in(
 
 
 def units_of_size(model: nn.Module, least: int, fits: Callable[[nn.Module], bool]) -> list[str]:
-    """Return the names of the innermost modules with so many parameters, and of those around them with as many more.
-
-    Args:
-        model: the model.
-        least: number of elements of the parameters that are in no inner unit.
-        fits: whether a module can be a unit.
-    """
+    """Return the names of the innermost modules with so many parameters outside of inner units, and of those around
+    with as many more."""
     found: list[str] = []
     taken: set[int] = set()
     named = list(named_modules(model))
-    for name, module in reversed(named):  # what is inside of a module comes after it in the list
+    for name, module in reversed(named):  # submodules come after their module in the list
         own = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
         if name and sum(own.values()) >= least and fits(module):
             found.append(name)
@@ -159,15 +127,11 @@ def plan_units(
     modules whose parameters have another dtype than most around them are units of their own.
 
     Args:
-        model: without wrappers, not sharded.
         apart: names of modules that are units of their own in any case, such as experts.
-        units: as of `Plan`.
         wide: the `id` of each parameter that travels in its own format, beside others in a narrower one. Their modules
-            are units of their own too, where they can be.
+            are
+            units of their own too, where they can be.
         ignored: the `id` of each parameter that is not sharded.
-
-    Raises:
-        PrepareError: a parameter, or the model, that cannot be sharded, or modules that cannot be units; named.
     """
     _check_model(model, ignored)
     paths = _paths(model, wide)
@@ -203,7 +167,7 @@ def _unit_problem(module: nn.Module, paths: _Paths) -> str:
 
 
 class _Paths(NamedTuple):
-    """Every name of each parameter and of each module, by `id`: what is tied or used twice has several.
+    """Every name of each parameter and of each module, by `id`; tied parameters and shared modules have several.
 
     `wide` is as for `plan_units`.
     """
@@ -249,7 +213,7 @@ def _blocks(
 def _is_called(module: nn.Module) -> bool:
     """Whether the module has a forward, before which its parameters can be made whole."""
     lists = (nn.ModuleList, nn.ModuleDict)
-    if isinstance(module, lists):  # of which a class of accel's, put before theirs, makes none that is called
+    if isinstance(module, lists):  # a class of accel's, put before theirs, does not make them callable
         return any("forward" in vars(cls) for cls in type(module).__mro__ if issubclass(cls, lists))
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 

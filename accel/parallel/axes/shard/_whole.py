@@ -2,7 +2,7 @@
 """Parameters without a dimension, which cannot be divided: whole on each rank, and trained as the sharded ones beside.
 
 They are stored as replicated DTensors, so that optimizers, norms and checkpoints see parameters of one kind. While the
-forward of their unit or module runs, plain tensors stand in their place, as those of `fully_shard` do. Their gradients
+forward of their unit or module runs, plain tensors take their place, as those of `fully_shard` do. Their gradients
 await the mean over the ranks that share them, which a step takes before it reads them.
 """
 
@@ -92,17 +92,10 @@ def undivided(model: nn.Module) -> list[nn.Parameter]:
 
 
 def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
-    """Let the modules with parameters without a dimension, and the units around them, compute with plain tensors.
+    """Let modules with parameters without a dimension, and their units, compute with plain tensors.
 
-    Called before `fully_shard` gives the modules classes of its own.
-
-    Args:
-        root: the model, or a stage of it.
-        units: names of the units, inner ones first.
-        kept: the `id` of each parameter that stays as it is.
-
-    Returns:
-        Groups by the parameter's `id`, to be filled by `keep_whole`.
+    Called before `fully_shard` gives the modules classes of its own. Returns groups by the parameter's `id`, for
+    `keep_whole` to fill; parameters of `kept` stay unchanged.
     """
     groups: dict[str, _Group] = {}
     by_parameter: dict[int, list[_Group]] = {}
@@ -125,15 +118,8 @@ def keep_whole(
     *,
     watch: bool,
 ) -> None:
-    """Replace parameters without a dimension by replicated ones. Mutates the model, whose units are sharded already.
-
-    Args:
-        root: the model, or a stage of it.
-        mesh: that it is sharded over.
-        groups: from `see_plain`.
-        kept: the `id` of each parameter that stays as it is.
-        watch: whether to note if a backward reaches them.
-    """
+    """Replace parameters without a dimension by replicated ones, watched by `watch_whole` if asked. Mutates the model,
+    whose units are sharded."""
     for key, found in _places(root, kept).items():
         places = [place for _, place in found]
         old = places[0].module.get_parameter(places[0].name)

@@ -29,12 +29,9 @@ _DROPOUTS = (
 def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark]:
     """Return the modules at which ranks begin and end to draw apart, by path. Pure.
 
-    A "holder" has layers in it of which some divide the features ("divides") and others join them ("joins"); a
-    "divided" module works on a part of the tokens. Those without a rate of dropout need no mark.
-
-    Args:
-        model: without wrappers.
-        rules: of its modules, by path.
+    A "holder" contains layers that divide the features ("divides") and layers that join them ("joins"); a "divided"
+    module
+    works on a part of the tokens. Those without a rate of dropout need no mark.
     """
     modules = dict(named_modules(model))
     found: dict[str, Mark] = {}
@@ -184,14 +181,7 @@ _MIXINS: Mapping[Mark, type[_Marked]] = {
 
 
 def drop_apart(model: nn.Module, rules: Mapping[str, Rule], rank: int, device: torch.device) -> None:
-    """Let ranks along tp draw apart where they hold different features or tokens. Mutates the model.
-
-    Args:
-        model: without wrappers.
-        rules: of its modules, by path.
-        rank: along tp.
-        device: of the rank.
-    """
+    """Let ranks along tp draw apart where they hold different features or tokens. Mutates the model."""
     streams = Streams(rank, device)
     marks = dropout_marks(model, rules)
     for path, mark in marks.items():

@@ -97,7 +97,7 @@ class LocalParameters(Mixin):
             own["_parameters"] = stored
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
-        """Return what stands in the place of the parameters in forward."""
+        """Return the tensors that forward uses in place of the parameters."""
         rule = self.accel_layer.rule
         return {name: None if each is None else local(each, rule) for name, each in stored.items()}
 
@@ -111,7 +111,7 @@ class GatherOutput(LocalParameters):
 
 
 class Colwise(LocalParameters):
-    """A linear layer of which each rank computes some of the outputs."""
+    """A column-parallel linear layer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's outputs, or all of them where the style gathers them."""
@@ -147,7 +147,7 @@ class Colwise(LocalParameters):
 
 
 class Rowwise(LocalParameters):
-    """A linear layer of which each rank computes a summand of the outputs, from its part of the inputs."""
+    """A row-parallel linear layer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sum of the ranks' outputs, of the whole sequence or of this rank's part of it."""
@@ -171,7 +171,7 @@ class Rowwise(LocalParameters):
 
 
 class Embedding(LocalParameters):
-    """An embedding of which each rank holds some of the rows."""
+    """A row-sharded embedding."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
         """Return the embeddings of all ids on every rank."""
@@ -205,16 +205,15 @@ class Around(Mixin):
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole.
 
-    A replicated parameter of a rule with summands gets a gradient that awaits its sum over ranks.
-
-    Raises:
-        PrepareError: `fully_shard` has not gathered the parameter.
+    A replicated parameter of a rule with summands gets a gradient that awaits its sum over ranks. One that
+    `fully_shard`
+    has not gathered is a `PrepareError`.
     """
     if not is_dtensor(parameter):
         return parameter
     if parameter.device_mesh.ndim > 1:
         raise PrepareError(
-            "a layer computes with a parameter of which it has a shard along dp alone",
+            "a layer computes with a parameter that is not gathered along dp",
             expected="the forward of the unit of fully_shard around it, which gathers its parameters",
             got=name_of(parameter) or f"a parameter of shape {list(parameter.shape)}",
             where="forward",
@@ -230,13 +229,8 @@ def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
 
 
 def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> torch.Tensor:
-    """Return the rows that this rank computes with, from those that ranks store. A collective, as its backward.
-
-    Args:
-        stored: this rank's rows, shape [rows, ...].
-        layer: of the module.
-        exchange: of this rank.
-    """
+    """Return the rows, [rows, ...], that this rank computes with, from those that ranks store. A collective, as its
+    backward."""
     order = torch.tensor(exchange.order, device=stored.device)
     return exchanged(stored.index_select(0, order), exchange.to, exchange.back, layer.group)
 
@@ -296,7 +290,7 @@ def _with_first(
 
 
 class Attention(LocalParameters):
-    """An nn.MultiheadAttention of which each rank computes some of the heads."""
+    """An nn.MultiheadAttention with heads divided among ranks."""
 
     accel_streams: Streams
 

@@ -22,7 +22,7 @@ _OWN = ("accel.", "torch.distributed.")  # modules whose hooks know of parts: th
 
 
 class LinearPair(NamedTuple):
-    """Two linear layers of a Sequential, of which the second takes the first's outputs element by element.
+    """Two linear layers of a Sequential, where the second takes the first's outputs element by element.
 
     Attributes:
         sequence: path of the Sequential, "" for the model itself.
@@ -104,13 +104,8 @@ class _PairPart(Mixin):
 
 
 def guard_pairs(model: nn.Module, pairs: Sequence[LinearPair], keys: Mapping[str, str]) -> None:
-    """Let the layers of pairs refuse to run outside of their Sequential, or beside a hook. Mutates the model.
-
-    Args:
-        model: without wrappers, divided.
-        pairs: found in it before.
-        keys: pattern of the plan for each layer's path, for the error.
-    """
+    """Let the layers of pairs refuse to run outside of their Sequential, or beside a hook; `keys` are the plan's
+    patterns. Mutates the model."""
     way_out = _way_out(keys[path] for pair in pairs for path in pair.ends)
     for sequence in dict.fromkeys(pair.sequence for pair in pairs):
         own = [pair for pair in pairs if pair.sequence == sequence]
@@ -133,7 +128,7 @@ def _way_out(patterns: Iterable[str]) -> str:
 
 
 def _check_hooks(guard: _Guard, sequence: nn.Module) -> None:
-    """Raise for a hook of somebody else that sees what stands between the first and the last layer of a pair."""
+    """Raise for a foreign hook that sees values between the first and the last layer of a pair."""
     children: Mapping[str, nn.Module] = cast(Any, sequence)._modules
     for layers in guard.pairs:
         for at, name in enumerate(layers):
@@ -155,7 +150,7 @@ def _check_owners(guard: _Guard, name: str, hooks: Iterable[object]) -> None:
 
 
 def _function_of(hook: object) -> object:
-    """A hook without what is wrapped around it."""
+    """A hook without its wrappers."""
     while isinstance(hook, functools.partial):
         hook = cast("functools.partial[object]", hook).func
     return hook
@@ -194,17 +189,12 @@ def known_pairs(model: nn.Module) -> list[LinearPair]:
 
 
 def _places(modules: Iterable[tuple[str, nn.Module]]) -> Counter[int]:
-    """The number of places where each module stands, by `id`."""
+    """The number of places of each module, by `id`."""
     return Counter(id(each) for _, module in modules for each in cast(Any, module)._modules.values())
 
 
 def _styles_in(module: nn.Module, places: Counter[int]) -> Iterator[tuple[str, TensorStyle]]:
-    """Styles of a module's own parts, by their names in it.
-
-    Args:
-        module: one of a model.
-        places: number of the places where each module of the model stands, by `id`.
-    """
+    """Styles of a module's own parts, by their names in it."""
     if isinstance(module, nn.MultiheadAttention) and _has_forward_of(module, nn.MultiheadAttention):
         if module.bias_k is None and not module.add_zero_attn:
             yield "", "multihead_attention"
@@ -248,12 +238,8 @@ def _is_elementwise(activation: Any) -> bool:
 
 
 def _pairs(sequence: nn.Sequential, places: Counter[int]) -> Iterator[tuple[str, ...]]:
-    """Names of each two linear layers of which the second takes the first's outputs, and of the layers between.
-
-    Args:
-        sequence: one of a model.
-        places: as for `_styles_in`; a layer that stands in several takes whole inputs in some, and parts in others.
-    """
+    """Names of each two linear layers, where the second takes the first's outputs, and of the layers between; a layer
+    in several places is in none."""
     begun: list[str] = []
     for name, module in cast(Any, sequence)._modules.items():
         if type(module) is nn.Linear and places[id(module)] == 1 and is_linear(module):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tensor_plan`: the tensor-parallel styles of a model, from what it declares or from layers that are known. Pure."""
+"""`tensor_plan`: the tensor-parallel styles of a model, from its own declaration or from known layers. Pure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,8 @@ HeadStyle = Literal["colwise", "colwise_gather_output"]
 
 
 def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadStyle) -> dict[str, TensorStyle]:
-    """Return styles in which the head has one, and an embedding that is tied to it the one that divides its rows.
-
-    Args:
-        model: the model.
-        styles: by path.
-        head: style of the head.
-
-    Raises:
-        PrepareError: no layer is the head, or several may be.
-        ConfigError: an unknown style.
-    """
+    """Return styles with one for the head, and for an embedding tied to it the one that divides its rows;
+    `PrepareError` for no head, or several."""
     check_choice(head, get_args(HeadStyle), "not a style of a head", where="tensor_plan(head=)")
     modules = dict(named_modules(model))
     paths = _declared(model, modules) or _of_as_many_outputs(modules)
@@ -69,14 +60,9 @@ def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[s
     """Return styles by which the blocks of a model work on parts of the tokens.
 
     The first block divides the tokens; attention and MLP gather them, and scatter what they sum; norms between work on
-    the parts; the norm that follows the blocks gathers them, so that all others see the whole sequence.
-
-    Args:
-        model: of blocks in one ModuleList, between embeddings and a norm.
-        styles: by path, without the sequence.
-
-    Raises:
-        PrepareError: the model is of another form, or has parameters between its layers that are not a norm's.
+    the
+    parts; the norm that follows the blocks gathers them, so that all others see the whole sequence. A model of another
+    form, or with parameters between its layers that are not a norm's, is a `PrepareError`.
     """
     blocks = _blocks(model, styles)
     problems: list[str] = []
@@ -171,12 +157,7 @@ _NO_INPUTS = frozenset({
 
 
 def with_copies(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Return styles with "copy_input" for each module that is the only one to feed several column-wise layers in it.
-
-    Args:
-        model: the model.
-        styles: by path.
-    """
+    """Return styles with "copy_input" for each module that is the only one to feed several column-wise layers in it."""
     found: dict[str, TensorStyle] = {}
     for path, style in styles.items():
         holder = path.rpartition(".")[0]
@@ -250,7 +231,7 @@ def tensor_plan(model: nn.Module, *, sequence: bool = False, head: HeadStyle | N
             None for the style that the model declares.
 
     Returns:
-        Styles by pattern, in which `*` stands for one component of a path; empty where nothing is known. Change it and
+        Styles by pattern, where `*` is one component of a path; empty where nothing is known. Change it and
         pass it as `Plan(tensor=...)`.
 
     Raises:

@@ -57,15 +57,9 @@ def rules_of(
 ) -> dict[str, Rule]:
     """Return the rule of each module that has parameters or that the plan names, by path.
 
-    Args:
-        model: without wrappers.
-        plan: styles by pattern.
-        size: number of ranks along tp, more than one.
-        is_stage: whether modules without parameters are those of other pipeline stages, which get no rule.
-
-    Raises:
-        PrepareError: a pattern that matches nothing, a module that two match, an unknown style, or a module that cannot
-            be divided among so many ranks; all of them in one error.
+    Raises `PrepareError` with all patterns that match nothing, modules that two match, unknown styles, and modules that
+    cannot be divided among so many ranks. `is_stage`: modules without parameters are those of other stages, without a
+    rule.
     """
     styles, problems = match(plan, [path for path, _ in named_modules(model)])
     if is_stage:
@@ -92,12 +86,7 @@ def rules_of(
 
 
 def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Return styles by path, and what is wrong with the patterns.
-
-    Args:
-        plan: styles by pattern, in which `*` stands for one component of a path.
-        paths: of all modules.
-    """
+    """Return styles by path, and the problems of patterns, where `*` is one component of a path."""
     listed = list(paths)
     found: dict[str, str] = {}
     by: dict[str, str] = {}
@@ -138,10 +127,7 @@ def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
 
 
 def _heads(model: nn.Module, path: str, style: str, size: int) -> tuple[int, dict[str, dict[str, int]], list[str]]:
-    """Heads that a projection's outputs are of, attributes of the attention around it, and what is wrong with both.
-
-    Attention divides outputs by its `head_dim`; heads are then the least that a rank can have.
-    """
+    """Numbers of heads in a projection's outputs, attributes of the attention around it, and problems of both."""
     module = model.get_submodule(path)
     holder = _holder(model, path)
     around = model.get_submodule(holder)
@@ -236,7 +222,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
 
 
 def _is_done(_ctx: DistContext, model: nn.Module) -> bool:
-    """A model that somebody has spread along tp in part stays as it is."""
+    """A model that its user has spread along tp in part stays unchanged."""
     parameters = list(unwrap_model(model).parameters())
     meshes = {id(mesh): mesh for each in parameters if (mesh := mesh_of(each)) is not None}
     names = {name for mesh in meshes.values() for name in mesh.mesh_dim_names or ("tp",)}
@@ -266,7 +252,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
     compare_models(ctx, options, dict(inner.named_parameters()))
     mesh = _mesh(ctx)
     stage = stage_comm(ctx)
-    made: dict[int, nn.Parameter] = {}  # what is tied stays tied
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for path, rule in rules.items():
         module = inner.get_submodule(path)
         for name, whole in list(module.named_parameters(recurse=False)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel styles: how each divides a module's parameters, and what is wrong with a module for it. Pure."""
+"""Tensor-parallel styles: how each divides a module's parameters, and the problems of a module with it. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowExchange(NamedTuple):
     """An all-to-all that turns the rows that a rank stores into those that it needs, in their order in the whole.
 
     Attributes:
-        order: rows of this rank's part to send, by receiving rank, lowest rows first; a row may stand for several.
+        order: rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several.
         to: number of rows for each rank.
         back: number of rows from each rank.
     """
@@ -28,13 +28,7 @@ class RowExchange(NamedTuple):
 
 
 def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of equal packs, such as queries, keys and values: its part of each.
-
-    Args:
-        rows: number of all rows, a multiple of `packs * size`.
-        packs: number of packs.
-        size: number of ranks.
-    """
+    """Return the rows that each rank needs of equal packs, such as queries, keys and values: its part of each."""
     pack = rows // packs
     part = pack // size
     return [
@@ -43,25 +37,14 @@ def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
 
 
 def needed_heads(rows: int, heads: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of fewer heads than ranks: those of one head, which neighbours share.
-
-    Args:
-        rows: number of all rows, a multiple of `heads`.
-        heads: number of heads, which divides `size`.
-        size: number of ranks.
-    """
+    """Return the rows that each rank needs of fewer heads than ranks: those of one head, which neighbours share."""
     head = rows // heads
     return [[range(at * head, (at + 1) * head)] for at in (rank * heads // size for rank in range(size))]
 
 
 def row_exchange(rows: int, needed: Sequence[Sequence[range]], rank: int) -> RowExchange:
-    """Return the all-to-all of one rank.
-
-    Args:
-        rows: number of all rows, of which each rank stores an equal part in order.
-        needed: rows that each rank needs, lowest first.
-        rank: the rank that the answer is for.
-    """
+    """Return the all-to-all of one rank, from rows stored in equal parts in order to the `needed` rows of each rank,
+    lowest first."""
     size = len(needed)
     part = rows // size
     stored = [range(at * part, (at + 1) * part) for at in range(size)]
@@ -114,15 +97,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:
-    """Return the rule of a module.
-
-    Args:
-        module: one without a problem.
-        style: of the module.
-        size: number of ranks along tp.
-        copied: whether a module around it sums the gradients of its input.
-        heads: number of heads that its outputs are of, where ranks share them; 0 for outputs that any rank can divide.
-    """
+    """Return the rule of a module without a problem; `heads` is the number of heads in its outputs, 0 where any rank
+    can divide them."""
     dims = _dims(module, style)
     rows = uneven = 0
     needed: Sequence[Sequence[range]] = ()
@@ -189,7 +165,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def output_dim(module: nn.Module) -> int:
-    """Return the dimension of a linear layer's weight that its outputs lie along."""
+    """Return the output dimension of a linear layer's weight."""
     return 1 if is_transposed(module) else 0
 
 
@@ -231,7 +207,7 @@ def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterat
             times = f"{packs} packs of " if packs > 1 else ""
             yield f"{length} {what}, not a multiple of {times}tp={size}"
     elif leaves_ranks_out(length, size):
-        yield f"{length} {what}, of which the last of tp={size} would have none"
+        yield f"{length} {what}, too few for the last of tp={size}"
 
 
 def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
@@ -239,7 +215,7 @@ def _embedding_problems(module: nn.Module, size: int) -> Iterator[str]:
         yield f"embedding_rowwise is of nn.Embedding, and it is a {_named(module)}"
         return
     if leaves_ranks_out(module.num_embeddings, size):
-        yield f"{module.num_embeddings} embeddings, of which the last of tp={size} would have none"
+        yield f"{module.num_embeddings} embeddings, too few for the last of tp={size}"
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             yield f"an embedding with {option}, for which a rank needs all rows"
@@ -264,15 +240,12 @@ _UNKNOWN = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) -> dict[str, str]:
-    """Return styles in which those of adapted layers have become those of their parts.
+    """Return styles where those of adapted layers have become those of their parts; `problems` gets undividable
+    adapters.
 
     Of a column-wise layer the second factor is divided as the layer is; of a row-wise one the first is, whose few
-    outputs are summed as the layer's are.
-
-    Args:
-        model: the model.
-        styles: by path.
-        problems: gets adapters that cannot be divided.
+    outputs
+    are summed as the layer's are.
     """
     found: dict[str, str] = {}
     for path, style in styles.items():

@@ -145,7 +145,7 @@ def test_an_unknown_precision_lists_the_choices(precision, hint):
         ("ACCEL_STRATEGY", "fdsp", "expected one of ddp, deepspeed, fsdp or auto, .* Did you mean `fsdp`?"),
         ("ACCEL_MESH", "dp=3,tp=2", "expected 6 ranks for dp=3,tp=2, got 8 - at ACCEL_MESH. Start 6 processes, or let"),
         ("ACCEL_MESH", "dp=-1,tp=3", "expected a multiple of 3 ranks for dp=-1,tp=3, got 8 - at ACCEL_MESH"),
-        ("ACCEL_MESH", "dp=8=1", "not a usable mesh: .* at ACCEL_MESH"),
+        ("ACCEL_MESH", "dp=8=1", "invalid mesh: .* at ACCEL_MESH"),
         ("ACCEL_MESH", "stage=8", "unknown axis of a mesh: got 'stage' in 'stage=8' - at ACCEL_MESH"),
     ],
 )

@@ -343,7 +343,7 @@ def _describe(ctx: DistContext, tree: Any, path: str) -> _Node:
             nodes=tuple(_describe(ctx, each, f"{path}[{at}]") for at, each in listed),
         )
     raise TreeError(
-        "not sent to ranks that do not know it",
+        "cannot send this container to ranks that hold none",
         expected="dicts, lists and tuples of tensors and None, with keys of text or int",
         got=_kind(cast(object, tree)),
         where=f"{_NAME}, {path}",

@@ -308,7 +308,7 @@ def _convert(field: Field, value: object, *, where: str, got: object, error: typ
     except ConfigError as refused:  # of the record itself
         inside = f"{refused.where} of " if refused.where else ""
         raise error(
-            f"not a usable {field.name}, {refused.problem}",
+            f"invalid {field.name}, {refused.problem}",
             expected=refused.expected,
             got=refused.got or shown,
             where=f"{inside}{where}",
@@ -316,7 +316,7 @@ def _convert(field: Field, value: object, *, where: str, got: object, error: typ
         ) from None
     except (msgspec.ValidationError, ValueError) as refused:
         fix = _near(field, got) or (f"{refused}." if field.record is not None and "$" in str(refused) else "")
-        raise error(f"not a usable {field.name}", expected=field.expects, got=shown, where=where, fix=fix) from None
+        raise error(f"invalid {field.name}", expected=field.expects, got=shown, where=where, fix=fix) from None
 
 
 def _unquoted(field: Field, text: str) -> str:

@@ -131,7 +131,7 @@ class Writer:
                 return  # of a tracker that never began, all records are lost
             lost = self._lost(f"not written within {patience_s:g} s")
         raise CheckpointError(
-            "the run's files lack records of steps that the checkpoint counts as logged",
+            "log files are missing steps that the checkpoint already counted",
             got=self._held or str(lost),
             where=f"tracker {self.tracker.name}",
             fix="Free its disk, or leave the tracker out of `to`.",

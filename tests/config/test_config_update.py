@@ -54,7 +54,7 @@ def test_all_that_cannot_be_mapped_is_told_at_once() -> None:
     told = str(caught.value)
     assert "'ranks' and its new name 'nproc' are both set" in told
     assert "'precison' is no key: Did you mean `precision`?" in told
-    assert "not a usable timeout_s: expected a number above 0" in told
+    assert "invalid timeout_s: expected a number above 0" in told
     with pytest.raises(ConfigError, match=r"accel config import a\.json"):
         update_values({"mixed_precision": "no", "num_processes": 2}, "a.json")
 

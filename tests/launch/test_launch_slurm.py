@@ -73,7 +73,7 @@ def test_every_field_that_was_set_is_told_to_the_launchers_or_settled_by_the_job
     ("words", "told"),
     [
         (["--slurm", "--node-rank", "0"], "Slurm numbers the nodes by itself - at flag --node-rank"),
-        (["--slurm", "--slurm-options", "a\nb"], "not a usable slurm_options"),
+        (["--slurm", "--slurm-options", "a\nb"], "invalid slurm_options"),
         (["--slurm"], "there is no Slurm here: expected `sbatch` in PATH"),
     ],
 )

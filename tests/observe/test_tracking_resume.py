@@ -259,7 +259,7 @@ def test_lines_that_are_gone_are_told_once_and_saving_goes_on(
     assert steps[-4:] == [99, 100, 101, 102]
     assert 4 < len(steps) < 50
     lost = f"tracker jsonl: {103 - len(steps)} dropped"
-    told = [each.getMessage() for each in caplog.records if "lack records" in each.getMessage()]
+    told = [each.getMessage() for each in caplog.records if "missing steps" in each.getMessage()]
     assert len(told) == 1
     assert lost in told[0]
     assert read_run(tmp_path).lost == lost

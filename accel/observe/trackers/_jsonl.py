@@ -32,7 +32,7 @@ class _OpenJsonl(msgspec.Struct, frozen=True):
 def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
     """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG and JSON files.
 
-    The file of a resumed run is cut back to the checkpoint's last step, so that it is that of a run never killed, apart
+    The file of a resumed run is truncated to the checkpoint's last step, so it equals an uninterrupted run's, apart
     from the key `time`. Checkpoints wait until it is on the disk. `accel report` reads it.
 
     Args:
